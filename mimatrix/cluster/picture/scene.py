@@ -1,0 +1,156 @@
+"""What the picture of a cluster shows: things (switches, nodes, bundles of nodes) and the cords between them.
+
+Crowds of nodes become bundles, one for each set of switches that they hang on, so that a picture stays one.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from mimatrix.cluster.model import Cluster, Node
+
+Kind = Literal["switch", "node", "bundle"]
+
+SQUARE = 0.17
+GAP = 0.045
+PADDING = 0.07
+NAME_HEIGHT = 0.16
+_LONGEST_NAME = 16
+_CROWDED_ROW = 32.0
+_SQUARES_PER_ROW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """What becomes one box. Devices stand in rows of `columns`; those in `below` have their network below them."""
+
+    name: str
+    kind: Kind
+    group: str = ""
+    nodes: tuple[Node, ...] = ()
+    columns: int = 1
+    below: frozenset[int] = frozenset()
+
+    @property
+    def text(self) -> str:
+        """What a person reads in the box, shortened where a name is long."""
+        if self.kind == "bundle":
+            nodes, devices = counted(len(self.nodes), "node"), counted(self.devices, "device")
+            return nodes if self.devices == len(self.nodes) else f"{nodes}\n{devices}"
+        return self.name if len(self.name) <= _LONGEST_NAME else self.name[: _LONGEST_NAME - 1] + "…"
+
+    @property
+    def devices(self) -> int:
+        """How many devices the box holds."""
+        return sum(len(node.devices) for node in self.nodes)
+
+    def size(self, named: bool) -> tuple[float, float]:
+        """Width and height in inches, with room for the text where it is `named`."""
+        if self.kind == "node":
+            rows = 2 if self.below else -(-self.devices // self.columns)
+            width, height = (count * (SQUARE + GAP) - GAP + 2 * PADDING for count in (self.columns, rows))
+            return (max(width, text_width(self.text, 7) + PADDING), height + NAME_HEIGHT) if named else (width, height)
+        if self.kind == "bundle":
+            return (max(0.62, text_width(self.text, 7) + 0.14), 0.62) if named else (0.34, 0.34)
+        return (max(0.6, text_width(self.text, 8) + 0.16), 0.32) if named else (0.26, 0.26)
+
+
+@dataclass(frozen=True, slots=True)
+class Cord:
+    """Alike cables between two things. A device's own NIC ends at square number `square` of `a`."""
+
+    a: str
+    b: str
+    rate_bytes_per_s: float
+    square: int | None
+    cables: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The things by name, in the order of the cluster, and the cords between them."""
+
+    things: dict[str, Thing]
+    cords: tuple[Cord, ...]
+
+    @cached_property
+    def neighbours(self) -> dict[str, list[str]]:
+        """The things that each thing has cords to, each once."""
+        found: dict[str, dict[str, None]] = {name: {} for name in self.things}
+        for cord in self.cords:
+            found[cord.a][cord.b] = found[cord.b][cord.a] = None
+        return {name: list(others) for name, others in found.items()}
+
+    def of_kind(self, *kinds: Kind) -> list[str]:
+        """Names of all things of these kinds."""
+        return [thing.name for thing in self.things.values() if thing.kind in kinds]
+
+
+def compose(cluster: Cluster) -> Scene:
+    """The scene of a cluster; nodes become bundles where a row of them would be too long."""
+    switches = [Thing(switch.name, "switch", switch.group) for switch in cluster.switches]
+    nics = _own_nics(cluster)
+    nodes = [_node(node, nics.get(node.name, {})) for node in cluster.nodes]
+    sides = len({switch.group for switch in cluster.switches} & {"upper", "lower"}) or 1
+    if switches and sum(thing.size(named=False)[0] + GAP for thing in nodes) > sides * _CROWDED_ROW:
+        nodes = _bundles(cluster)
+    things = {thing.name: thing for thing in switches + nodes}
+    return Scene(things, tuple(_cords(cluster, things)))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 node`, `2 nodes`, `2 switches`."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
+def text_width(text: str, points: float) -> float:
+    """About how many inches a text takes; rather too many."""
+    return max(map(len, text.split("\n"))) * points * 0.62 / 72
+
+
+def _own_nics(cluster: Cluster) -> dict[str, dict[int, str]]:
+    """The groups of the switches that devices' own NICs lead to, by node and number of the device."""
+    group_of = {switch.name: switch.group for switch in cluster.switches}
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for link in cluster.links:
+        for near, far in ((link.a, link.b), (link.b, link.a)):
+            node, _, local = near.partition("/")
+            if local:
+                found[node][int(local)] = group_of.get(far, "")
+    return found
+
+
+def _node(node: Node, own: dict[int, str]) -> Thing:
+    """A node whose devices can be reached: with NICs of their own they stand in one row, and in two in a BiGraph."""
+    count = len(node.devices)
+    if set(own.values()) == {"upper", "lower"}:
+        below = frozenset(number for number, group in own.items() if group == "lower")
+        return Thing(node.name, "node", "", (node,), max(len(below), count - len(below)), below)
+    return Thing(node.name, "node", "", (node,), count if own else min(count, _SQUARES_PER_ROW))
+
+
+def _bundles(cluster: Cluster) -> list[Thing]:
+    hangs_on: dict[str, set[str]] = defaultdict(set)
+    for link in cluster.links:
+        hangs_on[link.a.partition("/")[0]].add(link.b)
+        hangs_on[link.b.partition("/")[0]].add(link.a)
+    alike: dict[tuple[str, ...], list[Node]] = defaultdict(list)
+    for node in cluster.nodes:
+        alike[tuple(sorted(hangs_on[node.name]))].append(node)
+    return [Thing(f"{nodes[0].name}...", "bundle", "", tuple(nodes)) for nodes in alike.values()]
+
+
+def _cords(cluster: Cluster, things: dict[str, Thing]) -> list[Cord]:
+    thing_of = {node.name: thing.name for thing in things.values() for node in thing.nodes}
+    counts: Counter[tuple[str, str, float, int | None]] = Counter()
+    for link in cluster.links:
+        # A device's end comes first: that is the end where a cord may have a square.
+        a, b = (link.b, link.a) if "/" in link.b else (link.a, link.b)
+        near, _, local = a.partition("/")
+        box = thing_of.get(near, near)
+        square = int(local) if local and things[box].kind == "node" else None
+        far = b.partition("/")[0]
+        counts[box, thing_of.get(far, far), link.rate_bytes_per_s, square] += link.parallel
+    return [Cord(*key, cables) for key, cables in counts.items() if key[0] != key[1]]

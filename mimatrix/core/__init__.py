@@ -1,0 +1,1 @@
+"""The words every other package speaks: errors, units, configuration tables. Imports nothing of ours."""

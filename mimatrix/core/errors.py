@@ -1,0 +1,46 @@
+"""The one tree of errors.
+
+    MiMatrixError
+    ├── UserError            the person can fix it: one sentence, and the fix
+    │   ├── ConfigError      ... in a file: where, which key, the nearest match
+    │   └── UnsuitedError    ... for this algorithm; another one can do it
+    └── ScheduleError        an algorithm is wrong: which rank, which block, what it holds
+
+What is our own mistake is an assertion, not an error of this tree.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+# A cluster knows thousands of names, and an error is one sentence.
+_SHOWN = 20
+
+
+class MiMatrixError(Exception):
+    """Anything that MiMatrix raises on purpose."""
+
+
+class UserError(MiMatrixError):
+    """Bad input: the message is one sentence that ends with the fix."""
+
+
+class ConfigError(UserError):
+    """Bad input in a file; the message starts with the place."""
+
+
+class UnsuitedError(UserError):
+    """An algorithm cannot do what is asked here, and another one can: whoever tries several goes on."""
+
+
+class ScheduleError(MiMatrixError):
+    """A schedule does not do what its collective promises, or two ranks race in it."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean "x"?` for a close match of `word`, otherwise what is known, the first few where that is long."""
+    choices = {choice.lower(): choice for choice in sorted(known)}
+    close = get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
+    if close:
+        return f'; did you mean "{choices[close[0]]}"?'
+    more = f" and {len(choices) - _SHOWN} more" if len(choices) > _SHOWN else ""
+    return f"; known are {', '.join(list(choices.values())[:_SHOWN])}{more}"
