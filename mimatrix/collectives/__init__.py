@@ -1,0 +1,35 @@
+"""What moves where: collectives as checkable values."""
+
+from mimatrix.collectives.bandwidth_shares import BandwidthShares, shares_by_bandwidth
+from mimatrix.collectives.catalog import CATALOG, Algorithm, Request, build, find
+from mimatrix.collectives.fitting import Fitted, Wishes, fit
+from mimatrix.collectives.hdrm import RankMapping, map_ranks
+from mimatrix.collectives.ordering import even_groups, natural_groups, nic_rates, ring_order
+from mimatrix.collectives.proof import verify
+from mimatrix.collectives.schedule import Collective, Move, Round, Schedule
+from mimatrix.collectives.shares import Shares
+
+__all__ = [
+    "CATALOG",
+    "Algorithm",
+    "BandwidthShares",
+    "Collective",
+    "Fitted",
+    "Move",
+    "RankMapping",
+    "Request",
+    "Round",
+    "Schedule",
+    "Shares",
+    "Wishes",
+    "build",
+    "even_groups",
+    "find",
+    "fit",
+    "map_ranks",
+    "natural_groups",
+    "nic_rates",
+    "ring_order",
+    "shares_by_bandwidth",
+    "verify",
+]

@@ -1,0 +1,30 @@
+"""Building schedules from smaller ones: merge rounds, move them to other ranks and blocks, stagger segments."""
+
+from collections.abc import Iterable, Sequence
+
+from mimatrix.collectives.schedule import Move, Round
+
+
+def side_by_side(parts: Iterable[Sequence[Round]]) -> list[Round]:
+    """Run several lists of rounds at the same time: round k of all of them together, in their order."""
+    return stagger(list(parts), shift=0)
+
+
+def stagger(segments: Sequence[Sequence[Round]], shift: int = 1) -> list[Round]:
+    """A pipeline: segment s starts `shift` rounds after segment s-1. Older segments come first within a round."""
+    ends = [shift * index + len(rounds) for index, rounds in enumerate(segments)]
+    merged: list[list[Move]] = [[] for _ in range(max(ends, default=0))]
+    for index, rounds in enumerate(segments):
+        for number, moves in enumerate(rounds, start=shift * index):
+            merged[number] += moves
+    return [tuple(moves) for moves in merged]
+
+
+def mapped(rounds: Sequence[Round], ranks: Sequence[int], first_block: int, blocks_each: int = 1) -> list[Round]:
+    """The same moves among other ranks, every block standing for `blocks_each` blocks from `first_block` on."""
+    return [tuple(_mapped(move, ranks, first_block, blocks_each) for move in moves) for moves in rounds]
+
+
+def _mapped(move: Move, ranks: Sequence[int], first: int, each: int) -> Move:
+    blocks = range(first + move.blocks.start * each, first + move.blocks.stop * each)
+    return Move(ranks[move.src], ranks[move.dst], blocks, move.adds)

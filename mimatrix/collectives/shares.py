@@ -1,0 +1,69 @@
+"""Shares: parts of a whole that need not be equal. They size the blocks of a message and the shards of a model."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mimatrix.core.errors import UnsuitedError, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Fractions that sum to one. Some may be zero: such a part has a place but nothing in it."""
+
+    fractions: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.fractions or not all(0 <= part <= 1 for part in self.fractions):
+            raise UserError("shares must be numbers from 0 to 1; write for example 0.5,0.25,0.25")
+        if not math.isclose(math.fsum(self.fractions), 1.0, rel_tol=1e-9):
+            raise UserError(
+                f"shares must sum to 1, got {math.fsum(self.fractions):.6g}; use Shares.of to scale weights"
+            )
+
+    @classmethod
+    def of(cls, weights: Iterable[float]) -> "Shares":
+        """Shares in the proportion of `weights`."""
+        parts = [float(weight) for weight in weights]
+        if not all(math.isfinite(part) and part >= 0 for part in parts) or not any(parts):
+            raise UserError("weights must not be negative and not all zero; write for example 4,4,1,1")
+        # Against the largest first: the sum of huge weights could overflow, that of tiny ones vanish.
+        scaled = [part / max(parts) for part in parts]
+        total = math.fsum(scaled)
+        return cls(tuple(part / total for part in scaled))
+
+    @classmethod
+    def equal(cls, count: int) -> "Shares":
+        """The same for everyone."""
+        return cls((1.0 / count,) * count)
+
+    def __len__(self) -> int:
+        return len(self.fractions)
+
+    def ends(self) -> NDArray[np.float64]:
+        """Where each part starts as a fraction of the whole, and 1 at the end: part b is [ends[b], ends[b+1])."""
+        sums = np.concatenate(([0.0], np.cumsum(self.fractions)))
+        # Divided, not set: so that empty parts at the end stay empty when the sum is rounded.
+        ends: NDArray[np.float64] = sums / sums[-1]
+        return ends
+
+    def cut(self, count: int) -> tuple[int, ...]:
+        """`count` elements in whole parts that sum to it exactly; each is within one element of its share."""
+        ends = np.floor(self.ends() * count + 0.5).astype(np.int64)
+        return tuple(int(size) for size in np.diff(ends))
+
+    def for_blocks(self, owners: Sequence[int]) -> "Shares":
+        """Shares of ranks as shares of blocks: a rank's share is spread evenly over the blocks that it owns.
+
+        Shares of ranks that own no block fall to the others in proportion.
+        """
+        if max(owners) >= len(self):
+            raise UserError(f"{len(self)} shares are too few for {max(owners) + 1} ranks; give one share for each rank")
+        blocks_of = np.bincount(owners, minlength=len(self))
+        weights = [self.fractions[owner] / blocks_of[owner] for owner in owners]
+        if not any(weights):
+            raise UnsuitedError("every rank that owns a block has the share 0; give one of them more")
+        return Shares.of(weights)
