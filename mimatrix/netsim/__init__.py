@@ -1,0 +1,21 @@
+"""What it would cost: schedules replayed on clusters, flows sharing links max-min fairly."""
+
+from mimatrix.netsim.bounds import lower_bound_seconds
+from mimatrix.netsim.fairness import fair_rates
+from mimatrix.netsim.reports import Report, report, simulate
+from mimatrix.netsim.simulation import Costs, replay, run
+from mimatrix.netsim.timeline import Timeline
+from mimatrix.netsim.traffic import Traffic
+
+__all__ = [
+    "Costs",
+    "Report",
+    "Timeline",
+    "Traffic",
+    "fair_rates",
+    "lower_bound_seconds",
+    "replay",
+    "report",
+    "run",
+    "simulate",
+]
