@@ -1,0 +1,69 @@
+"""The entry of the command. Sub-commands import what they need when they run, so that `--help` is there at once."""
+
+import os
+import sys
+from io import TextIOWrapper
+
+import typer
+
+from mimatrix import __version__
+from mimatrix.cli.demo import demo
+from mimatrix.cli.simulate import algorithms, simulate
+from mimatrix.cli.topology import topology
+from mimatrix.core.errors import MiMatrixError, UserError
+
+app = typer.Typer(
+    name="mimatrix",
+    help="Train PyTorch models on clusters whose machines are not alike.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(simulate)
+app.command()(topology)
+app.command()(algorithms)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mimatrix {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Train PyTorch models on clusters whose machines are not alike."""
+
+
+def main() -> None:
+    """Run the command: bad input ends with one sentence and exit code 2, never with a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        app(prog_name="mimatrix")
+    except UserError as error:
+        _complain(error)
+        sys.exit(2)
+    except MiMatrixError as error:
+        _complain(error)
+        sys.exit(1)
+    except BrokenPipeError:
+        # The reader (`head`, say) has seen enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        _complain(error)
+        sys.exit(1)
+
+
+def _complain(error: Exception) -> None:
+    typer.echo(f"mimatrix: {error}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What people see: tables and progress on a terminal, JSON for machines, pictures in files."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from mimatrix.core.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+_PATIENCE_S = 10.0
+
+
+def plain_console() -> "Console":
+    """Standard output for tables and sentences. Names come from files, so nothing in them is taken for markup."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """One JSON value on standard output, and nothing else."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def progress(what: str, hint: str = "") -> Iterator[Callable[[float], None]]:
+    """A moving line on standard error while something takes its time; silent where nobody watches.
+
+    Gives a function that takes the part that is done. After a while the line shows `hint`: what would be quicker.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    started = monotonic()
+    with console.status(Text(what)) as status:
+
+        def show(done: float) -> None:
+            advice = hint if monotonic() - started > _PATIENCE_S else ""
+            status.update(Text(f"{what}: {done:.0%}{advice}"))
+
+        yield show
+
+
+def check_file(path: Path, endings: tuple[str, ...]) -> None:
+    """Refuse a file that could not be written, before the work is done."""
+    if path.suffix.lower() not in endings:
+        raise UserError(f'"{path}" has no ending that can be written here; use {" or ".join(endings)}')
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f'the folder of "{path}" does not exist; make it first, or choose another')
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f'"{path}" cannot be written; choose another file')
+
+
+def save_picture(figure: "Figure", path: Path) -> None:
+    """Write the picture in the format that the name of the file asks for."""
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def write_json(value: object, path: Path) -> None:
+    """One JSON value in a file."""
+    path.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
