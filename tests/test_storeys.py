@@ -17,7 +17,7 @@ STOREYS = {
     "paper": ("wire", "planner", "netsim", "collectives", "cluster", "core"),
 }
 STOREY_OF = {package: storey for storey, packages in STOREYS.items() for package in packages}
-WITHOUT_TORCH = {*STOREYS["paper"], "cli", "server"}
+WITHOUT_TORCH = {*STOREYS["paper"], "cli", "server", "lab"}
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")
 
 
@@ -94,16 +94,17 @@ def _against(package: str, name: str) -> str:
         return ""
     if other not in STOREY_OF:
         return f"{other or 'mimatrix itself'} is in no storey"
-    return _against_direction(package, other)
+    return _against_direction(package, other, inside=len(rest) > 1)
 
 
-def _against_direction(package: str, other: str) -> str:
+def _against_direction(package: str, other: str, inside: bool) -> str:
     here, there = STOREY_OF[package], STOREY_OF[other]
     storeys = list(STOREYS)
     if storeys.index(here) > storeys.index(there):
         return f"{here} does not import {there}: imports point down"
-    if here == there == "doors":
-        return "doors do not import one another"
+    if here == there == "doors" and (inside or package != "cli"):
+        # The command opens the other doors, by their front.
+        return "doors do not import one another's insides" if inside else "doors do not import one another"
     if here == there and STOREYS[here].index(package) > STOREYS[here].index(other):
         return f"{package} stands right of {other}: imports point to the right"
     return ""
@@ -161,8 +162,9 @@ SABOTAGE = [
     ("comm/x.py", "from mimatrix.engine import Engine", "comm stands right of engine"),
     ("engine/x.py", "from mimatrix.worker import Worker", "engine stands right of worker"),
     ("worker/x.py", "from mimatrix.launch import Launcher", "metal does not import doors"),
-    ("cli/x.py", "from mimatrix.server import app", "doors do not import one another"),
-    ("cli/x.py", "def f():\n    import mimatrix.lab", "doors do not import one another"),
+    ("cli/x.py", "from mimatrix.server.app import app", "doors do not import one another's insides"),
+    ("cli/x.py", "def f():\n    import mimatrix.lab.layout", "doors do not import one another's insides"),
+    ("launch/x.py", "from mimatrix.lab import up", "doors do not import one another"),
     ("launch/x.py", "from mimatrix import cli", "doors do not import one another"),
     ("lab/x.py", "from ..server.store import Store", "doors do not import one another"),
     ("core/x.py", "import torch", "core works without torch"),
@@ -214,6 +216,7 @@ ALLOWED = [
     ("comm/x.py", "import torch\nfrom mimatrix.collectives import Move"),
     ("worker/x.py", "import torch\nimport mimatrix.hybrid, mimatrix.engine, mimatrix.comm, mimatrix.wire"),
     ("cli/x.py", "from mimatrix import __version__\ndef f():\n    from mimatrix.worker import run"),
+    ("cli/x.py", "def f():\n    from mimatrix import lab\n    from mimatrix.server import app"),
     ("launch/x.py", "import torch\nfrom mimatrix.worker import Worker"),
     ("__main__.py", "from mimatrix.cli.main import main"),
     ("__init__.py", "def __getattr__(name):\n    from mimatrix.engine import prepare"),

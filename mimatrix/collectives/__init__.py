@@ -2,6 +2,7 @@
 
 from mimatrix.collectives.bandwidth_shares import BandwidthShares, shares_by_bandwidth
 from mimatrix.collectives.catalog import CATALOG, Algorithm, Request, build, find
+from mimatrix.collectives.compose import relabelled
 from mimatrix.collectives.fitting import Fitted, Wishes, fit
 from mimatrix.collectives.hdrm import RankMapping, map_ranks
 from mimatrix.collectives.ordering import even_groups, natural_groups, nic_rates, ring_order
@@ -29,6 +30,7 @@ __all__ = [
     "map_ranks",
     "natural_groups",
     "nic_rates",
+    "relabelled",
     "ring_order",
     "shares_by_bandwidth",
     "verify",

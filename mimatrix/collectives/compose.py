@@ -1,8 +1,9 @@
 """Building schedules from smaller ones: merge rounds, move them to other ranks and blocks, stagger segments."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from mimatrix.collectives.schedule import Move, Round
+from mimatrix.collectives.schedule import Move, Round, Schedule
 
 
 def side_by_side(parts: Iterable[Sequence[Round]]) -> list[Round]:
@@ -23,6 +24,13 @@ def stagger(segments: Sequence[Sequence[Round]], shift: int = 1) -> list[Round]:
 def mapped(rounds: Sequence[Round], ranks: Sequence[int], first_block: int, blocks_each: int = 1) -> list[Round]:
     """The same moves among other ranks, every block standing for `blocks_each` blocks from `first_block` on."""
     return [tuple(_mapped(move, ranks, first_block, blocks_each) for move in moves) for moves in rounds]
+
+
+def relabelled(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same schedule with rank i called `ranks[i]`: as a job numbers its ranks, where an algorithm places them."""
+    rounds = tuple(mapped(schedule.rounds, ranks, 0))
+    owners = tuple(ranks[owner] for owner in schedule.owners)
+    return replace(schedule, rounds=rounds, owners=owners, root=ranks[schedule.root])
 
 
 def _mapped(move: Move, ranks: Sequence[int], first: int, each: int) -> Move:

@@ -62,6 +62,8 @@ class Shares:
         """
         if max(owners) >= len(self):
             raise UserError(f"{len(self)} shares are too few for {max(owners) + 1} ranks; give one share for each rank")
+        if tuple(owners) == tuple(range(len(self))):
+            return self  # as it is: scaling would round, and where a part ends be another element
         blocks_of = np.bincount(owners, minlength=len(self))
         weights = [self.fractions[owner] / blocks_of[owner] for owner in owners]
         if not any(weights):

@@ -4,6 +4,9 @@
     ├── UserError            the person can fix it: one sentence, and the fix
     │   ├── ConfigError      ... in a file: where, which key, the nearest match
     │   └── UnsuitedError    ... for this algorithm; another one can do it
+    ├── WorldError           something outside gave way
+    │   ├── PeerLost         a rank did not come: which, where, in what, since when
+    │   └── MismatchError    two ranks asked for different things: both ranks, both values
     └── ScheduleError        an algorithm is wrong: which rank, which block, what it holds
 
 What is our own mistake is an assertion, not an error of this tree.
@@ -30,6 +33,22 @@ class ConfigError(UserError):
 
 class UnsuitedError(UserError):
     """An algorithm cannot do what is asked here, and another one can: whoever tries several goes on."""
+
+
+class WorldError(MiMatrixError):
+    """Something outside gave way, and nobody's input is to blame."""
+
+
+class PeerLost(WorldError):  # noqa: N818 (the name that the design gives it)
+    """A peer did not come. The message says who, where, in which collective and round, and since when."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class MismatchError(WorldError):
+    """Ranks called different collectives, or the same one with other shapes or types."""
 
 
 class ScheduleError(MiMatrixError):

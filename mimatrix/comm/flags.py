@@ -1,0 +1,128 @@
+"""Synchronisation in mapped memory: every rank publishes how far it has come, and waits only for those it reads from.
+
+A rank's page holds a counter and the headers of its last calls. The counter grows by one with each round and with each
+call, on all ranks alike, so that one number says which round of which call a rank has finished. That is also how a slot
+is known to be free again: its readers have come past the round in which they read it.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from mimatrix.comm.calls import PACKED_BYTES, Announced, Call, disagreement
+from mimatrix.comm.control import Control
+
+PAGE_BYTES = 4096
+_HEADERS = 8
+_HEADER_AT, _HEADER_BYTES = 64, 64
+_SPINS, _YIELDS = 100, 400
+_LONGEST_SLEEP_S = 1e-3
+
+Release = tuple[tuple[int, int], ...]
+"""What must have happened before a slot may be written again: (peer, the count that it must have reached)."""
+
+
+class Flags:
+    """The pages of one group's members, as one rank sees them. `members[i]` is the rank in the job of member i."""
+
+    def __init__(
+        self, me: int, pages: Sequence[memoryview], members: Sequence[int], control: Control, timeout_s: float
+    ) -> None:
+        self._me, self._pages, self._members = me, pages, members
+        self._counts = [page[:8].cast("Q") for page in pages]
+        self._control, self._timeout_s = control, timeout_s
+        self._fence = threading.Lock()
+        self._number, self._base, self._next = -1, 0, 1  # a page starts at zero: nothing announced
+        self._call: Call | None = None
+        self._round = 0
+        self._offsets: dict[int, int] = {}
+        self._unread: deque[Release] = deque()
+
+    def begin(self, call: Call, offset: int, rounds: int) -> None:
+        """The data of this call lie ready at `offset`."""
+        if len(self._unread) == _HEADERS - 1:
+            # The header that is about to be overwritten may still be unread by a slow peer.
+            self.wait_released(self._unread.popleft())
+        self._number += 1
+        self._base, self._next = self._next, self._next + rounds + 1
+        self._call, self._round = call, 0
+        self._offsets.clear()
+        start = _HEADER_AT + _HEADER_BYTES * (self._number % _HEADERS)
+        self._pages[self._me][start : start + PACKED_BYTES] = call.packed(self._number, offset)
+        self._publish(self._base)
+
+    def wait(self, number: int, peers: Collection[int]) -> None:
+        """Until each of `peers` has finished the rounds before `number`."""
+        self._round = number
+        for peer in peers:
+            if self._counts[peer][0] < self._base + number:
+                self._wait(peer, self._base + number)
+            if peer not in self._offsets:
+                self._offsets[peer] = self._checked(peer).offset
+
+    def offset_of(self, peer: int) -> int:
+        """Where a peer that was waited for has its data of this call."""
+        return self._offsets[peer]
+
+    def finish(self, number: int) -> None:
+        """Say that this rank has done its round `number`: what it wrote may be read."""
+        self._publish(self._base + number + 1)
+
+    def end(self, readers: Sequence[tuple[int, int]]) -> Release:
+        """When the data of this call may be overwritten; `readers` are peers and the last round in which they read."""
+        release = tuple((peer, self._base + number + 1) for peer, number in readers)
+        self._unread.append(release)
+        return release
+
+    def wait_released(self, release: Release) -> None:
+        """Until all its readers have let go."""
+        for peer, count in release:
+            if self._counts[peer][0] < count:
+                self._wait(peer, count)
+
+    def _publish(self, count: int) -> None:
+        # Taking a lock is a memory barrier: what was written before it is seen before the count.
+        with self._fence:
+            self._counts[self._me][0] = count
+
+    def _wait(self, peer: int, count: int) -> None:
+        """Spin a little, then let others run, then sleep: ranks may outnumber cores."""
+        counts = self._counts[peer]
+        for _ in range(_SPINS):
+            if counts[0] >= count:
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if counts[0] >= count:
+                return
+        self._sleep(peer, count)
+
+    def _sleep(self, peer: int, count: int) -> None:
+        counts, started = self._counts[peer], time.monotonic()
+        doing = f"{self._call}, call number {self._number}, round {self._round}, since {time.strftime('%H:%M:%S')}"
+        self._control.waits_for = self._members[peer]
+        pause = 20e-6
+        while True:
+            trouble = self._control.trouble(self._members[peer], self._members, doing)
+            if counts[0] >= count:
+                break
+            if trouble:
+                raise trouble
+            waited = time.monotonic() - started
+            if waited > self._timeout_s:
+                self._control.late(self._members[peer], self._members, doing, waited)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_SLEEP_S)
+        self._control.waits_for = None
+
+    def _checked(self, peer: int) -> Announced:
+        """A peer's header, if it asks for the same."""
+        assert self._call
+        start = _HEADER_AT + _HEADER_BYTES * (self._number % _HEADERS)
+        found = Announced.unpack(self._pages[peer][start : start + PACKED_BYTES])
+        if found.number != self._number or not found.agrees(self._call):
+            mine, theirs = self._control.name(self._members[self._me]), self._control.name(self._members[peer])
+            self._control.fault(disagreement(self._number, mine, self._call, theirs, found))
+        return found

@@ -1,0 +1,398 @@
+"""A group of ranks that run collectives together: the whole job, or a part of it.
+
+Tensors in the arena are worked on in place, others pass through stages. What runs is a plan: over windows, over
+messages, or the native collective; chosen by the tuner unless it is given.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import cast
+
+import torch
+
+from mimatrix.collectives.catalog import Request, build
+from mimatrix.collectives.schedule import Collective, Schedule
+from mimatrix.collectives.shares import Shares
+from mimatrix.comm import stages
+from mimatrix.comm.arena import Slot
+from mimatrix.comm.calls import DTYPES, OPS, Call, Kind
+from mimatrix.comm.coordinated import CoordinatorSync
+from mimatrix.comm.endpoint import Endpoint
+from mimatrix.comm.executor import Sync, WindowsExecutor
+from mimatrix.comm.fetching import FarWindow, FetchingExecutor
+from mimatrix.comm.flags import PAGE_BYTES, Flags
+from mimatrix.comm.forecast import forecast_for
+from mimatrix.comm.messages import MessagesExecutor
+from mimatrix.comm.native import Native
+from mimatrix.comm.plans import NATIVE, Path, Plan, default_plan
+from mimatrix.comm.program import Compiler
+from mimatrix.comm.tuner import SizeClass, Tuner
+from mimatrix.comm.work import Task, Work
+from mimatrix.core.errors import UnsuitedError, UserError
+
+
+class Group:
+    """Some ranks of a job; each of them makes this object with the same `name` and `members`.
+
+    `natives` are native collectives by the type of device; `cpu` is always among them, if there are any. With them
+    collectives are tuned, unless `tune` is false; without them they run over windows.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        name: str,
+        members: Sequence[int],
+        *,
+        natives: Mapping[str, Native] | None = None,
+        timeout_s: float = 300.0,
+        tune: bool = True,
+    ) -> None:
+        self.endpoint, self.name, self.members = endpoint, name, tuple(members)
+        self.me, self.size = self.members.index(endpoint.rank), len(self.members)
+        self._natives = dict(natives or {})
+        self.native, self.counters = self._natives.get("cpu"), Counter[str]()
+        self._timeout_s = timeout_s
+        self._compilers: dict[tuple[Collective, Plan, Shares | None, int], Compiler] = {}
+        self._stages: dict[str, list[Slot]] = {}
+        self.sync = self._synchronisation()
+        self._executors = {kind: self._executor(kind) for kind in self._common_windows()}
+        self._messages = self._message_executor()
+        self.forecast = forecast_for(self.members, endpoint.size)
+        self.tuner = Tuner(self) if natives and tune else None
+        # Nobody may be done and gone before all have opened its windows.
+        self.barrier()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The ways that data can take here."""
+        far = len({self.endpoint.places[rank].host for rank in self.members}) > 1
+        found: tuple[Path, ...] = ("windows",) if self._executors else ()
+        return (*found, "messages", "native") if self.native and far else (*found, "native") if self.native else found
+
+    def empty(self, count: int, dtype: torch.dtype = torch.float32, kind: str = "host") -> torch.Tensor:
+        """A tensor in the arena: collectives on it, or on parts of it, need no staging."""
+        return self.endpoint.arenas[kind].allocate(count * dtype.itemsize).tensor(dtype, count)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, plan: Plan | None = None, wait: bool = True) -> Work:
+        """Every rank ends with the sum (average, largest, least) of all."""
+        return self._start(Kind(Collective.ALL_REDUCE, tensor.dtype, op), tensor, plan, wait)
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        shares: Shares | None = None,
+        plan: Plan | None = None,
+        wait: bool = True,
+    ) -> Work:
+        """Every rank ends with the sum in its own part of `tensor`, cut by `shares`; the rest is left undefined."""
+        return self._start(Kind(Collective.REDUCE_SCATTER, tensor.dtype, op, shares), tensor, plan, wait)
+
+    def all_gather(
+        self, tensor: torch.Tensor, *, shares: Shares | None = None, plan: Plan | None = None, wait: bool = True
+    ) -> Work:
+        """Every rank ends with all parts of `tensor`, cut by `shares`, each from its owner."""
+        return self._start(Kind(Collective.ALL_GATHER, tensor.dtype, "sum", shares), tensor, plan, wait)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, plan: Plan | None = None, wait: bool = True) -> Work:
+        """Every rank ends with what member `root` has."""
+        return self._start(Kind(Collective.BROADCAST, tensor.dtype, "sum", root=root), tensor, plan, wait)
+
+    def barrier(self) -> None:
+        """Back when every rank has come here."""
+        self.start_barrier(wait=True).wait()
+
+    def start_barrier(self, *, wait: bool) -> Work:
+        """The same beside the caller: done when every rank has come."""
+        kind = Kind(Collective.BROADCAST, torch.uint8)
+        return self.submit(partial(self.agree, kind, 0, Plan("windows", "barrier")), inline=wait)
+
+    def part(self, count: int, shares: Shares | None = None, member: int | None = None) -> range:
+        """The elements of a tensor of `count` that a member (by default this rank) owns under `shares`."""
+        sizes = (shares or Shares.equal(self.size)).cut(count)
+        mine = self.me if member is None else member
+        return range(sum(sizes[:mine]), sum(sizes[: mine + 1]))
+
+    def submit(self, task: Task, *, inline: bool) -> Work:
+        """Run a task in the order of this rank's collectives; here and now if nothing is ahead and it may be."""
+        work = Work(task, partial(self.endpoint.control.check, -1, self.members, "a collective under way"))
+        self.endpoint.worker.submit(work, inline=inline)
+        return work
+
+    def known(self, kind: Kind, tensor: torch.Tensor) -> Plan | None:
+        """The plan for a call, if that needs no measuring."""
+        if self.size == 1:
+            return NATIVE
+        if self.tuner and not kind.shares:
+            return self.tuner.known(self.size_class(kind.collective, tensor))
+        path: Path = "windows" if self._executors else "messages"
+        size = tensor.numel() * tensor.element_size() if self._placed(tensor) else 0
+        return default_plan(kind.collective, size, self.size, path)
+
+    def choose(self, kind: Kind, tensor: torch.Tensor) -> Plan:
+        """The plan for a call; measured at the first of its size, on the worker's turn."""
+        known = self.known(kind, tensor)
+        if known is None:
+            assert self.tuner
+            # The real call first: while measuring, ranks that disagree would complain about the tuner's sizes.
+            self.agree(kind, tensor.numel(), Plan("windows", "to be measured"))
+            known = self.tuner.plan(self.size_class(kind.collective, tensor))
+        return known
+
+    def size_class(self, collective: Collective, tensor: torch.Tensor) -> SizeClass:
+        """With which other messages this one is tuned."""
+        placed = self._placed(tensor)
+        return SizeClass.of(collective, tensor, placed[0] if placed else self.where(tensor), placed=placed is not None)
+
+    def run(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+        """Run a call here and now, and count it; for whoever is on the worker's turn already."""
+        self.counters[f"{kind.collective.value} {plan.path}"] += 1
+        self.perform(kind, tensor, plan)
+
+    def perform(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+        """The same without counting, for measurements."""
+        if self.size == 1:
+            return
+        if plan.path == "native":
+            self.guarded(kind, partial(self._run_native, kind, tensor))
+        elif plan.path == "messages":
+            self.guarded(kind, partial(self._run_messages, kind, tensor, plan))
+        elif placed := self._placed(tensor):
+            self._run_in_place(kind, tensor.numel(), plan, *placed)
+        else:
+            self._run_staged(kind, tensor, plan)
+
+    def run_pieces(
+        self,
+        kind: Kind,
+        pieces: Sequence[stages.Piece],
+        plan: Plan,
+        slots: Sequence[Slot] | None = None,
+        where: str = "host",
+    ) -> None:
+        """Run a collective over windows, piece by piece; the next piece is filled in while this one is awaited."""
+        turns = slots or self._two_stages(where)
+        executor, compiler = self._executors[where], self._compiler(kind, plan)
+        may_be_direct = kind.collective is Collective.ALL_REDUCE and executor.sees_peers
+
+        def fill(index: int) -> None:
+            """Put a piece into its stage: all of it, or where sums go straight back outside what peers read of it."""
+            piece, program = pieces[index], compiler.program(pieces[index].count)
+            piece.fill_slot(turns[index % len(turns)], kind.dtype, program.direct if may_be_direct else None)
+
+        fill(0)
+        for index, piece in enumerate(pieces):
+            slot, program = turns[index % len(turns)], compiler.program(piece.count)
+            call = Call(kind.collective, kind.dtype, kind.op, piece.count, str(plan))
+            meanwhile = partial(fill, index + 1) if index + 1 < len(pieces) else None
+            if piece.outside is not None and program.direct is not None and may_be_direct:
+                release = executor.run_direct(call, program, slot.offset, piece.outside, meanwhile)
+            else:
+                release = executor.run(call, program, slot.offset, meanwhile)
+                piece.drain(slot.tensor(kind.dtype, piece.count))
+            slot.read_until(partial(self.sync.wait_released, release))
+        # The next call may come from another stream and fill the same stages.
+        executor.settle()
+
+    def guarded(self, kind: Kind, task: Task) -> None:
+        """Run what waits inside torch: when it fails because a rank is gone, say which."""
+        try:
+            task()
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            self.endpoint.control.explain(self.members, f"{kind.collective.value} ({why})", self._timeout_s)
+            raise
+
+    def where(self, tensor: torch.Tensor) -> str:
+        """The windows that fit a tensor: its GPU's where all ranks have such, otherwise the host's."""
+        return "cuda" if tensor.is_cuda and "cuda" in self._executors else next(iter(self._executors), "host")
+
+    def _start(self, kind: Kind, tensor: torch.Tensor, plan: Plan | None, wait: bool) -> Work:
+        _check(kind, tensor, self.size)
+
+        chosen = plan or self.known(kind, tensor)
+
+        def task() -> None:
+            self.run(kind, tensor, chosen or self.choose(kind, tensor))
+
+        # Native collectives and messages cannot be interrupted, so they must not run on the thread that waits.
+        inline = wait and chosen is not None and chosen.path == "windows"
+        work = self.submit(on_own_stream(task, tensor), inline=inline)
+        if wait:
+            work.wait()
+        return work
+
+    def _run_native(self, kind: Kind, tensor: torch.Tensor) -> None:
+        assert self.native
+        self.agree(kind, tensor.numel(), NATIVE)
+        flat = tensor.reshape(-1)
+        native = self._natives.get(tensor.device.type, self.native)
+        native.run(kind.collective, flat, kind.op, kind.root)
+        _return(flat, tensor)
+
+    def _run_messages(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+        assert self._messages
+        self.agree(kind, tensor.numel(), plan)
+        call = Call(kind.collective, kind.dtype, kind.op, tensor.numel(), str(plan))
+        flat = tensor.reshape(-1)
+        self._messages.run(call, self._compiler(kind, plan).program(tensor.numel()), flat)
+        _return(flat, tensor)
+
+    def _run_in_place(self, kind: Kind, count: int, plan: Plan, where: str, slot: Slot, offset: int) -> None:
+        slot.reuse()
+        call = Call(kind.collective, kind.dtype, kind.op, count, str(plan))
+        release = self._executors[where].run(call, self._compiler(kind, plan).program(count), offset)
+        slot.read_until(partial(self.sync.wait_released, release))
+
+    def _run_staged(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+        flat, where = tensor.reshape(-1), self.where(tensor)
+        if kind.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
+            # Parts of unlike sizes cannot be cut into alike pieces: all of it passes at once.
+            slot = self.endpoint.arenas[where].allocate(flat.numel() * flat.element_size())
+            self.run_pieces(kind, [stages.whole(flat)], plan, [slot], where)
+            slot.free()
+        else:
+            self.run_pieces(kind, list(stages.in_pieces(flat, stages.STAGE_BYTES[where])), plan, where=where)
+        _return(flat, tensor)
+
+    def agree(self, kind: Kind, count: int, plan: Plan) -> None:
+        """Before what cannot notice it by itself: do all ranks ask for the same?"""
+        if self.size == 1:
+            return
+        call = Call(kind.collective, kind.dtype, kind.op, count, str(plan))
+        self.sync.begin(call, 0, 0)
+        self.sync.wait(0, [peer for peer in range(self.size) if peer != self.me])
+        self.sync.end([(peer, -1) for peer in range(self.size) if peer != self.me])
+
+    def _placed(self, tensor: torch.Tensor) -> tuple[str, Slot, int] | None:
+        for where in self._executors:
+            found = self.endpoint.arenas[where].slot_of(tensor)
+            if found:
+                return (where, *found)
+        return None
+
+    def _two_stages(self, where: str) -> list[Slot]:
+        if where not in self._stages:
+            size = stages.STAGE_BYTES[where] + 64 * self.size
+            self._stages[where] = [self.endpoint.arenas[where].allocate(size) for _ in range(2)]
+            if where == "host" and torch.cuda.is_available():
+                _pin(self._stages[where])
+        return self._stages[where]
+
+    def _compiler(self, kind: Kind, plan: Plan) -> Compiler:
+        shares = kind.shares or plan.shares
+        key = (kind.collective, plan, shares, kind.root)
+        if key not in self._compilers:
+            self._compilers[key] = Compiler(self._schedule(kind, plan, shares), self.me)
+        return self._compilers[key]
+
+    def _schedule(self, kind: Kind, plan: Plan, shares: Shares | None) -> Schedule:
+        """Fitted to the network where that is described and parts may lie anywhere; otherwise as it comes."""
+        if self.forecast and kind.collective is Collective.ALL_REDUCE and not kind.shares:
+            return self.forecast.schedule(plan, kind.collective)
+        request = Request(kind.collective, self.size, shares=shares, segments=plan.segments, root=kind.root)
+        schedule = build(plan.algorithm, request)
+        halves = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        if kind.collective in halves and schedule.owners != tuple(range(self.size)):
+            raise UnsuitedError(f"{plan} does not leave each rank one part in the order of ranks; use gdraa or ring")
+        return schedule
+
+    def _common_windows(self) -> list[str]:
+        """The kinds of windows over which all members reach one another."""
+        places = [self.endpoint.places[rank] for rank in self.members]
+        common = set(self.endpoint.kinds).intersection(*(place.windows for place in places))
+        near = {"host", "cuda"} if len({place.host for place in places}) == 1 else {"far"}
+        return sorted(common & near, reverse=True)
+
+    def _executor(self, kind: str) -> WindowsExecutor:
+        ranks = self.members
+        windows = [None if rank == self.endpoint.rank else self.endpoint.window(kind, rank) for rank in ranks]
+        arena, control = self.endpoint.arenas[kind], self.endpoint.control
+        if kind == "far":
+            far = cast("list[FarWindow | None]", windows)
+            return FetchingExecutor(arena, far, self.sync, ranks, control, self._timeout_s)
+        return WindowsExecutor(arena, windows, self.sync)
+
+    def _message_executor(self) -> MessagesExecutor | None:
+        if not self.native:
+            return None
+        return MessagesExecutor(self.native.backend, self.members, self.endpoint.control, self._timeout_s)
+
+    def _synchronisation(self) -> Sync:
+        if "host" in self._common_windows():
+            return self._flags()
+        return CoordinatorSync(self.name, self.members, self.endpoint.control, self._timeout_s)
+
+    def _flags(self) -> Flags:
+        page = self.endpoint.arenas["host"].allocate(PAGE_BYTES)
+        page.bytes.zero_()
+        store = self.endpoint.store
+        store.set(f"mimatrix/group/{self.name}/{self.me}", str(page.offset))
+        pages = []
+        for index, rank in enumerate(self.members):
+            offset = int(store.get(f"mimatrix/group/{self.name}/{index}"))
+            here = (
+                page.bytes if index == self.me else self.endpoint.window("host", rank).view(offset, offset + PAGE_BYTES)
+            )
+            assert here is not None
+            pages.append(here.numpy().data.cast("B"))
+        return Flags(self.me, pages, self.members, self.endpoint.control, self._timeout_s)
+
+
+def _pin(slots: Sequence[Slot]) -> None:
+    """Let a GPU copy to and from them at full speed; without it the copies are only slower."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for slot in slots:
+        runtime.cudaHostRegister(slot.bytes.data_ptr(), slot.size, 0)
+
+
+def on_own_stream(task: Task, tensor: torch.Tensor) -> Task:
+    """On a GPU, run after what the caller has launched so far, beside what it launches next.
+
+    On the caller's own thread there is nothing beside: the task then runs on the caller's stream.
+    """
+    if not tensor.is_cuda:
+        return task
+    caller = threading.get_ident()
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record(torch.cuda.current_stream(tensor.device))
+
+    def run() -> None:
+        if threading.get_ident() == caller:
+            task()
+            return
+        stream = _own_stream(tensor.device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            task()
+            stream.synchronize()
+
+    return run
+
+
+@lru_cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _return(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Put a result back where `reshape` had to copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _check(kind: Kind, tensor: torch.Tensor, ranks: int) -> None:
+    if kind.op not in OPS:
+        raise UserError(f'there is no "{kind.op}" of tensors; use {", ".join(OPS)}')
+    if tensor.dtype not in DTYPES:
+        raise UserError(f"tensors of {tensor.dtype} are not summed; use float32 or another of the usual types")
+    if kind.op == "avg" and not tensor.is_floating_point():
+        raise UserError(f"the average of {tensor.dtype} is no whole number; use sum, or a floating-point type")
+    if kind.shares and len(kind.shares) != ranks:
+        raise UserError(f"got {len(kind.shares)} shares for {ranks} ranks; give one for each rank")
+    if not 0 <= kind.root < ranks:
+        raise UserError(f"the root is member {kind.root} of {ranks}; use 0 to {ranks - 1}")

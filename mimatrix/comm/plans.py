@@ -1,0 +1,72 @@
+"""What a collective can run as, and which of that is worth trying here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mimatrix.collectives.catalog import find
+from mimatrix.collectives.schedule import Collective
+from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import UserError
+
+Path = Literal["windows", "messages", "native"]
+CACHED_BYTES = 256 << 10
+"""A block of this size and its target stay in a core's second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The path that data take, the algorithm, its segments, and shares of the blocks where they are uneven."""
+
+    path: Path = "windows"
+    algorithm: str = "gdraa"
+    segments: int = 1
+    shares: Shares | None = None
+
+    def __str__(self) -> str:
+        if self.path == "native":
+            return "native"
+        cut = f"/{self.segments}" if self.segments > 1 else ""
+        return f"{self.path} {self.algorithm}{cut}{' by bandwidth' if self.shares else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """`messages ring`, `windows gdraa/8`: what `str` gives, shares apart."""
+        path, _, rest = text.strip().partition(" ")
+        algorithm, _, segments = rest.partition("/")
+        if path not in ("windows", "messages") or not (segments or "1").isdecimal():
+            raise UserError(f'"{text}" is no plan; write for example "messages ring" or "windows gdraa/8"')
+        return cls(path, find(algorithm).name, int(segments or 1))  # type: ignore[arg-type]
+
+
+NATIVE = Plan("native", "native")
+_LEAST_BLOCK_BYTES = 32 << 10
+
+
+def default_plan(collective: Collective, size: int, ranks: int, path: Path) -> Plan:
+    """Without measurements: GDRAA, in segments whose blocks stay in cache."""
+    segments = size // (ranks * CACHED_BYTES) if collective is Collective.ALL_REDUCE and path == "windows" else 1
+    return Plan(path, "gdraa", max(1, min(64, segments)))
+
+
+def candidates(collective: Collective, size: int, ranks: int, paths: tuple[Path, ...]) -> Iterator[Plan]:
+    """What may be fastest for a message of `size` bytes; the native collective always."""
+    yield NATIVE
+    reducing = collective is Collective.ALL_REDUCE
+    near = "messages" not in paths
+    if "windows" in paths:
+        for segments in _segment_counts(size, ranks) if reducing and near else (1,):
+            yield Plan("windows", "gdraa", segments)
+    if "messages" in paths:
+        yield Plan("messages", "gdraa")
+        yield Plan("messages", "ring", 1)
+        if reducing:
+            yield Plan("messages", "halving_doubling")
+            if size >= 1 << 20:
+                yield Plan("messages", "gdraa", 4)
+                yield Plan("messages", "gdraa", 16)
+
+
+def _segment_counts(size: int, ranks: int) -> list[int]:
+    """Those whose blocks are large enough to be worth a synchronisation."""
+    return [count for count in (1, 2, 8, 32, 64) if count == 1 or size // (count * ranks) >= _LEAST_BLOCK_BYTES]

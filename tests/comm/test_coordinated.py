@@ -1,0 +1,227 @@
+"""Between hosts: a rank sends and receives as many control messages for a GDRAA among 64 ranks as between two."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from ranks import ARENA_BYTES, in_groups, together
+from torch._C._distributed_c10d import HashStore
+
+from mimatrix.comm import Endpoint, Group, Plan
+from mimatrix.comm.blame import Ask, Blamed, Search
+from mimatrix.comm.control import Control
+from mimatrix.comm.coordinator import Coordinator
+from mimatrix.comm.frames import Inbox, Kind, Message
+from mimatrix.comm.windows.in_process import InProcessWindow, InProcessWindows
+from mimatrix.comm.windows.viewed import ViewedPeer
+from mimatrix.core.errors import MismatchError, PeerLost, WorldError
+
+GDRAA = Plan("windows", "gdraa")
+
+
+class Arrived:
+    """A read that was done at once."""
+
+    def wait(self, deadline: float | None = None) -> None:
+        """Nothing to wait for."""
+
+
+class FakeFarPeer(ViewedPeer):
+    """A window that has to be fetched, in this process: stands in for NIXL, which needs a process for each rank."""
+
+    def start_read(self, start: int, stop: int, into: torch.Tensor) -> Arrived:
+        self.read(start, stop, into)
+        return Arrived()
+
+
+class FakeFarWindows:
+    """Windows of hosts far apart, as threads."""
+
+    def __init__(self) -> None:
+        self._inner = InProcessWindows()
+
+    def allocate(self, size: int) -> InProcessWindow:
+        return self._inner.allocate(size)
+
+    def open(self, handle: str) -> FakeFarPeer:
+        return FakeFarPeer(self._inner._windows[handle])
+
+
+def messages_per_gdraa(ranks: int) -> set[tuple[int, int]]:
+    """(sent, received) of every rank for one GDRAA, the wait for its readers included."""
+    shared, everyone = FakeFarWindows(), threading.Barrier(ranks)
+
+    def each(group: Group) -> tuple[int, int]:
+        control, tensor = group.endpoint.control, group.empty(128, kind="far")
+        group.barrier()
+        before = control.sent, control.received
+        tensor.fill_(float(group.me))
+        group.all_reduce(tensor, plan=GDRAA)
+        assert (tensor == sum(range(ranks))).all()
+        placed = group.endpoint.arenas["far"].slot_of(tensor)
+        assert placed
+        placed[0].reuse()
+        counted = control.sent - before[0], control.received - before[1]
+        everyone.wait(30)  # one that leaves earlier is reported to the others
+        return counted
+
+    hosts = [f"host{rank}" for rank in range(ranks)]
+    return set(in_groups(ranks, each, hosts=hosts, kinds=lambda: {"far": shared}))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
+def test_the_same_number_of_control_messages_for_any_number_of_ranks(ranks: int) -> None:
+    assert messages_per_gdraa(ranks) == {(3, 3)}
+
+
+def test_the_coordinators_load_grows_and_is_counted_apart() -> None:
+    shared, loads = FakeFarWindows(), {}
+    for ranks in (2, 8):
+
+        def each(group: Group, ranks: int = ranks) -> None:
+            group.barrier()
+            group.all_reduce(group.empty(64, kind="far").zero_(), plan=GDRAA)
+            group.barrier()
+            if group.endpoint.coordinator:
+                loads[ranks] = group.endpoint.coordinator.received
+
+        in_groups(ranks, each, hosts=[str(rank) for rank in range(ranks)], kinds=lambda: {"far": shared})
+    assert loads[8] > 3 * loads[2]
+
+
+def test_a_mismatch_between_hosts_is_named_on_every_rank() -> None:
+    shared = FakeFarWindows()
+
+    def each(group: Group) -> str:
+        tensor = group.empty(64 + group.me // 2, kind="far")
+        with pytest.raises(MismatchError) as caught:
+            group.all_reduce(tensor, plan=GDRAA)
+        return str(caught.value)
+
+    for text in in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"far": shared}, timeout_s=10):
+        assert "64 float32" in text
+        assert "65 float32" in text
+
+
+def test_a_rank_that_never_comes_is_named_between_hosts() -> None:
+    shared = FakeFarWindows()
+
+    def each(group: Group) -> int:
+        if group.me == 1:
+            time.sleep(3)
+            return 1
+        with pytest.raises(
+            PeerLost, match=r"rank 1 on b was lost in all_reduce of 8 .* round 0, since .* did not come"
+        ) as lost:
+            group.all_reduce(group.empty(8, kind="far"), plan=GDRAA)
+        return lost.value.rank
+
+    assert in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"far": shared}, timeout_s=0.5) == [1, 1, 1]
+
+
+def test_a_rank_that_never_comes_is_named_on_one_host_through_others() -> None:
+    """In a ring rank 0 waits for rank 3, that for 2, that for 1, which does something else: all must name 1."""
+
+    def each(group: Group) -> int:
+        if group.me == 1:
+            time.sleep(3)
+            return 1
+        with pytest.raises(PeerLost, match="rank 1 on here was lost") as lost:
+            group.all_reduce(torch.ones(8), plan=Plan("windows", "ring"))
+        return lost.value.rank
+
+    assert in_groups(4, each, timeout_s=0.5) == [1, 1, 1, 1]
+
+
+def test_a_rank_that_left_is_missed_only_by_who_waits_for_it() -> None:
+    store, shared = HashStore(), InProcessWindows()
+    left = threading.Event()
+
+    def each(rank: int) -> None:
+        endpoint = Endpoint(store, rank, 3, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
+        whole, pair = Group(endpoint, "all", range(3), timeout_s=10), None
+        if rank != 2:
+            pair = Group(endpoint, "pair", [0, 1], timeout_s=10)
+        whole.barrier()
+        if pair is None:
+            endpoint.close()
+            left.set()
+            return
+        left.wait(10)
+        time.sleep(0.2 * rank)
+        pair.all_reduce(torch.ones(4))
+        with pytest.raises(PeerLost, match=r"rank 2 on here was lost .* it left"):
+            whole.all_reduce(torch.ones(4))
+        endpoint.close()
+
+    together(3, each)
+
+
+def test_search_follows_who_waits_for_whom() -> None:
+    search = Search(waited_s=2.0, known=True)
+    assert search.start([3], now_s=0.0) == Ask((3,))
+    assert search.answer(3, 2, now_s=0.1) == Ask((2,))
+    assert search.answer(3, None, now_s=0.1) is None, "it was not asked"
+    assert search.overdue(now_s=1.0) is None
+    assert search.overdue(now_s=1.2) == Blamed(2, "it did not come for 2.0 s and does not answer")
+    assert search.answer(2, None, now_s=1.2) == Blamed(2, "it did not come for 2.0 s")
+
+
+def test_search_ends_in_a_circle_and_among_all() -> None:
+    circle = Search(waited_s=1.0, known=True)
+    circle.start([0], now_s=0.0)
+    circle.answer(0, 1, now_s=0.0)
+    assert isinstance(circle.answer(1, 0, now_s=0.0), Blamed)
+    among = Search(waited_s=1.0, known=False)
+    among.start([0, 1, 2], now_s=0.0)
+    assert among.answer(0, 2, now_s=0.1) is None
+    assert among.answer(2, None, now_s=0.1) is None
+    assert among.overdue(now_s=2.0) == Blamed(1, "it did not come for 1.0 s and does not answer")
+    among.answer(1, 0, now_s=0.2)
+    assert among.overdue(now_s=2.0) is None
+    assert among.is_over(now_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda frame: b"HTTP" + frame[4:], "does not start as one"),
+        (lambda frame: frame[:-1] + b"!", "its checksum differs"),
+        (lambda frame: frame[:4] + b"\x63" + frame[5:], "does not start as one"),
+        (lambda frame: frame[:5] + b"\x00\x00\x00\x06" + frame[9:], "is of generation 6, and this is generation 7"),
+        (lambda frame: frame[:9] + b"\xff\xff\xff\xff" + frame[13:], "does not start as one"),
+    ],
+)
+def test_corrupt_and_old_messages_are_refused(spoil: object, sentence: str) -> None:
+    frame = Message(Kind.GO, 7, {"ticket": 1}).frame()
+    assert [message.body for message in Inbox(7).feed(frame)] == [{"ticket": 1}]
+    with pytest.raises(WorldError, match=sentence):
+        list(Inbox(7).feed(spoil(frame)))  # type: ignore[operator]
+
+
+def test_messages_may_arrive_byte_by_byte() -> None:
+    inbox, frames = Inbox(0), b"".join(Message(Kind.GO, 0, {"n": number}).frame() for number in range(3))
+    found = [message.body["n"] for byte in frames for message in inbox.feed(bytes([byte]))]
+    assert found == [0, 1, 2]
+
+
+def test_a_coordinator_lives_on_when_strangers_call() -> None:
+    coordinator = Coordinator("127.0.0.1", generation=3)
+    old = Message(Kind.HELLO, 2, {"rank": 0, "host": "old", "token": coordinator.token}).frame()
+    forged = Message(Kind.HELLO, 3, {"rank": 0, "host": "a", "token": "guessed"}).frame()
+    unasked = Message(Kind.FAULT, 3, {"text": "believe me"}).frame()
+    for greeting in (b"GET / HTTP/1.1\r\n\r\n", old, forged, unasked, b""):
+        with socket.create_connection(("127.0.0.1", coordinator.port)) as stranger:
+            stranger.sendall(greeting)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(5)
+            assert stranger.recv(100) == b"", "it is not answered"
+    lines = [Control(rank, ["a", "b"], "127.0.0.1", coordinator.port, 3, coordinator.token) for rank in range(2)]
+    for line in lines:
+        line.arrive("g", 1, [0, 1], f"from {line.rank}")
+    assert [line.gone_on("g", 1, 5) for line in lines] == [["from 0", "from 1"]] * 2
+    for line in lines:
+        line.close()
+    coordinator.close()

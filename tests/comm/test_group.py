@@ -1,0 +1,241 @@
+"""Collectives over windows against plain sums: every length, share, type, operation and number of ranks."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import in_groups
+
+from mimatrix.collectives import Collective, Shares
+from mimatrix.comm import Group, Plan
+from mimatrix.comm.plans import Path
+from mimatrix.comm.stages import STAGE_BYTES
+from mimatrix.core.errors import MismatchError, UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+UNSENT = (torch.bfloat16, torch.int16)
+"""What Gloo cannot send."""
+ALGORITHMS = ("gdraa", "ring", "halving_doubling", "hierarchical", "double_tree", "binomial", "parameter_server")
+
+
+def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank contributes: small whole numbers, so that sums are exact in every type."""
+    return ((torch.arange(count) * 7 + rank * 3) % 5).to(dtype)
+
+
+def expected(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+    every = torch.stack([data(rank, count, dtype) for rank in range(ranks)]).double()
+    found = {"sum": every.sum(0), "avg": every.mean(0), "max": every.amax(0), "min": every.amin(0)}
+    return found[op].to(dtype)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    ranks=st.integers(2, 6),
+    count=st.one_of(st.integers(0, 70), st.sampled_from([1000, 4097])),
+    dtype=st.sampled_from([*FLOATS, *INTS]),
+    op=st.sampled_from(["sum", "avg", "max", "min"]),
+    algorithm=st.sampled_from(ALGORITHMS),
+    segments=st.integers(1, 3),
+    in_arena=st.booleans(),
+)
+@pytest.mark.parametrize("path", ["windows", "messages"])
+def test_all_reduce_is_the_plain_sum(
+    path: Path, ranks: int, count: int, dtype: torch.dtype, op: str, algorithm: str, segments: int, in_arena: bool
+) -> None:
+    if (op == "avg" and dtype in INTS) or (path == "messages" and dtype in UNSENT):
+        op, dtype = "sum", torch.float32
+
+    def each(group: Group) -> torch.Tensor:
+        tensor = group.empty(count, dtype) if in_arena else torch.empty(count, dtype=dtype)
+        tensor.copy_(data(group.me, count, dtype))
+        group.all_reduce(tensor, op, plan=Plan(path, algorithm, segments))
+        return tensor.clone()
+
+    for found in in_groups(ranks, each, native=path == "messages"):
+        assert torch.equal(found, expected(ranks, count, dtype, op))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    weights=st.lists(st.integers(0, 5), min_size=2, max_size=5).filter(any),
+    count=st.integers(0, 300),
+    algorithm=st.sampled_from(["gdraa", "ring"]),
+    in_arena=st.booleans(),
+)
+@pytest.mark.parametrize("path", ["windows", "messages"])
+def test_halves_with_uneven_shares(path: Path, weights: list[int], count: int, algorithm: str, in_arena: bool) -> None:
+    shares, ranks = Shares.of(weights), len(weights)
+    plan = Plan(path, algorithm)
+    total = expected(ranks, count, torch.float64, "sum")
+
+    def each(group: Group) -> None:
+        tensor = group.empty(count, torch.float64) if in_arena else torch.empty(count, dtype=torch.float64)
+        tensor.copy_(data(group.me, count, torch.float64))
+        group.reduce_scatter(tensor, shares=shares, plan=plan)
+        mine = group.part(count, shares)
+        assert torch.equal(tensor[mine.start : mine.stop], total[mine.start : mine.stop])
+        kept = tensor[mine.start : mine.stop].clone()
+        group.barrier()
+        tensor.fill_(-1)
+        tensor[mine.start : mine.stop] = kept
+        group.all_gather(tensor, shares=shares, plan=plan)
+        assert torch.equal(tensor, total)
+
+    in_groups(ranks, each, native=path == "messages")
+
+
+@pytest.mark.parametrize("path", ["windows", "messages"])
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("algorithm", ["gdraa", "ring", "binomial"])
+def test_broadcast(root: int, algorithm: str, path: Path) -> None:
+    def each(group: Group) -> torch.Tensor:
+        tensor = data(group.me, 999, torch.float32)
+        group.broadcast(tensor, root, plan=Plan(path, algorithm))
+        return tensor
+
+    found = in_groups(4, each, native=path == "messages")
+    assert all(torch.equal(each, data(root, 999, torch.float32)) for each in found)
+
+
+def test_tensors_larger_than_a_stage_and_of_any_stride() -> None:
+    rows, columns = 700, 2 * STAGE_BYTES["host"] // 4 // 700 + 3
+
+    def each(group: Group) -> torch.Tensor:
+        tensor = data(group.me, rows * columns, torch.float32).view(columns, rows).t()
+        group.all_reduce(tensor)
+        assert not tensor.is_contiguous()
+        return tensor.t().reshape(-1)
+
+    for found in in_groups(3, each):
+        assert torch.equal(found, expected(3, rows * columns, torch.float32, "sum"))
+
+
+def test_low_precision_is_rounded_once_a_round() -> None:
+    """256 + 1 + 1 + ... in bfloat16 stays 256 if every addition is rounded."""
+
+    def each(group: Group) -> torch.Tensor:
+        tensor = torch.full((64,), 256.0 if group.me == 0 else 1.0, dtype=torch.bfloat16)
+        group.all_reduce(tensor)
+        return tensor
+
+    for found in in_groups(5, each):
+        assert (found == 260).all()
+
+
+def test_float64_sums_are_exact_over_many_steps_in_place() -> None:
+    """The same slot again and again, without a barrier between: nobody overwrites what a peer still reads."""
+
+    def each(group: Group) -> None:
+        tensor = group.empty(5000, torch.float64)
+        placed = group.endpoint.arenas["host"].slot_of(tensor)
+        assert placed
+        generator = torch.Generator().manual_seed(1)
+        for step in range(200):
+            parts = torch.rand(group.size, 5000, dtype=torch.float64, generator=generator)
+            placed[0].reuse()
+            tensor.copy_(parts[group.me])
+            group.all_reduce(tensor, plan=Plan("windows", "gdraa", 1 + step % 4))
+            assert (tensor - parts.sum(0)).abs().max() < 1e-10
+
+    in_groups(4, each)
+
+
+def test_work_goes_on_beside_the_caller() -> None:
+    def each(group: Group) -> None:
+        tensors = [torch.full((1000,), float(group.me + index)) for index in range(20)]
+        works = [group.all_reduce(tensor, wait=False) for tensor in tensors]
+        for index, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            work.wait(10)
+            assert (tensor == 3 * index + 3).all()
+
+    in_groups(3, each)
+
+
+@pytest.mark.parametrize(
+    ("counts", "dtypes", "ops"),
+    [
+        ((10, 11, 10), (torch.float32,) * 3, ("sum",) * 3),
+        ((10, 10, 10), (torch.float32, torch.float32, torch.float64), ("sum",) * 3),
+        ((10, 10, 10), (torch.float32,) * 3, ("sum", "max", "sum")),
+    ],
+)
+def test_a_mismatch_is_named_on_every_rank(
+    counts: tuple[int, ...], dtypes: tuple[torch.dtype, ...], ops: tuple[str, ...]
+) -> None:
+    def each(group: Group) -> str:
+        def call() -> None:
+            group.all_reduce(torch.ones(counts[group.me], dtype=dtypes[group.me]), ops[group.me])
+            group.barrier()
+
+        with pytest.raises(MismatchError) as caught:
+            call()
+        return str(caught.value)
+
+    for text in in_groups(3, each, timeout_s=10):
+        assert "ranks disagree at call number 1: rank" in text
+        assert text.count("on here asks for") == 1
+        assert str(counts[1]) in text
+
+
+def test_another_order_is_named_on_every_rank() -> None:
+    def each(group: Group) -> None:
+        call = group.broadcast if group.me == 1 else group.all_reduce
+        with pytest.raises(MismatchError, match="broadcast"):
+            call(torch.ones(4))
+
+    in_groups(2, each, timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda group: group.all_reduce(torch.ones(2), "product"), "use sum, avg, max, min"),
+        (lambda group: group.all_reduce(torch.ones(2, dtype=torch.complex64)), "use float32"),
+        (lambda group: group.all_reduce(torch.ones(2, dtype=torch.int32), "avg"), "use sum, or a floating-point"),
+        (lambda group: group.broadcast(torch.ones(2), 2), "use 0 to 1"),
+        (lambda group: group.all_gather(torch.ones(2), shares=Shares.equal(3)), "give one for each rank"),
+        (lambda group: group.empty(1 << 60), "set MIMATRIX_ARENA"),
+    ],
+)
+def test_bad_input_gets_one_sentence(call: object, sentence: str) -> None:
+    def each(group: Group) -> None:
+        with pytest.raises(UserError, match=sentence):
+            call(group)  # type: ignore[operator]
+        group.barrier()
+
+    in_groups(2, each)
+
+
+def test_every_collective_of_the_catalog_runs() -> None:
+    """Whatever `verify` proves the executor runs: here by name, with its own collectives."""
+    from mimatrix.collectives import CATALOG
+
+    names = [(entry.name, kind) for entry in CATALOG.values() for kind in entry.collectives if entry.name != "hdrm"]
+
+    def each(group: Group) -> None:
+        for name, kind in names:
+            tensor = data(group.me, 103, torch.float64)
+            plan = Plan("windows", name)
+            total = expected(4, 103, torch.float64, "sum")
+            match kind:
+                case Collective.ALL_REDUCE:
+                    group.all_reduce(tensor, plan=plan)
+                    assert torch.equal(tensor, total), name
+                case Collective.BROADCAST:
+                    group.broadcast(tensor, plan=plan)
+                    assert torch.equal(tensor, data(0, 103, torch.float64)), name
+                case Collective.REDUCE_SCATTER if name in ("gdraa", "ring"):
+                    group.reduce_scatter(tensor, plan=plan)
+                    mine = group.part(103)
+                    assert torch.equal(tensor[mine.start : mine.stop], total[mine.start : mine.stop]), name
+                case Collective.ALL_GATHER if name in ("gdraa", "ring"):
+                    group.all_gather(tensor, plan=plan)
+                case Collective.REDUCE_SCATTER | Collective.ALL_GATHER:
+                    with pytest.raises(UserError, match="use gdraa or ring"):
+                        group.reduce_scatter(tensor, plan=plan)
+
+    in_groups(4, each)

@@ -1,0 +1,154 @@
+"""The tuner: measures once, keeps its table in a file, trusts no file that it cannot read; all ranks choose alike."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from ranks import together
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
+
+from mimatrix.collectives import Collective
+from mimatrix.comm import Endpoint, Group, Native
+from mimatrix.comm.plans import NATIVE, Plan, candidates
+from mimatrix.comm.plans import Path as DataPath
+from mimatrix.comm.tuner import SizeClass, Tuner
+from mimatrix.comm.windows.in_process import InProcessWindows
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+T = TypeVar("T")
+RANKS = 2
+
+
+def tuned(each: Callable[[Group], T]) -> list[T]:
+    """Run `each(group)` on threads that are the ranks of a job with Gloo and a tuner."""
+    store, shared = HashStore(), InProcessWindows()
+
+    def rank_alone(rank: int) -> T:
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, RANKS, timedelta(seconds=20))
+        endpoint = Endpoint(store, rank, RANKS, {"host": shared}, host="here")
+        try:
+            return each(
+                Group(endpoint, "all", range(RANKS), natives={"cpu": Native(gloo, rank, RANKS, 20.0)}, timeout_s=20.0)
+            )
+        finally:
+            endpoint.close()
+
+    return together(RANKS, rank_alone, timeout_s=15)
+
+
+def plans_of(group: Group) -> dict[str, Plan]:
+    """Use a few sizes; the plans that were found for them."""
+    assert group.tuner
+    found = {}
+    for count in (10, 1000, 100_000):
+        tensor = torch.ones(count)
+        group.all_reduce(tensor)
+        assert (tensor == RANKS).all()
+        key = group.size_class(Collective.ALL_REDUCE, tensor)
+        plan = group.tuner.known(key)
+        assert plan
+        found[str(key)] = plan
+    return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
+    monkeypatch.setenv("MIMATRIX_ARENA", "64 MB")
+    return tmp_path
+
+
+def table_file(cache: Path) -> Path:
+    (found,) = cache.rglob("*.json")
+    return found
+
+
+def test_all_ranks_choose_the_fastest_that_was_measured(cache: Path) -> None:
+    first, second = tuned(plans_of)
+    assert first == second
+    table = json.loads(table_file(cache).read_text())
+    assert table.keys() == first.keys()
+    for key, times in table.items():
+        assert "native" in times
+        assert len(times) > 1
+        assert times[str(first[key])] == min(times.values())
+
+
+def test_the_next_job_measures_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (before, _), written = tuned(plans_of), table_file(cache).read_bytes()
+    monkeypatch.setattr(Tuner, "_measured", lambda *_: pytest.fail("measured again"))
+    assert tuned(plans_of) == [before, before]
+    assert table_file(cache).read_bytes() == written
+
+
+def test_a_table_with_other_candidates_is_measured_anew(cache: Path) -> None:
+    tuned(plans_of)
+    file = table_file(cache)
+    table = {key: {"native": 1e-9, "a plan of an older version": 1e-12} for key in json.loads(file.read_text())}
+    file.write_text(json.dumps(table))
+    first, second = tuned(plans_of)
+    assert first == second
+    assert all("older" not in text for times in json.loads(file.read_text()).values() for text in times)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b"[1, 2]",
+        b"null",
+        b'{"KEY": 3}',
+        b'{"KEY": {"native": "soon", "windows gdraa": 1}}',
+        b'{"KEY": null}',
+    ],
+)
+def test_a_spoilt_table_is_measured_anew(spoilt: bytes, cache: Path) -> None:
+    (before, _) = tuned(plans_of)
+    file = table_file(cache)
+    file.write_bytes(spoilt.replace(b"KEY", next(iter(before)).encode()))
+    first, second = tuned(plans_of)
+    assert first == second
+    assert json.loads(file.read_text()).keys() == before.keys()
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = cache / "a file, not a folder"
+    blocked.write_text("")
+    monkeypatch.setenv("MIMATRIX_CACHE", str(blocked))
+    first, second = tuned(plans_of)
+    assert first == second
+
+
+def test_uses_of_one_class_share_a_plan_and_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    measured = Tuner._measured
+
+    def counting(tuner: Tuner, key: SizeClass, plans: list[Plan]) -> dict[str, float]:
+        asked.append(str(key))
+        return measured(tuner, key, plans)
+
+    monkeypatch.setattr(Tuner, "_measured", counting)
+
+    def each(group: Group) -> None:
+        for count in (1024, 1500, 2047, 2047, 2048):
+            group.all_reduce(torch.ones(count))
+
+    tuned(each)
+    assert sorted(asked) == sorted(
+        2 * ["all_reduce of 2^12 bytes and more on cpu", "all_reduce of 2^13 bytes and more on cpu"]
+    )
+
+
+@pytest.mark.parametrize("collective", list(Collective))
+@pytest.mark.parametrize("size", [0, 64, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("paths", [("windows", "native"), ("messages", "native"), ("windows", "messages", "native")])
+def test_native_is_always_tried(collective: Collective, size: int, paths: tuple[DataPath, ...]) -> None:
+    found = list(candidates(collective, size, 4, paths))
+    assert NATIVE in found
+    assert len(found) == len(set(map(str, found))) > 1
