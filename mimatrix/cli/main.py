@@ -7,7 +7,9 @@ from io import TextIOWrapper
 import typer
 
 from mimatrix import __version__
+from mimatrix.cli.bench import bench
 from mimatrix.cli.demo import demo
+from mimatrix.cli.lab import lab
 from mimatrix.cli.simulate import algorithms, simulate
 from mimatrix.cli.topology import topology
 from mimatrix.core.errors import MiMatrixError, UserError
@@ -24,6 +26,8 @@ app.command()(demo)
 app.command()(simulate)
 app.command()(topology)
 app.command()(algorithms)
+app.command()(bench)
+app.add_typer(lab, name="lab")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,28 @@
+"""A cluster on one machine: network namespaces joined by shaped links, processor quotas, ranks inside."""
+
+from mimatrix.lab.building import Removed, down, up
+from mimatrix.lab.counters import channel_bytes, link_bytes
+from mimatrix.lab.layout import ByAddress, Layout, Seat, lay_out
+from mimatrix.lab.orders import namespace
+from mimatrix.lab.processes import Ending
+from mimatrix.lab.quota import parse_cpus
+from mimatrix.lab.ranks import run
+from mimatrix.lab.state import Lab, recall
+
+__all__ = [
+    "ByAddress",
+    "Ending",
+    "Lab",
+    "Layout",
+    "Removed",
+    "Seat",
+    "channel_bytes",
+    "down",
+    "lay_out",
+    "link_bytes",
+    "namespace",
+    "parse_cpus",
+    "recall",
+    "run",
+    "up",
+]

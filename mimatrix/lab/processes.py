@@ -1,0 +1,255 @@
+"""Processes that start together and end together, their lines told apart by a label in front.
+
+Each one leads a process group of its own. When one fails, the others get `grace_s` to say what they miss, then SIGTERM,
+then SIGKILL. When the one who runs them dies, they die: the kernel kills them, and a guard kills what they started.
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, BinaryIO
+
+from mimatrix.lab.machine import die_with_parent
+
+TIMED_OUT = 124
+_KILL_S, _DRAIN_S = 5.0, 1.0
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process: its label, its words, its whole environment, and a file to write `0` into before it starts."""
+
+    label: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    joins: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How it ended: the first exit code that is not zero, and why in a few words."""
+
+    code: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """A signal to send to all that still run, and when."""
+
+    at_s: float
+    number: signal.Signals
+
+
+def run_together(
+    commands: Sequence[Command], out: BinaryIO, err: BinaryIO, *, grace_s: float = 10.0, timeout_s: float | None = None
+) -> Ending:
+    """Run all commands until all have ended; signals to end that reach us end them."""
+    with _Crew(commands, out, err, grace_s) as crew:
+        return crew.watch(timeout_s)
+
+
+class _Crew:
+    """The processes that run, what they print, and what is to be done about them next."""
+
+    def __init__(self, commands: Sequence[Command], out: BinaryIO, err: BinaryIO, grace_s: float) -> None:
+        self._commands = commands
+        self._sinks = (out, err)
+        self._grace_s = grace_s
+        self._running: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
+        self._groups: list[int] = []
+        self._readers: set[_Lines] = set()
+        self._selector = selectors.DefaultSelector()
+        self._stops: deque[_Stop] = deque()
+        self._ending = Ending()
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "_Crew":
+        try:
+            for command in self._commands:
+                self._start(command)
+            self._guard = _start_guard(self._groups)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups:
+            _signal_group(group, signal.SIGKILL)
+        with suppress(OSError):
+            # Whoever reads our lines may have left.
+            self._drain()
+        if self._guard:
+            self._guard.kill()
+            self._guard.communicate()
+        for pidfd, (process, _label) in self._running.items():
+            process.wait()
+            os.close(pidfd)
+        self._selector.close()
+
+    def watch(self, timeout_s: float | None) -> Ending:
+        """Pass lines on until every process has ended."""
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        with _signals() as heard:
+            self._selector.register(heard, selectors.EVENT_READ)
+            while self._running:
+                self._turn(heard, deadline)
+                if deadline is not None and time.monotonic() >= deadline:
+                    deadline = None
+                    self._trouble(Ending(TIMED_OUT, f"not done after {timeout_s:g} s"), 0.0)
+            self._selector.unregister(heard)
+        return self._ending
+
+    def _start(self, command: Command) -> None:
+        process = subprocess.Popen(  # noqa: S603 (running what the person asks for is the purpose)
+            command.words,
+            env=dict(command.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_Entry(command.joins, os.getpid()),
+        )
+        pidfd = os.pidfd_open(process.pid)
+        self._running[pidfd] = process, command.label
+        self._groups.append(process.pid)
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
+            assert pipe is not None
+            lines = _Lines(pipe, sink, command.label)
+            self._readers.add(lines)
+            self._selector.register(pipe, selectors.EVENT_READ, lines)
+
+    def _turn(self, heard: int, deadline: float | None) -> None:
+        """Wait for whatever is next, and deal with it."""
+        moments = [stop.at_s for stop in list(self._stops)[:1]] + ([] if deadline is None else [deadline])
+        patience = max(0.0, min(moments) - time.monotonic()) if moments else None
+        for key, _ in self._selector.select(patience):
+            if isinstance(key.data, _Lines):
+                self._read(key.data)
+            elif key.fd == heard:
+                number = os.read(heard, 1)[0]
+                self._trouble(Ending(128 + number, f"ended by {signal.Signals(number).name}"), 0.0)
+            else:
+                self._reap(key.fd)
+        while self._stops and self._stops[0].at_s <= time.monotonic():
+            number = self._stops.popleft().number
+            for process, _label in self._running.values():
+                _signal_group(process.pid, number)
+
+    def _read(self, lines: "_Lines") -> None:
+        if not lines.pass_on():
+            self._selector.unregister(lines.pipe)
+            self._readers.discard(lines)
+            lines.pipe.close()
+
+    def _reap(self, pidfd: int) -> None:
+        process, label = self._running.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        code = process.wait()
+        if code and not self._ending.code:
+            how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+            self._trouble(Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}"), self._grace_s)
+
+    def _trouble(self, ending: Ending, grace_s: float) -> None:
+        """The first trouble is the one that counts. Where the end was near already, another one makes it come now."""
+        if not self._ending.code:
+            self._ending = ending
+        now = time.monotonic()
+        asked = len(self._stops) == 1
+        stops = [_Stop(now + grace_s, signal.SIGTERM), _Stop(now + grace_s + _KILL_S, signal.SIGKILL)]
+        self._stops = deque([_Stop(now, signal.SIGKILL)] if asked else stops)
+
+    def _drain(self) -> None:
+        """Pass on what is left in the pipes, for a moment: somebody unknown may still hold them open."""
+        deadline = time.monotonic() + _DRAIN_S
+        while self._readers and (patience := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(patience):
+                if isinstance(key.data, _Lines):
+                    self._read(key.data)
+        for lines in self._readers:
+            lines.pipe.close()
+
+
+class _Lines:
+    """One stream of one process: whole lines go on, each with its label."""
+
+    def __init__(self, pipe: IO[bytes], sink: BinaryIO, label: str) -> None:
+        self.pipe = pipe
+        self._sink = sink
+        self._label = f"[{label}] ".encode()
+        self._rest = b""
+
+    def pass_on(self) -> bool:
+        """Take what has come; False at the end of the stream."""
+        came = os.read(self.pipe.fileno(), _LONGEST_LINE)
+        *whole, self._rest = (self._rest + came).split(b"\n")
+        if self._rest and (not came or len(self._rest) >= _LONGEST_LINE):
+            whole, self._rest = [*whole, self._rest], b""
+        self._sink.write(b"".join(self._label + line + b"\n" for line in whole))
+        self._sink.flush()
+        return bool(came)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a child does before it becomes its command."""
+
+    joins: Path | None
+    parent: int
+
+    def __call__(self) -> None:
+        die_with_parent()
+        if os.getppid() != self.parent:
+            os._exit(1)
+        if self.joins:
+            self.joins.write_text("0")
+
+
+def _start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A shell that waits for the end of its input, which comes when we die, and then kills the groups."""
+    script = 'read -r _; kill -s KILL -- "$@"'
+    return subprocess.Popen(  # noqa: S603
+        ["sh", "-c", script, "guard", *(f"-{group}" for group in groups)],  # noqa: S607
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """A pipe on which SIGINT, SIGTERM and SIGHUP arrive as bytes while this lasts."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    wakeup = signal.set_wakeup_fd(told)
+    before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(heard)
+        os.close(told)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wakeup pipe has it."""
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
