@@ -37,8 +37,14 @@ bench: $(READY) ## how long the command takes to start, and replays as ranks gro
 study: $(READY) ## make docs/measurements/simulated.md with its pictures anew
 	$(BIN)/python -m bench.study
 
+allreduce: $(READY) ## measure collectives on this host and in the lab (root): docs/measurements/allreduce.md
+	$(BIN)/python -m bench.allreduce
+
+soak: $(READY) ## kill and stop ranks a hundred times: every survivor must name the right one in time
+	$(BIN)/python tests/comm/soak.py --rounds 100
+
 docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py
 	$(MAKE) study
 
-.PHONY: help setup demo test check bench study docs
+.PHONY: help setup demo test check bench study allreduce soak docs

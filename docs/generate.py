@@ -7,7 +7,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
-COMMANDS = ("demo", "simulate", "topology", "algorithms")
+COMMANDS = ("demo", "simulate", "topology", "algorithms", "bench", "lab", "lab up", "lab run", "lab status", "lab down")
 DRAWN = {
     "demo.png": ["demo", "--picture"],
     "bigraph.png": ["topology", "bigraph:4x4", "--picture"],
@@ -33,7 +33,7 @@ def command(*words: str) -> str:
 
 def command_page() -> str:
     """The page of the command: what each part of it says about itself."""
-    parts = [f"## mimatrix {name}\n\n```\n{command(name, '--help').strip()}\n```\n" for name in COMMANDS]
+    parts = [f"## mimatrix {name}\n\n```\n{command(*name.split(), '--help').strip()}\n```\n" for name in COMMANDS]
     return "# The command\n\nMade by `make docs` from the command's own help.\n\n" + "\n".join(parts)
 
 

@@ -1,0 +1,25 @@
+"""One rank that runs one plan several times: `python -m bench.allreduce.repeat "messages hdrm" BYTES TIMES`."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mimatrix.comm.plans import Plan
+
+
+def main() -> None:
+    """Run it, and nothing else that would count on the links."""
+    plan, size, times = Plan.parse(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("mimatrix")
+    world: Any = dist.group.WORLD
+    tensor = torch.ones(size // 4)
+    for _ in range(times):
+        world.mimatrix.all_reduce(tensor, plan=plan)
+        tensor.fill_(1.0)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
