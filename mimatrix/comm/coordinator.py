@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mimatrix.comm.blame import Ask, Blamed, Search
 from mimatrix.comm.frames import LEFT, Inbox, Kind, Message
@@ -68,10 +68,10 @@ class Coordinator:
                 else:
                     self._hear(key.data)
             self._look_after_search()
-        for member in list(self._members.values()):
-            member.stream.close()
+        # All that ever called and is still there, strangers and the listener included.
+        for key in list(self._poller.get_map().values()):
+            cast(socket.socket, key.fileobj).close()
         self._poller.close()
-        self._listener.close()
 
     def _welcome(self) -> None:
         stream, _ = self._listener.accept()

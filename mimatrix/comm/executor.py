@@ -53,10 +53,19 @@ class WindowsExecutor:
         self._arena, self._peers, self.sync = arena, peers, sync
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
-    def run(self, call: Call, program: Program, offset: int, meanwhile: Callable[[], None] | None = None) -> Release:
+    def run(
+        self,
+        call: Call,
+        program: Program,
+        offset: int,
+        meanwhile: Callable[[], None] | None = None,
+        outside: torch.Tensor | None = None,
+    ) -> Release:
         """The call's data lie at `offset` of the arena; back when this rank has done its part.
 
-        `meanwhile` is called once, when the peers can already read.
+        `meanwhile` is called once, when the peers can already read. With `outside` a direct program runs on data there,
+        of which only what peers read lies in the arena: sums are made of them and put into the arena for the peers, and
+        results go outside.
         """
         sync = self.sync
         self.settle()
@@ -65,38 +74,26 @@ class WindowsExecutor:
             meanwhile()
         for number, step in enumerate(program.steps):
             sync.wait(number, step.waits)
-            self._step(step, call, offset)
-            sync.finish(number)
-        return sync.end(program.readers)
-
-    def run_direct(
-        self, call: Call, program: Program, offset: int, outside: torch.Tensor, meanwhile: Callable[[], None] | None
-    ) -> Release:
-        """The same for a direct program on data outside the arena, of which only what peers read was staged.
-
-        Sums are made of the data outside and put into the stage for the peers; theirs are copied straight outside.
-        """
-        sync = self.sync
-        self.settle()
-        sync.begin(call, offset, len(program.steps))
-        if meanwhile:
-            meanwhile()
-        for number, step in enumerate(program.steps):
-            sync.wait(number, step.waits)
-            for take in step.takes:
-                part, sources = outside[take.start : take.stop], self._theirs(take, call)
-                if take.adds:
-                    staged = self._own(take, call, offset)
-                    reduce_into(staged, sources, call.op, self._divisor(take, call), part)
-                    sources = [staged]
-                part.copy_(sources[0])
-            self.settle()
+            if outside is None:
+                self._step(step, call, offset)
+            else:
+                self._step_outside(step, call, offset, outside)
             sync.finish(number)
         return sync.end(program.readers)
 
     def _step(self, step: Step, call: Call, offset: int) -> None:
         for take in step.takes:
             self._take(take, call, offset)
+        self.settle()
+
+    def _step_outside(self, step: Step, call: Call, offset: int, outside: torch.Tensor) -> None:
+        for take in step.takes:
+            part, sources = outside[take.start : take.stop], self._theirs(take, call)
+            if take.adds:
+                staged = self._own(take, call, offset)
+                reduce_into(staged, sources, call.op, self._divisor(take, call), part)
+                sources = [staged]
+            part.copy_(sources[0])
         self.settle()
 
     def _take(self, take: Take, call: Call, offset: int) -> None:

@@ -189,10 +189,9 @@ class Group:
             slot, program = turns[index % len(turns)], compiler.program(piece.count)
             call = Call(kind.collective, kind.dtype, kind.op, piece.count, str(plan))
             meanwhile = partial(fill, index + 1) if index + 1 < len(pieces) else None
-            if piece.outside is not None and program.direct is not None and may_be_direct:
-                release = executor.run_direct(call, program, slot.offset, piece.outside, meanwhile)
-            else:
-                release = executor.run(call, program, slot.offset, meanwhile)
+            outside = piece.outside if program.direct is not None and may_be_direct else None
+            release = executor.run(call, program, slot.offset, meanwhile, outside)
+            if outside is None:
                 piece.drain(slot.tensor(kind.dtype, piece.count))
             slot.read_until(partial(self.sync.wait_released, release))
         # The next call may come from another stream and fill the same stages.
