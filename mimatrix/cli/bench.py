@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from mimatrix.core.units import format_bytes, format_rate, format_seconds, parse
 
 _COLLECTIVES = {"allreduce": "all_reduce", "reducescatter": "reduce_scatter", "allgather": "all_gather"}
 _PEERS = ("gloo", "mpi", "nccl")
+"""NCCL needs a GPU for each rank; all tensors then lie on GPUs."""
 _MOST_WORLD = 64
 
 
@@ -47,6 +50,8 @@ def bench(
     """
     if collective not in _COLLECTIVES:
         raise UserError(f'unknown collective "{collective}"{nearest(collective, _COLLECTIVES)}')
+    if not 0 < seconds < 3600:
+        raise UserError(f"{seconds} s cannot be measured; use for example --seconds 3")
     request = {
         "collective": _COLLECTIVES[collective],
         "sizes": _sizes(size),
@@ -54,7 +59,7 @@ def bench(
         "seconds": seconds,
         "candidates": candidates,
         "explain": explain,
-        "plans": [plan.strip() for plan in plans.split(",") if plan.strip()],
+        "plans": _plans(plans),
     }
     under_a_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not under_a_launcher and not 2 <= world <= _MOST_WORLD:
@@ -76,11 +81,25 @@ def _sizes(text: str) -> list[int]:
         sizes = [parse_bytes(part) for part in text.split(",")]
     else:
         sizes, limit = [parse_bytes(first)], parse_bytes(last)
+        if limit < sizes[0]:
+            raise UserError(f'"{text}" ends before it starts; write the smaller size first')
         while sizes[-1] * 4 <= limit:
             sizes.append(sizes[-1] * 4)
     if any(size < 4 for size in sizes):
         raise UserError(f'"{text}" holds a size below one element; use 4B or more')
     return sizes
+
+
+def _plans(text: str) -> list[str]:
+    from mimatrix.collectives import find
+
+    plans = [plan.strip() for plan in text.split(",") if plan.strip()]
+    for plan in plans:
+        words = re.fullmatch(r"(windows|messages) (\w+)(/[1-9]\d*)?", plan)
+        if not words:
+            raise UserError(f'"{plan}" is no plan; write for example "messages ring" or "windows gdraa/8"')
+        find(words[2])
+    return plans
 
 
 def _against(text: str) -> list[str]:
@@ -123,6 +142,7 @@ def _one_rank(request: dict[str, Any]) -> dict[str, Any] | None:
 def _started(starts: list[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that are gone when this ends, however it ends. Only the first one's output is read."""
     processes = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for number, (command, settings) in enumerate(starts):
             output = subprocess.DEVNULL if number else subprocess.PIPE

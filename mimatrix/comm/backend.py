@@ -82,6 +82,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         """Let go of everything: `destroy_process_group` calls it, on every rank."""
         if self._is_open:
             self._is_open = False
+            self.mimatrix.close()
             self._joined.leave()
             # Group and tuner know each other; without this Gloo's threads would stay until the next round of gc.
             self.mimatrix.tuner = None
@@ -106,7 +107,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """What the root has."""
-        if not _suits(*tensors) or len(tensors) > 1 or not tensors[0].is_contiguous():
+        if not _suits(*tensors) or len(tensors) > 1:
             return self._pass_on("broadcast", "broadcast", tensors, *_given(opts))
         kind = Kind(Collective.BROADCAST, tensors[0].dtype, root=opts.rootRank if opts else 0)
         return self._whole(kind, tensors[0], opts)
@@ -165,6 +166,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
 
     def _whole(self, kind: Kind, tensor: torch.Tensor, opts: Any) -> dist.Work:
         group = self.mimatrix
+        group.check(kind, tensor)
         plan = group.known(kind, tensor)
 
         def task() -> None:
@@ -180,6 +182,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
                 f"{kind.collective.value} between {half.part.numel()} elements on each of {self.size()} ranks and "
                 f"{whole.numel()} of all; give the larger tensor {half.part.numel() * self.size()}"
             )
+        group.check(kind, whole)
         plan = group.known(kind, whole)
 
         def task() -> None:
@@ -342,7 +345,7 @@ def _op(opts: Any) -> str | None:
 
 
 def _suits(*tensors: torch.Tensor) -> bool:
-    """Whether we take them: the usual types, dense, and enough of them to be worth it."""
+    """Whether we take them: the usual types, dense."""
     return all(tensor.dtype in DTYPES and tensor.layout is torch.strided for tensor in tensors)
 
 

@@ -22,7 +22,7 @@ DTYPES = (
     torch.uint8,
 )
 COLLECTIVES = tuple(Collective)
-_PACKED = struct.Struct("<QQQIBBBx")
+_PACKED = struct.Struct("<QQQIIIBBBx")
 PACKED_BYTES = _PACKED.size
 
 
@@ -47,15 +47,26 @@ class Call:
     count: int
     plan: str
     """The algorithm with its settings: ranks that run different ones would wait for one another for ever."""
+    root: int = 0
+    shares: int = 0
+    """A checksum of the shares, where they are given."""
+
+    @classmethod
+    def of(cls, kind: Kind, count: int, plan: object) -> "Call":
+        """A kind of collective on so many elements, by a plan."""
+        shares = zlib.crc32(repr(kind.shares.fractions).encode()) if kind.shares else 0
+        return cls(kind.collective, kind.dtype, kind.op, count, str(plan), kind.root, shares)
 
     def __str__(self) -> str:
-        word = f"{self.collective.value} of {self.count} {str(self.dtype).removeprefix('torch.')}"
+        root = f" from {self.root}" if self.collective is Collective.BROADCAST else ""
+        word = f"{self.collective.value}{root} of {self.count} {str(self.dtype).removeprefix('torch.')}"
         return f"{word} ({self.op}, {self.plan})"
 
     def packed(self, number: int, offset: int) -> bytes:
         """For a peer's eyes: which call of the group this is, and where in the arena its data lie."""
         codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), OPS.index(self.op)
-        return _PACKED.pack(number, offset, self.count, zlib.crc32(self.plan.encode()), *codes)
+        plan = zlib.crc32(self.plan.encode())
+        return _PACKED.pack(number, offset, self.count, plan, self.root, self.shares, *codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,8 @@ class Announced:
     offset: int
     count: int
     plan: int
+    root: int
+    shares: int
     collective: Collective
     dtype: torch.dtype
     op: str
@@ -73,22 +86,28 @@ class Announced:
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Announced":
         """Read a header."""
-        number, offset, count, plan, collective, dtype, op = _PACKED.unpack(data)
-        return cls(number, offset, count, plan, COLLECTIVES[collective], DTYPES[dtype], OPS[op])
+        number, offset, count, plan, root, shares, collective, dtype, op = _PACKED.unpack(data)
+        return cls(number, offset, count, plan, root, shares, COLLECTIVES[collective], DTYPES[dtype], OPS[op])
 
     def agrees(self, call: Call) -> bool:
         """Whether the two ask for the same."""
-        wanted = (call.count, zlib.crc32(call.plan.encode()), call.collective, call.dtype, call.op)
-        return (self.count, self.plan, self.collective, self.dtype, self.op) == wanted
+        return self.asks_like(call) and self.plan == zlib.crc32(call.plan.encode())
+
+    def asks_like(self, call: Call) -> bool:
+        """Whether they do, by whatever plan."""
+        mine = (self.count, self.collective, self.dtype, self.op, self.root, self.shares)
+        return mine == (call.count, call.collective, call.dtype, call.op, call.root, call.shares)
 
     def __str__(self) -> str:
-        return f"{self.collective.value} of {self.count} {str(self.dtype).removeprefix('torch.')} ({self.op})"
+        root = f" from {self.root}" if self.collective is Collective.BROADCAST else ""
+        shares = ", other shares" if self.shares else ""
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.collective.value}{root} of {self.count} {kind} ({self.op}{shares})"
 
 
 def disagreement(number: int, mine: str, call: Call, theirs: str, found: Announced) -> str:
     """One sentence on two ranks that ask for different things; `mine` and `theirs` say who and where."""
-    same = (found.count, found.collective, found.dtype, found.op) == (call.count, call.collective, call.dtype, call.op)
-    other = "the same by another algorithm" if same and found.number == number else str(found)
+    other = "the same by another algorithm" if found.asks_like(call) and found.number == number else str(found)
     return (
         f"ranks disagree at call number {number}: {mine} asks for {call}, {theirs} for {other}; "
         "every rank must call the same collectives in the same order with the same sizes and types"

@@ -24,7 +24,7 @@ class Control:
         self.waits_for: int | None = None
         self._generation = generation
         self._lost: dict[int, str] = {}
-        self._fault = ""
+        self._faults: list[tuple[set[int], WorldError]] = []
         self._said: dict[tuple[str, int], list[Any]] = {}
         self._changed = threading.Condition()
         self._stream = connected(address, port, timeout_s=30)
@@ -52,8 +52,9 @@ class Control:
 
         A peer may have done all that is expected of it and then left: look once more at what it did, after this.
         """
-        if self._fault:
-            return MismatchError(self._fault)
+        for ranks, error in self._faults.copy():
+            if ranks <= set(members):
+                return error
         for rank, why in self._lost.copy().items():
             # One that left in good order may have been done already; only who waits for it misses it.
             if rank == peer or (rank in members and rank != self.rank and why != LEFT):
@@ -67,12 +68,14 @@ class Control:
 
         `arrival` is the group and ticket waited for, where it is the coordinator that gives the permission.
         """
-        self._complain({"waits_for": peer, "waited_s": waited_s, "arrival": arrival}, peer, members, doing)
+        complaint = {"waits_for": peer, "waited_s": waited_s, "arrival": arrival, "members": list(members)}
+        self._complain(complaint, peer, members, doing)
         raise PeerLost(f"{self.name(0)} was lost in {doing}: its coordinator does not answer", 0)
 
     def explain(self, members: Collection[int], doing: str, waited_s: float) -> None:
         """Something inside torch failed without saying why: raise if a member turns out to be lost, or to be silent."""
-        self._complain({"waits_for": None, "waited_s": waited_s, "arrival": None}, -1, members, doing)
+        complaint = {"waits_for": None, "waited_s": waited_s, "arrival": None, "members": list(members)}
+        self._complain(complaint, -1, members, doing)
 
     def _complain(self, complaint: dict[str, Any], peer: int, members: Collection[int], doing: str) -> None:
         """Send a complaint and raise the verdict, if there is one in time."""
@@ -92,12 +95,29 @@ class Control:
         """`rank 3 on hostname`."""
         return f"rank {rank} on {self.hosts[rank]}"
 
-    def fault(self, text: str) -> NoReturn:
-        """Tell everyone, then raise."""
-        self._fault = self._fault or text
-        with suppress(OSError):
-            self._send(Kind.FAULT, {"text": text})
+    def fault(self, text: str, ranks: Collection[int]) -> NoReturn:
+        """Two ranks ask for different things: tell everyone, then raise."""
+        self._tell_of({"text": text, "ranks": sorted(ranks), "failed": None})
         raise MismatchError(text)
+
+    def failed(self, members: Collection[int], doing: str, error: BaseException) -> None:
+        """Something went wrong on this rank in the middle of a collective: those who wait for it must know."""
+        if isinstance(error, WorldError):
+            return  # they know, or will be told by whoever knows
+        text = f"{self.name(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
+        self._tell_of({"text": text, "ranks": sorted(members), "failed": self.rank})
+
+    def _tell_of(self, body: dict[str, Any]) -> None:
+        self._blame(body)
+        with suppress(OSError):
+            self._send(Kind.FAULT, body)
+
+    def _blame(self, body: dict[str, Any]) -> None:
+        text, rank = str(body["text"]), body["failed"]
+        error = MismatchError(text) if rank is None else PeerLost(text, rank)
+        with self._changed:
+            self._faults.append((set(body["ranks"]), error))
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Say goodbye."""
@@ -133,9 +153,7 @@ class Control:
             case Kind.LOST:
                 self._lose(body["rank"], body["why"])
             case Kind.FAULT:
-                self._fault = self._fault or body["text"]
-                with self._changed:
-                    self._changed.notify_all()
+                self._blame(body)
             case Kind.PROBE:
                 with suppress(OSError):
                     self._send(Kind.STATE, {"waits_for": self.waits_for})

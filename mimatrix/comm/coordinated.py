@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from mimatrix.comm.calls import Announced, Call, disagreement
 from mimatrix.comm.control import Control
 from mimatrix.comm.flags import Release
+from mimatrix.core.errors import WorldError
 
 _POLL_S = 0.05
 
@@ -20,11 +21,14 @@ class CoordinatorSync:
         self._group, self._members, self._control, self._timeout_s = group, members, control, timeout_s
         self._number, self._base, self._next, self._reached = -1, 0, 1, 0
         self._call: Call | None = None
+        self._broken = ""
         self._offsets: list[int] = []
         self._round = 0
 
     def begin(self, call: Call, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
+        if self._broken:
+            raise WorldError(f"this group is broken: {self._broken}; make it anew")
         self._number += 1
         self._base, self._next = self._next, self._next + rounds + 1
         self._call, self._offsets = call, []
@@ -46,11 +50,16 @@ class CoordinatorSync:
 
     def end(self, readers: Sequence[tuple[int, int]]) -> Release:
         """When the data of this call may be overwritten: once all have finished the last round."""
-        return ((self._members[0], self._next - 1),) if readers else ()
+        return ((0, self._next - 1, self._number),) if readers else ()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank cannot go on in the middle of a call; it makes no further one in this group."""
+        self._broken = f"{self._call} ended with {type(error).__name__}: {error}"
+        self._control.failed(self._members, f"{self._call}, round {self._round}", error)
 
     def wait_released(self, release: Release) -> None:
         """Until all have come that far."""
-        for _, ticket in release:
+        for _, ticket, _ in release:
             self._await(ticket)
 
     def _arrive(self, ticket: int, said: str | None) -> None:
@@ -83,5 +92,6 @@ class CoordinatorSync:
         for rank, theirs in zip(self._members, announced, strict=True):
             if not theirs.agrees(self._call):
                 mine = self._control.name(self._control.rank)
-                self._control.fault(disagreement(self._number, mine, self._call, self._control.name(rank), theirs))
+                text = disagreement(self._number, mine, self._call, self._control.name(rank), theirs)
+                self._control.fault(text, (self._control.rank, rank))
         self._offsets = [each.offset for each in announced]

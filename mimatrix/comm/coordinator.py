@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mimatrix.comm.blame import Ask, Blamed, Search
-from mimatrix.comm.frames import LEFT, Inbox, Kind, Message
+from mimatrix.comm.frames import LEFT, Inbox, Kind, Message, close_in_children
 from mimatrix.core.errors import WorldError
 
 _SEND_S = 1.0
@@ -36,7 +36,7 @@ class Coordinator:
     """Runs on its own thread until closed."""
 
     def __init__(self, address: str, generation: int) -> None:
-        self._listener = socket.create_server((address, 0), backlog=1024)
+        self._listener = close_in_children(socket.create_server((address, 0), backlog=1024))
         self.port: int = self._listener.getsockname()[1]
         self.token = secrets.token_hex(16)
         """What a rank has to show; published in the job's store, so that only its ranks know it."""
@@ -74,7 +74,7 @@ class Coordinator:
         self._poller.close()
 
     def _welcome(self) -> None:
-        stream, _ = self._listener.accept()
+        stream = close_in_children(self._listener.accept()[0])
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._poller.register(stream, selectors.EVENT_READ, _Member(stream, Inbox(self._generation)))
 
@@ -106,7 +106,7 @@ class Coordinator:
             case Kind.STATE:
                 self._hear_of(member.rank, body["waits_for"])
             case Kind.FAULT:
-                self._tell_all(Kind.FAULT, {"text": body["text"]})
+                self._tell_all(Kind.FAULT, body)
             case Kind.BYE:
                 self._drop(member, "")
             case _:
@@ -132,7 +132,8 @@ class Coordinator:
 
     def _complain(self, body: dict[str, Any]) -> None:
         """Somebody's deadline has passed: start to look for the one to blame, unless that is known or under way."""
-        if self._search or any(why != LEFT for why in self._gone.values()):
+        known = any(why != LEFT and rank in body["members"] for rank, why in self._gone.items())
+        if self._search or known:
             return
         suspect = body["waits_for"]
         if body["arrival"]:

@@ -42,6 +42,10 @@ class Sync(Protocol):
         """Until all its readers have let go."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank cannot go on in the middle of a call."""
+        ...
+
 
 class WindowsExecutor:
     """Runs programs for one rank of one group. `peers[i]` is the window of member i (None for this rank)."""
@@ -70,15 +74,20 @@ class WindowsExecutor:
         sync = self.sync
         self.settle()
         sync.begin(call, offset, len(program.steps))
-        if meanwhile:
-            meanwhile()
-        for number, step in enumerate(program.steps):
-            sync.wait(number, step.waits)
-            if outside is None:
-                self._step(step, call, offset)
-            else:
-                self._step_outside(step, call, offset, outside)
-            sync.finish(number)
+        try:
+            if meanwhile:
+                meanwhile()
+            for number, step in enumerate(program.steps):
+                sync.wait(number, step.waits)
+                if outside is None:
+                    self._step(step, call, offset)
+                else:
+                    self._step_outside(step, call, offset, outside)
+                sync.finish(number)
+        except BaseException as error:
+            # Counts only grow: if this rank went on to other calls, peers would take this one for done.
+            sync.fail(error)
+            raise
         return sync.end(program.readers)
 
     def _step(self, step: Step, call: Call, offset: int) -> None:

@@ -10,9 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 from mimatrix.comm.calls import PACKED_BYTES, Announced, Call, disagreement
 from mimatrix.comm.control import Control
+from mimatrix.core.errors import WorldError
 
 PAGE_BYTES = 4096
 _HEADERS = 8
@@ -20,8 +22,8 @@ _HEADER_AT, _HEADER_BYTES = 64, 64
 _SPINS, _YIELDS = 100, 400
 _LONGEST_SLEEP_S = 1e-3
 
-Release = tuple[tuple[int, int], ...]
-"""What must have happened before a slot may be written again: (peer, the count that it must have reached)."""
+Release = tuple[tuple[int, int, int], ...]
+"""What must have happened before a slot may be written again: (peer, the count that it must have reached, the call)."""
 
 
 class Flags:
@@ -36,18 +38,23 @@ class Flags:
         self._fence = threading.Lock()
         self._number, self._base, self._next = -1, 0, 1  # a page starts at zero: nothing announced
         self._call: Call | None = None
+        self._calls: list[tuple[int, Call | None]] = [(-1, None)] * _HEADERS
+        self._broken = ""
         self._round = 0
         self._offsets: dict[int, int] = {}
         self._unread: deque[Release] = deque()
 
     def begin(self, call: Call, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
+        if self._broken:
+            raise WorldError(f"this group is broken: {self._broken}; make it anew")
         if len(self._unread) == _HEADERS - 1:
             # The header that is about to be overwritten may still be unread by a slow peer.
             self.wait_released(self._unread.popleft())
         self._number += 1
         self._base, self._next = self._next, self._next + rounds + 1
         self._call, self._round = call, 0
+        self._calls[self._number % _HEADERS] = (self._number, call)
         self._offsets.clear()
         start = _HEADER_AT + _HEADER_BYTES * (self._number % _HEADERS)
         self._pages[self._me][start : start + PACKED_BYTES] = call.packed(self._number, offset)
@@ -72,15 +79,22 @@ class Flags:
 
     def end(self, readers: Sequence[tuple[int, int]]) -> Release:
         """When the data of this call may be overwritten; `readers` are peers and the last round in which they read."""
-        release = tuple((peer, self._base + number + 1) for peer, number in readers)
+        release = tuple((peer, self._base + number + 1, self._number) for peer, number in readers)
         self._unread.append(release)
         return release
 
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank cannot go on in the middle of a call; it makes no further one in this group."""
+        self._broken = f"{self._call} ended with {type(error).__name__}: {error}"
+        self._control.failed(self._members, f"{self._call}, round {self._round}", error)
+
     def wait_released(self, release: Release) -> None:
         """Until all its readers have let go."""
-        for peer, count in release:
+        for peer, count, number in release:
             if self._counts[peer][0] < count:
                 self._wait(peer, count)
+            # One that is only read from, as the root of a broadcast, looks at what its readers asked for here.
+            self._compare(peer, number)
 
     def _publish(self, count: int) -> None:
         # Taking a lock is a memory barrier: what was written before it is seen before the count.
@@ -119,10 +133,26 @@ class Flags:
 
     def _checked(self, peer: int) -> Announced:
         """A peer's header, if it asks for the same."""
-        assert self._call
-        start = _HEADER_AT + _HEADER_BYTES * (self._number % _HEADERS)
-        found = Announced.unpack(self._pages[peer][start : start + PACKED_BYTES])
-        if found.number != self._number or not found.agrees(self._call):
-            mine, theirs = self._control.name(self._members[self._me]), self._control.name(self._members[peer])
-            self._control.fault(disagreement(self._number, mine, self._call, theirs, found))
+        found = self._header(peer, self._number)
+        if found.number != self._number:
+            self._disagree(peer, self._number, found)
+        self._compare(peer, self._number)
         return found
+
+    def _compare(self, peer: int, number: int) -> None:
+        """Raise if a peer asked for something else in that call; where its header is gone, it was read before."""
+        known, call = self._calls[number % _HEADERS]
+        found = self._header(peer, number)
+        if known == number == found.number and call and not found.agrees(call):
+            self._disagree(peer, number, found)
+
+    def _header(self, peer: int, number: int) -> Announced:
+        start = _HEADER_AT + _HEADER_BYTES * (number % _HEADERS)
+        return Announced.unpack(self._pages[peer][start : start + PACKED_BYTES])
+
+    def _disagree(self, peer: int, number: int, found: Announced) -> NoReturn:
+        call = self._calls[number % _HEADERS][1]
+        assert call
+        ranks = self._members[self._me], self._members[peer]
+        mine, theirs = map(self._control.name, ranks)
+        self._control.fault(disagreement(number, mine, call, theirs, found), ranks)

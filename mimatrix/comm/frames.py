@@ -1,13 +1,16 @@
 """Control messages on a stream: framed, checked, of one generation. Small JSON, no pickle."""
 
 import json
+import os
 import socket
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+from weakref import WeakSet
 
 from mimatrix.core.errors import WorldError
 
@@ -76,6 +79,24 @@ class Inbox:
             yield Message(Kind(kind), generation, json.loads(body))
 
 
+_open: "WeakSet[socket.socket]" = WeakSet()
+
+
+def close_in_children(stream: socket.socket) -> socket.socket:
+    """Have forked children (loaders of data) let go of a socket: else it would seem alive when this process is dead."""
+    _open.add(stream)
+    return stream
+
+
+def _in_child() -> None:
+    for stream in list(_open):
+        with suppress(OSError):
+            os.close(stream.detach())
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def connected(address: str, port: int, timeout_s: float) -> socket.socket:
     """A stream to a coordinator, without delay for small messages."""
     try:
@@ -86,4 +107,4 @@ def connected(address: str, port: int, timeout_s: float) -> socket.socket:
             "set MIMATRIX_ADDRESS on rank 0 to an address that all ranks reach"
         ) from error
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return stream
+    return close_in_children(stream)

@@ -7,6 +7,7 @@ messages, or the native collective; chosen by the tuner unless it is given.
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import cast
 
@@ -30,14 +31,15 @@ from mimatrix.comm.plans import NATIVE, Path, Plan, default_plan
 from mimatrix.comm.program import Compiler
 from mimatrix.comm.tuner import SizeClass, Tuner
 from mimatrix.comm.work import Task, Work
-from mimatrix.core.errors import UnsuitedError, UserError
+from mimatrix.core.errors import UnsuitedError, UserError, WorldError
 
 
 class Group:
     """Some ranks of a job; each of them makes this object with the same `name` and `members`.
 
     `natives` are native collectives by the type of device; `cpu` is always among them, if there are any. With them
-    collectives are tuned, unless `tune` is false; without them they run over windows.
+    collectives are tuned, unless `tune` is false; without them they run over windows. `lazily` lets calls on tensors in
+    the arena end while peers may still read them: whoever writes to such a tensor calls `reuse` first.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class Group:
         natives: Mapping[str, Native] | None = None,
         timeout_s: float = 300.0,
         tune: bool = True,
+        lazily: bool = False,
     ) -> None:
         self.endpoint, self.name, self.members = endpoint, name, tuple(members)
         self.me, self.size = self.members.index(endpoint.rank), len(self.members)
-        self._natives = dict(natives or {})
-        self.native, self.counters = self._natives.get("cpu"), Counter[str]()
-        self._timeout_s = timeout_s
+        self.natives = dict(natives or {})
+        self.native, self.counters = self.natives.get("cpu"), Counter[str]()
+        self._timeout_s, self._lazily = timeout_s, lazily
         self._compilers: dict[tuple[Collective, Plan, Shares | None, int], Compiler] = {}
         self._stages: dict[str, list[Slot]] = {}
         self.sync = self._synchronisation()
@@ -66,6 +69,11 @@ class Group:
         self.barrier()
 
     @property
+    def has_nccl(self) -> bool:
+        """Whether GPUs' native collectives are NCCL's."""
+        return "cuda" in self.natives and self.natives["cuda"].backend is not self.natives["cpu"].backend
+
+    @property
     def paths(self) -> tuple[Path, ...]:
         """The ways that data can take here."""
         far = len({self.endpoint.places[rank].host for rank in self.members}) > 1
@@ -75,6 +83,16 @@ class Group:
     def empty(self, count: int, dtype: torch.dtype = torch.float32, kind: str = "host") -> torch.Tensor:
         """A tensor in the arena: collectives on it, or on parts of it, need no staging."""
         return self.endpoint.arenas[kind].allocate(count * dtype.itemsize).tensor(dtype, count)
+
+    def reuse(self, tensor: torch.Tensor) -> None:
+        """Back when peers no longer read a tensor in the arena; only needed after a call with `lazily`."""
+        if placed := self._placed(tensor):
+            placed[1].reuse()
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give a tensor from `empty` back to the arena."""
+        if placed := self._placed(tensor):
+            placed[1].free()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, plan: Plan | None = None, wait: bool = True) -> Work:
         """Every rank ends with the sum (average, largest, least) of all."""
@@ -187,7 +205,7 @@ class Group:
         fill(0)
         for index, piece in enumerate(pieces):
             slot, program = turns[index % len(turns)], compiler.program(piece.count)
-            call = Call(kind.collective, kind.dtype, kind.op, piece.count, str(plan))
+            call = Call.of(kind, piece.count, plan)
             meanwhile = partial(fill, index + 1) if index + 1 < len(pieces) else None
             outside = piece.outside if program.direct is not None and may_be_direct else None
             release = executor.run(call, program, slot.offset, meanwhile, outside)
@@ -196,6 +214,27 @@ class Group:
             slot.read_until(partial(self.sync.wait_released, release))
         # The next call may come from another stream and fill the same stages.
         executor.settle()
+
+    def check(self, kind: Kind, tensor: torch.Tensor) -> None:
+        """Refuse what cannot be done, before any rank waits for another."""
+        if kind.op not in OPS:
+            raise UserError(f'there is no "{kind.op}" of tensors; use {", ".join(OPS)}')
+        if tensor.dtype not in DTYPES:
+            raise UserError(f"tensors of {tensor.dtype} are not summed; use float32 or another of the usual types")
+        if kind.op == "avg" and not tensor.is_floating_point():
+            raise UserError(f"the average of {tensor.dtype} is no whole number; use sum, or a floating-point type")
+        if kind.shares and len(kind.shares) != self.size:
+            raise UserError(f"got {len(kind.shares)} shares for {self.size} ranks; give one for each rank")
+        if not 0 <= kind.root < self.size:
+            raise UserError(f"the root is member {kind.root} of {self.size}; use 0 to {self.size - 1}")
+
+    def close(self) -> None:
+        """Give the stages back. The page stays: a slow peer may still look there for how far this rank has come."""
+        for slot in (slot for slots in self._stages.values() for slot in slots):
+            with suppress(WorldError):  # peers that are gone read nothing any more
+                slot.reuse()
+            slot.arena.take_back(slot)
+        self._stages.clear()
 
     def guarded(self, kind: Kind, task: Task) -> None:
         """Run what waits inside torch: when it fails because a rank is gone, say which."""
@@ -211,7 +250,7 @@ class Group:
         return "cuda" if tensor.is_cuda and "cuda" in self._executors else next(iter(self._executors), "host")
 
     def _start(self, kind: Kind, tensor: torch.Tensor, plan: Plan | None, wait: bool) -> Work:
-        _check(kind, tensor, self.size)
+        self.check(kind, tensor)
 
         chosen = plan or self.known(kind, tensor)
 
@@ -229,23 +268,26 @@ class Group:
         assert self.native
         self.agree(kind, tensor.numel(), NATIVE)
         flat = tensor.reshape(-1)
-        native = self._natives.get(tensor.device.type, self.native)
+        native = self.natives.get(tensor.device.type, self.native)
         native.run(kind.collective, flat, kind.op, kind.root)
         _return(flat, tensor)
 
     def _run_messages(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
         assert self._messages
         self.agree(kind, tensor.numel(), plan)
-        call = Call(kind.collective, kind.dtype, kind.op, tensor.numel(), str(plan))
+        call = Call.of(kind, tensor.numel(), plan)
         flat = tensor.reshape(-1)
         self._messages.run(call, self._compiler(kind, plan).program(tensor.numel()), flat)
         _return(flat, tensor)
 
     def _run_in_place(self, kind: Kind, count: int, plan: Plan, where: str, slot: Slot, offset: int) -> None:
         slot.reuse()
-        call = Call(kind.collective, kind.dtype, kind.op, count, str(plan))
+        call = Call.of(kind, count, plan)
         release = self._executors[where].run(call, self._compiler(kind, plan).program(count), offset)
-        slot.read_until(partial(self.sync.wait_released, release))
+        if self._lazily:
+            slot.read_until(partial(self.sync.wait_released, release))
+        else:
+            self.sync.wait_released(release)
 
     def _run_staged(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
         flat, where = tensor.reshape(-1), self.where(tensor)
@@ -262,7 +304,7 @@ class Group:
         """Before what cannot notice it by itself: do all ranks ask for the same?"""
         if self.size == 1:
             return
-        call = Call(kind.collective, kind.dtype, kind.op, count, str(plan))
+        call = Call.of(kind, count, plan)
         self.sync.begin(call, 0, 0)
         self.sync.wait(0, [peer for peer in range(self.size) if peer != self.me])
         self.sync.end([(peer, -1) for peer in range(self.size) if peer != self.me])
@@ -382,16 +424,3 @@ def _return(flat: torch.Tensor, tensor: torch.Tensor) -> None:
     """Put a result back where `reshape` had to copy."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
-
-
-def _check(kind: Kind, tensor: torch.Tensor, ranks: int) -> None:
-    if kind.op not in OPS:
-        raise UserError(f'there is no "{kind.op}" of tensors; use {", ".join(OPS)}')
-    if tensor.dtype not in DTYPES:
-        raise UserError(f"tensors of {tensor.dtype} are not summed; use float32 or another of the usual types")
-    if kind.op == "avg" and not tensor.is_floating_point():
-        raise UserError(f"the average of {tensor.dtype} is no whole number; use sum, or a floating-point type")
-    if kind.shares and len(kind.shares) != ranks:
-        raise UserError(f"got {len(kind.shares)} shares for {ranks} ranks; give one for each rank")
-    if not 0 <= kind.root < ranks:
-        raise UserError(f"the root is member {kind.root} of {ranks}; use 0 to {ranks - 1}")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,9 @@ class Bench:
         world: Any = dist.group.WORLD
         self.group: Group = world.mimatrix
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = "cuda" if "nccl" in request.against else "cpu"
+        if self.device == "cuda" and not self.group.has_nccl:
+            raise UserError("nccl cannot be measured here, it needs a GPU for each rank; leave it out of --against")
 
     def rows(self) -> Iterator[Row]:
         """All sizes, one after the other."""
@@ -136,7 +140,7 @@ class Bench:
         kind = Kind(self.collective, torch.float32)
         runners: dict[str, Runner] = {}
         for who in self.request.against:
-            runners[who] = self._by_mpi if who == "mpi" else lambda tensor: self._natively(tensor)
+            runners[who] = self._by_mpi if who == "mpi" else partial(self._natively, who)
         if self.group.endpoint.arenas and "windows" in self.group.paths:
             runners["mimatrix arena"] = lambda tensor: self._ours(kind, tensor, None)
         runners["mimatrix"] = lambda tensor: self._ours(kind, tensor, None)
@@ -148,7 +152,8 @@ class Bench:
 
     def _tensor(self, who: str, count: int) -> torch.Tensor:
         in_arena = who == "mimatrix arena" or who.startswith("windows")
-        return self.group.empty(count) if in_arena else torch.empty(count)
+        where = "cuda" if self.device == "cuda" else next(iter(self.group.endpoint.arenas))
+        return self.group.empty(count, kind=where) if in_arena else torch.empty(count, device=self.device)
 
     def _free(self, tensor: torch.Tensor) -> None:
         for arena in self.group.endpoint.arenas.values():
@@ -164,14 +169,16 @@ class Bench:
             case _:
                 self.group.all_reduce(tensor, plan=plan)
 
-    def _natively(self, tensor: torch.Tensor) -> None:
-        assert self.group.native
-        self.group.native.run(self.collective, tensor, "sum", 0)
+    def _natively(self, who: str, tensor: torch.Tensor) -> None:
+        native = self.group.natives["cuda" if who == "nccl" else "cpu"]
+        native.run(self.collective, tensor, "sum", 0)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
 
     def _by_mpi(self, tensor: torch.Tensor) -> None:
         from mpi4py import MPI
 
-        array = tensor.numpy()
+        array = tensor.cpu().numpy()
         each = len(array) // self.size
         mine = array[self.rank * each : (self.rank + 1) * each]
         match self.collective:

@@ -23,11 +23,6 @@ class Native:
         self.backend, self._me, self._ranks = backend, me, ranks
         self._timeout = timedelta(seconds=timeout_s)
 
-    def can(self, collective: Collective, count: int) -> bool:
-        """Its halves want equal parts."""
-        whole = collective in (Collective.ALL_REDUCE, Collective.BROADCAST)
-        return whole or (count > 0 and count % self._ranks == 0)
-
     def run(self, collective: Collective, flat: torch.Tensor, op: str, root: int) -> None:
         """In place on a flat tensor, as `Group` does it."""
         each = flat.numel() // self._ranks

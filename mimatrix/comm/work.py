@@ -4,6 +4,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from mimatrix.core.errors import WorldError
 
 _POLL_S = 0.05
@@ -24,7 +26,8 @@ class Work:
         """Do it, and keep what goes wrong for whoever waits."""
         assert self._task
         try:
-            self._task()
+            with torch.no_grad():  # parameters may be summed too
+                self._task()
         except Exception as error:  # noqa: BLE001 (it is raised where somebody waits)
             self.error = error
         self._task = None
@@ -66,20 +69,23 @@ class Worker:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._busy = 0
-        self._lock = threading.Lock()
+        self._waiting = 0
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mimatrix-comm", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, *, inline: bool = False) -> None:
         """Run after all that were submitted before; at once and here if asked for and nothing is under way."""
         with self._lock:
-            here = inline and not self._busy
+            here = inline and not self._waiting and self._turn.acquire(blocking=False)
             if not here:
-                self._busy += 1
+                self._waiting += 1
                 self._works.put(work)
         if here:
-            work.run()
+            try:
+                work.run()
+            finally:
+                self._turn.release()
 
     def close(self) -> None:
         """Let the thread end after what is under way."""
@@ -88,6 +94,7 @@ class Worker:
 
     def _run(self) -> None:
         while work := self._works.get():
-            work.run()
+            with self._turn:
+                work.run()
             with self._lock:
-                self._busy -= 1
+                self._waiting -= 1

@@ -225,3 +225,44 @@ def test_a_coordinator_lives_on_when_strangers_call() -> None:
     for line in lines:
         line.close()
     coordinator.close()
+
+
+def test_a_mismatch_in_one_group_is_no_trouble_of_another() -> None:
+    store, shared, late = HashStore(), InProcessWindows(), threading.Event()
+
+    def each(rank: int) -> None:
+        endpoint = Endpoint(store, rank, 4, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
+        pair = Group(endpoint, f"pair{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], timeout_s=10)
+        if rank < 2:
+            with pytest.raises(MismatchError):
+                pair.all_reduce(torch.ones(4 + rank))
+            late.set()
+        else:
+            late.wait(10)
+            time.sleep(0.2 * (rank - 2))
+            pair.all_reduce(torch.ones(4))
+        endpoint.close()
+
+    together(4, each)
+
+
+def test_a_lost_rank_of_another_group_does_not_change_who_is_named() -> None:
+    """Rank 2 is gone; in the group of 0 and 1 it is 1 that does not come."""
+    store, shared = HashStore(), InProcessWindows()
+
+    def each(rank: int) -> None:
+        endpoint = Endpoint(store, rank, 3, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
+        Group(endpoint, "all", range(3), timeout_s=10)
+        if rank == 2:
+            endpoint.control._stream.close()  # as if it were killed
+            return
+        pair = Group(endpoint, "pair", [0, 1], timeout_s=0.5)
+        time.sleep(0.3)
+        if rank == 0:
+            with pytest.raises(PeerLost, match="rank 1 on here was lost"):
+                pair.all_reduce(torch.ones(4))
+        else:
+            time.sleep(3)
+        endpoint.close()
+
+    together(3, each)

@@ -1,5 +1,7 @@
 """Collectives over windows against plain sums: every length, share, type, operation and number of ranks."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from mimatrix.collectives import Collective, Shares
 from mimatrix.comm import Group, Plan
 from mimatrix.comm.plans import Path
 from mimatrix.comm.stages import STAGE_BYTES
-from mimatrix.core.errors import MismatchError, UserError
+from mimatrix.core.errors import MismatchError, PeerLost, UserError, WorldError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -239,3 +241,71 @@ def test_every_collective_of_the_catalog_runs() -> None:
                         group.reduce_scatter(tensor, plan=plan)
 
     in_groups(4, each)
+
+
+def test_a_tensor_in_the_arena_may_be_written_after_each_call() -> None:
+    """A fast rank that goes on at once must not change what a slow peer still reads."""
+
+    def each(group: Group) -> int:
+        tensor, wrong = group.empty(400_000), 0
+        for step in range(30):
+            tensor.fill_(float(step + group.me))
+            group.all_reduce(tensor, plan=Plan("windows", "gdraa", 1 + step % 3))
+            wrong += int((tensor != group.size * step + 3).sum())
+        group.free(tensor)
+        return wrong
+
+    assert in_groups(3, each) == [0, 0, 0]
+
+
+def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counter would otherwise go on with the next call, and peers take that for the end of this one."""
+    from mimatrix.comm import arithmetic, executor
+
+    whole = arithmetic.reduce_into
+
+    def failing(target: torch.Tensor, *rest: object) -> None:
+        if threading.current_thread().name == "0":
+            raise ValueError("no more")
+        whole(target, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor, "reduce_into", failing)
+
+    def each(group: Group) -> str:
+        threading.current_thread().name = str(group.me)
+        call = ValueError if group.me == 0 else PeerLost
+        with pytest.raises(call) as caught:
+            group.all_reduce(torch.ones(100), plan=Plan("windows", "gdraa"))
+        with pytest.raises(WorldError, match="broken: .* no more" if group.me == 0 else "failed in .* no more"):
+            group.all_reduce(torch.ones(100), plan=Plan("windows", "gdraa"))
+        return str(caught.value)
+
+    _, *others = in_groups(3, each, timeout_s=10)
+    assert all("rank 0 on here failed in all_reduce of 100" in text for text in others)
+
+
+def test_other_roots_and_other_shares_are_named() -> None:
+    def each(group: Group) -> None:
+        def call() -> None:
+            for _ in range(4):  # who only gives looks back when it uses the same stage again
+                group.broadcast(torch.ones(4), group.me)
+
+        with pytest.raises(MismatchError, match="broadcast from 1 of 4"):
+            call()
+
+    def other(group: Group) -> None:
+        with pytest.raises(MismatchError, match="other shares"):
+            group.all_gather(torch.ones(4), shares=Shares.of([1, 1 + group.me]), plan=Plan("windows", "gdraa"))
+
+    in_groups(2, each, timeout_s=10)
+    in_groups(2, other, timeout_s=10)
+
+
+def test_parameters_are_summed_like_other_tensors() -> None:
+    def each(group: Group) -> torch.Tensor:
+        tensor = torch.ones(50, requires_grad=True)
+        group.all_reduce(tensor)
+        group.broadcast(tensor)
+        return tensor.detach()
+
+    assert all((found == 2).all() for found in in_groups(2, each))
