@@ -79,7 +79,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     {"mixed": mixed, "shared": shared}[sys.argv[1]](rank, size)
     world: Any = dist.group.WORLD
-    assert world.counters["all_reduce windows"] > 0
+    assert any(name.startswith("all_reduce") for name in world.counters)
     dist.destroy_process_group()
 
 
