@@ -19,8 +19,8 @@ from mimatrix.core.errors import WorldError
 PAGE_BYTES = 4096
 _HEADERS = 8
 _HEADER_AT, _HEADER_BYTES = 64, 64
-_SPINS, _YIELDS = 100, 400
-_LONGEST_SLEEP_S = 1e-3
+_SPINS, _YIELDS = 100, 2000
+_LONGEST_SLEEP_S = 2e-4
 
 Release = tuple[tuple[int, int, int], ...]
 """What must have happened before a slot may be written again: (peer, the count that it must have reached, the call)."""

@@ -10,15 +10,17 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from mimatrix import __version__
 from mimatrix.collectives.schedule import Collective
 from mimatrix.comm.calls import Kind
+from mimatrix.comm.plans import Path as DataPath
 from mimatrix.comm.plans import Plan, candidates
 from mimatrix.comm.stages import STAGE_BYTES
+from mimatrix.core.errors import UserError
 
 if TYPE_CHECKING:
     from mimatrix.comm.group import Group
@@ -69,6 +71,8 @@ class Tuner:
         self.table: dict[str, dict[str, float]] = {}
         """Seconds of every candidate, by size class: why a plan was chosen."""
         self._file = _cache_folder() / f"{fingerprint(group)}.json"
+        self._only = ""
+        """`MIMATRIX_PATH`: plans of this path alone are tried, where there are any; to find out what is to blame."""
         self._load()
 
     def known(self, key: SizeClass) -> Plan | None:
@@ -103,7 +107,7 @@ class Tuner:
             plans += [plan for plan in (*uneven, Plan("messages", "hdrm")) if plan]
             possible = [plan for plan in plans if plan.path == "native" or forecast.suits(plan, key.collective)]
             plans = forecast.worth_trying(possible, key.collective, key.bytes)
-        return {str(plan): plan for plan in plans}
+        return {str(plan): plan for plan in plans if plan.path == self._only} or {str(plan): plan for plan in plans}
 
     def _measured(self, key: SizeClass, plans: list[Plan]) -> dict[str, float]:
         """Interleaved, the least of a few rounds; a round counts as long as its slowest rank took."""
@@ -136,12 +140,15 @@ class Tuner:
         return time.perf_counter() - started
 
     def _load(self) -> None:
-        """Member 0 reads the file and tells the others, so that all know the same."""
+        """Member 0 reads the file and tells the others, so that all know the same; also the path that it was told."""
         group = self._group
         key = f"mimatrix/tuned/{group.name}"
         if group.me == 0:
-            group.endpoint.store.set(key, json.dumps(_sound(self._file)))
-        self.table = json.loads(group.endpoint.store.get(key))
+            group.endpoint.store.set(key, json.dumps([_sound(self._file), os.environ.get("MIMATRIX_PATH", "")]))
+        self.table, asked = json.loads(group.endpoint.store.get(key))
+        if asked not in ("", *get_args(DataPath)):
+            raise UserError(f'MIMATRIX_PATH is "{asked}"; use {", ".join(get_args(DataPath))}, or leave it out')
+        self._only = asked
 
     def _save(self) -> None:
         if self._group.me == 0:

@@ -17,6 +17,7 @@ from mimatrix.comm.plans import NATIVE, Plan, candidates
 from mimatrix.comm.plans import Path as DataPath
 from mimatrix.comm.tuner import SizeClass, Tuner
 from mimatrix.comm.windows.in_process import InProcessWindows
+from mimatrix.core.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 T = TypeVar("T")
@@ -152,3 +153,21 @@ def test_native_is_always_tried(collective: Collective, size: int, paths: tuple[
     found = list(candidates(collective, size, 4, paths))
     assert NATIVE in found
     assert len(found) == len(set(map(str, found))) > 1
+
+
+@pytest.mark.parametrize("path", ["windows", "native"])
+def test_a_path_can_be_asked_for(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_PATH", path)
+    for plans in tuned(plans_of):
+        assert {plan.path for plan in plans.values()} == {path}
+
+
+def test_a_path_that_is_none_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_PATH", "pigeons")
+
+    def refused(each: Callable[[Group], None]) -> str:
+        with pytest.raises(UserError) as caught:
+            tuned(each)
+        return str(caught.value)
+
+    assert refused(lambda _: None) == 'MIMATRIX_PATH is "pigeons"; use windows, messages, native, or leave it out'
