@@ -7,7 +7,19 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
-COMMANDS = ("demo", "simulate", "topology", "algorithms", "bench", "lab", "lab up", "lab run", "lab status", "lab down")
+COMMANDS = (
+    "demo",
+    "simulate",
+    "topology",
+    "algorithms",
+    "bench",
+    "run",
+    "lab",
+    "lab up",
+    "lab run",
+    "lab status",
+    "lab down",
+)
 DRAWN = {
     "demo.png": ["demo", "--picture"],
     "bigraph.png": ["topology", "bigraph:4x4", "--picture"],

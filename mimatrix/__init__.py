@@ -1,3 +1,19 @@
 """MiMatrix: train PyTorch models on clusters whose machines are not alike."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mimatrix.engine.start import init as init
+
+_ENGINE = {"init": "start"}
+
+
+def __getattr__(name: str) -> Any:
+    # The command and the server know nothing of torch; whoever trains imports it with the first of these names.
+    if name in _ENGINE:
+        from importlib import import_module
+
+        return getattr(import_module(f"mimatrix.engine.{_ENGINE[name]}"), name)
+    raise AttributeError(f"module 'mimatrix' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from mimatrix import __version__
 from mimatrix.cli.bench import bench
 from mimatrix.cli.demo import demo
 from mimatrix.cli.lab import lab
+from mimatrix.cli.run import run
 from mimatrix.cli.simulate import algorithms, simulate
 from mimatrix.cli.topology import topology
 from mimatrix.core.errors import MiMatrixError, UserError
@@ -27,6 +28,8 @@ app.command()(simulate)
 app.command()(topology)
 app.command()(algorithms)
 app.command()(bench)
+# What follows the script is the script's own, options included.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.add_typer(lab, name="lab")
 
 

@@ -24,6 +24,7 @@ class CoordinatorSync:
         self._broken = ""
         self._offsets: list[int] = []
         self._round = 0
+        self.waited_s = 0.0
 
     def begin(self, call: Call, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
@@ -66,6 +67,11 @@ class CoordinatorSync:
         self._control.arrive(self._group, ticket, self._members, said)
 
     def _await(self, ticket: int) -> None:
+        started = time.perf_counter()
+        self._until(ticket)
+        self.waited_s += time.perf_counter() - started
+
+    def _until(self, ticket: int) -> None:
         started, since = time.monotonic(), time.strftime("%H:%M:%S")
         while self._reached < ticket:
             doing = f"{self._call}, call number {self._number}, round {self._round}, since {since}"

@@ -18,6 +18,9 @@ _MOST_VIEWS = 1 << 14
 class Sync(Protocol):
     """How ranks of a group wait for one another; see `Flags` and `CoordinatorSync`."""
 
+    waited_s: float
+    """How long this rank has waited for others, all calls together."""
+
     def begin(self, call: Call, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
         ...

@@ -43,6 +43,8 @@ class Flags:
         self._round = 0
         self._offsets: dict[int, int] = {}
         self._unread: deque[Release] = deque()
+        self.waited_s = 0.0
+        """How long this rank has waited for others, all calls together."""
 
     def begin(self, call: Call, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
@@ -103,15 +105,20 @@ class Flags:
 
     def _wait(self, peer: int, count: int) -> None:
         """Spin a little, then let others run, then sleep: ranks may outnumber cores."""
-        counts = self._counts[peer]
+        started = time.perf_counter()
+        if not self._soon(self._counts[peer], count):
+            self._sleep(peer, count)
+        self.waited_s += time.perf_counter() - started
+
+    def _soon(self, counts: memoryview, count: int) -> bool:
         for _ in range(_SPINS):
             if counts[0] >= count:
-                return
+                return True
         for _ in range(_YIELDS):
             os.sched_yield()
             if counts[0] >= count:
-                return
-        self._sleep(peer, count)
+                return True
+        return False
 
     def _sleep(self, peer: int, count: int) -> None:
         counts, started = self._counts[peer], time.monotonic()

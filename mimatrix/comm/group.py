@@ -30,7 +30,7 @@ from mimatrix.comm.native import Native
 from mimatrix.comm.plans import NATIVE, Path, Plan, default_plan
 from mimatrix.comm.program import Compiler
 from mimatrix.comm.tuner import SizeClass, Tuner
-from mimatrix.comm.work import Task, Work
+from mimatrix.comm.work import Task, Work, Worker
 from mimatrix.core.errors import UnsuitedError, UserError, WorldError
 
 
@@ -39,7 +39,8 @@ class Group:
 
     `natives` are native collectives by the type of device; `cpu` is always among them, if there are any. With them
     collectives are tuned, unless `tune` is false; without them they run over windows. `lazily` lets calls on tensors in
-    the arena end while peers may still read them: whoever writes to such a tensor calls `reuse` first.
+    the arena end while peers may still read them: whoever writes to such a tensor calls `reuse` first. With a `worker`
+    of its own a group waits for no other group's collectives.
     """
 
     def __init__(
@@ -52,11 +53,15 @@ class Group:
         timeout_s: float = 300.0,
         tune: bool = True,
         lazily: bool = False,
+        worker: Worker | None = None,
     ) -> None:
         self.endpoint, self.name, self.members = endpoint, name, tuple(members)
         self.me, self.size = self.members.index(endpoint.rank), len(self.members)
         self.natives = dict(natives or {})
         self.native, self.counters = self.natives.get("cpu"), Counter[str]()
+        self.moved = Counter[str]()
+        """Bytes of the tensors of all calls, by collective."""
+        self.worker = worker or endpoint.worker
         self._timeout_s, self._lazily = timeout_s, lazily
         self._compilers: dict[tuple[Collective, Plan, Shares | None, int], Compiler] = {}
         self._stages: dict[str, list[Slot]] = {}
@@ -138,7 +143,7 @@ class Group:
     def submit(self, task: Task, *, inline: bool) -> Work:
         """Run a task in the order of this rank's collectives; here and now if nothing is ahead and it may be."""
         work = Work(task, partial(self.endpoint.control.check, -1, self.members, "a collective under way"))
-        self.endpoint.worker.submit(work, inline=inline)
+        self.worker.submit(work, inline=inline)
         return work
 
     def known(self, kind: Kind, tensor: torch.Tensor) -> Plan | None:
@@ -169,6 +174,7 @@ class Group:
     def run(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
         """Run a call here and now, and count it; for whoever is on the worker's turn already."""
         self.counters[f"{kind.collective.value} {plan.path}"] += 1
+        self.moved[kind.collective.value] += tensor.numel() * tensor.element_size()
         self.perform(kind, tensor, plan)
 
     def perform(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
@@ -195,7 +201,7 @@ class Group:
         """Run a collective over windows, piece by piece; the next piece is filled in while this one is awaited."""
         turns = slots or self._two_stages(where)
         executor, compiler = self._executors[where], self._compiler(kind, plan)
-        may_be_direct = kind.collective is Collective.ALL_REDUCE and executor.sees_peers
+        may_be_direct = kind.collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER) and executor.sees_peers
 
         def fill(index: int) -> None:
             """Put a piece into its stage: all of it, or where sums go straight back outside what peers read of it."""

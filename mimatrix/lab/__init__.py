@@ -4,13 +4,18 @@ from mimatrix.lab.building import Removed, down, up
 from mimatrix.lab.counters import channel_bytes, link_bytes
 from mimatrix.lab.layout import ByAddress, Layout, Seat, lay_out
 from mimatrix.lab.orders import namespace
-from mimatrix.lab.processes import Ending
-from mimatrix.lab.quota import parse_cpus
+from mimatrix.lab.processes import ENDS, TIMED_OUT, Command, Ending, run_together
+from mimatrix.lab.quota import LEAST_CPUS, CpuGroups, parse_cpus, this_machine
 from mimatrix.lab.ranks import run
 from mimatrix.lab.state import Lab, recall
 
 __all__ = [
+    "ENDS",
+    "LEAST_CPUS",
+    "TIMED_OUT",
     "ByAddress",
+    "Command",
+    "CpuGroups",
     "Ending",
     "Lab",
     "Layout",
@@ -24,5 +29,7 @@ __all__ = [
     "parse_cpus",
     "recall",
     "run",
+    "run_together",
+    "this_machine",
     "up",
 ]

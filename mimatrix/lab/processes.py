@@ -10,9 +10,9 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
@@ -20,6 +20,7 @@ from typing import IO, BinaryIO
 from mimatrix.lab.machine import die_with_parent
 
 TIMED_OUT = 124
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILL_S, _DRAIN_S = 5.0, 1.0
 _LONGEST_LINE = 1 << 16
 
@@ -36,10 +37,11 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How it ended: the first exit code that is not zero, and why in a few words."""
+    """How it ended: the first exit code that is not zero, why in a few words, and whose, where a process failed."""
 
     code: int = 0
     reason: str = ""
+    label: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,21 @@ class _Stop:
 
 
 def run_together(
-    commands: Sequence[Command], out: BinaryIO, err: BinaryIO, *, grace_s: float = 10.0, timeout_s: float | None = None
+    commands: Sequence[Command],
+    out: BinaryIO,
+    err: BinaryIO,
+    *,
+    grace_s: float = 10.0,
+    timeout_s: float | None = None,
+    beside: Callable[[Sequence[int]], AbstractContextManager[object]] = nullcontext,
 ) -> Ending:
-    """Run all commands until all have ended; signals to end that reach us end them."""
-    with _Crew(commands, out, err, grace_s) as crew:
-        return crew.watch(timeout_s)
+    """Run all commands until all have ended; signals to end that reach us end them.
+
+    `beside` gets their process groups, in the order of the commands; what it gives is entered when all have started
+    and left before those that stay behind are killed.
+    """
+    with _signals() as heard, _Crew(commands, out, err, grace_s) as crew, beside(tuple(crew.groups)):
+        return crew.watch(heard, timeout_s)
 
 
 class _Crew:
@@ -66,7 +78,7 @@ class _Crew:
         self._sinks = (out, err)
         self._grace_s = grace_s
         self._running: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
-        self._groups: list[int] = []
+        self.groups: list[int] = []
         self._readers: set[_Lines] = set()
         self._selector = selectors.DefaultSelector()
         self._stops: deque[_Stop] = deque()
@@ -77,14 +89,14 @@ class _Crew:
         try:
             for command in self._commands:
                 self._start(command)
-            self._guard = _start_guard(self._groups)
+            self._guard = _start_guard(self.groups)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for group in self._groups:
+        for group in self.groups:
             _signal_group(group, signal.SIGKILL)
         with suppress(OSError):
             # Whoever reads our lines may have left.
@@ -97,17 +109,16 @@ class _Crew:
             os.close(pidfd)
         self._selector.close()
 
-    def watch(self, timeout_s: float | None) -> Ending:
-        """Pass lines on until every process has ended."""
+    def watch(self, heard: int, timeout_s: float | None) -> Ending:
+        """Pass lines on until every process has ended; signals arrive on `heard`."""
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        with _signals() as heard:
-            self._selector.register(heard, selectors.EVENT_READ)
-            while self._running:
-                self._turn(heard, deadline)
-                if deadline is not None and time.monotonic() >= deadline:
-                    deadline = None
-                    self._trouble(Ending(TIMED_OUT, f"not done after {timeout_s:g} s"), 0.0)
-            self._selector.unregister(heard)
+        self._selector.register(heard, selectors.EVENT_READ)
+        while self._running:
+            self._turn(heard, deadline)
+            if deadline is not None and time.monotonic() >= deadline:
+                deadline = None
+                self._trouble(Ending(TIMED_OUT, f"not done after {timeout_s:g} s"), 0.0)
+        self._selector.unregister(heard)
         return self._ending
 
     def _start(self, command: Command) -> None:
@@ -122,7 +133,7 @@ class _Crew:
         )
         pidfd = os.pidfd_open(process.pid)
         self._running[pidfd] = process, command.label
-        self._groups.append(process.pid)
+        self.groups.append(process.pid)
         self._selector.register(pidfd, selectors.EVENT_READ)
         for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
             assert pipe is not None
@@ -160,7 +171,7 @@ class _Crew:
         code = process.wait()
         if code and not self._ending.code:
             how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-            self._trouble(Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}"), self._grace_s)
+            self._trouble(Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}", label), self._grace_s)
 
     def _trouble(self, ending: Ending, grace_s: float) -> None:
         """The first trouble is the one that counts. Where the end was near already, another one makes it come now."""
@@ -231,11 +242,12 @@ def _start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """A pipe on which SIGINT, SIGTERM and SIGHUP arrive as bytes while this lasts."""
+    """A pipe on which SIGINT, SIGTERM and SIGHUP arrive as bytes while this lasts; what `nohup` ignores stays so."""
     heard, told = os.pipe()
     os.set_blocking(told, False)
     wakeup = signal.set_wakeup_fd(told)
-    before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    minded = [number for number in ENDS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _ignore) for number in minded}
     try:
         yield heard
     finally:

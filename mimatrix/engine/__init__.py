@@ -1,0 +1,1 @@
+"""Training: uneven batches and uneven shards, exactly as one device would have computed it."""

@@ -1,0 +1,69 @@
+"""Computing in 16 bits: parameters, sums and optimizer stay in 32, so that ranks of different precision agree."""
+
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from mimatrix.core.errors import UserError
+
+TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GROWS_AFTER = 2000
+_LARGEST, _LEAST = 2.0**24, 1.0
+
+
+def lower_precision(model: nn.Module, name: str, device: torch.device) -> None:
+    """Let a model compute in the precision of this name; what it returns is in 32 bits again."""
+    dtype = TYPES[name]
+    if dtype is None:
+        return
+    if (
+        dtype is torch.bfloat16
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise UserError(
+            f'{torch.cuda.get_device_name(device)} has no bf16; use precision="fp16" for it, '
+            'for example precision={"2080": "fp16", "A40": "bf16"}'
+        )
+    forward = model.forward
+
+    @wraps(forward)
+    def lowered(*arguments: Any, **named: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            found = forward(*arguments, **named)
+        return tree_map(_widened, found)
+
+    model.forward = lowered
+
+
+def _widened(value: Any) -> Any:
+    is_low = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_low else value
+
+
+@dataclass
+class LossScale:
+    """The one factor by which all ranks enlarge their losses where any of them computes in fp16."""
+
+    value: float = 1.0
+    good: int = 0
+    on: bool = False
+
+    @classmethod
+    def start(cls, on: bool) -> "LossScale":
+        """At a usual value, or at 1 where it is not needed."""
+        return cls(2.0**16 if on else 1.0, 0, on)
+
+    def update(self, finite: bool) -> None:
+        """After a step: halve it on an overflow, double it after many steps without one."""
+        if not self.on:
+            return
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.value = max(_LEAST, self.value / 2)
+        elif self.good == _GROWS_AFTER:
+            self.value, self.good = min(_LARGEST, self.value * 2), 0

@@ -1,0 +1,79 @@
+"""What a run is asked to do, checked before anything starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import UserError, nearest
+
+Batch = Literal["auto"] | int | Sequence[int] | Mapping[int | str, int]
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """As given to `mimatrix.init`, the same on every rank."""
+
+    global_batch: int | None = None
+    batch: Batch = "auto"
+    micro_batch: int | Sequence[int] | None = None
+    stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    shares: Sequence[float] | None = None
+    seed: int = 0
+    precision: str | Mapping[int | str, str] = "fp32"
+    clip_norm: float | None = None
+    sync_batchnorm: bool = True
+    unit_bytes: int = 8 << 20
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.global_batch is not None and (not _is_count(self.global_batch) or self.global_batch < 1):
+            raise UserError(f"global_batch is {self.global_batch!r}; give the number of samples in a step, at least 1")
+        if self.stage not in ("auto", 0, 1, 2, 3):
+            raise UserError(f'stage is {self.stage!r}; use 0, 1, 2, 3 or "auto"')
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UserError(f"clip_norm is {self.clip_norm!r}; give a number above 0, or leave it out")
+        names = self.precision.values() if isinstance(self.precision, Mapping) else [self.precision]
+        for name in names:
+            if name not in PRECISIONS:
+                raise UserError(f'"{name}" is no precision{nearest(str(name), PRECISIONS)}')
+
+    def shares_for(self, ranks: int) -> Shares:
+        """Who owns how much: as given, otherwise equal."""
+        if self.shares is None:
+            return Shares.equal(ranks)
+        if len(self.shares) != ranks:
+            raise UserError(f"shares has {len(self.shares)} numbers for {ranks} ranks; give one for each rank")
+        try:
+            return Shares(tuple(float(share) for share in self.shares))
+        except UserError:
+            total = sum(self.shares)
+            raise UserError(f"shares = {list(self.shares)} sums to {total:.6g}; shares must sum to 1") from None
+
+    def stage_for(self, ranks: int) -> int:  # noqa: ARG002 (a planner will choose by memory)
+        """`auto` is 0 until a planner chooses."""
+        return 0 if self.stage == "auto" else int(self.stage)
+
+    def precision_for(self, rank: int, device: str) -> str:
+        """Of one rank: by its number, or by a part of its device's name."""
+        if isinstance(self.precision, str):
+            return self.precision
+        for key, name in self.precision.items():
+            if key == rank or (isinstance(key, str) and key.lower() in device.lower()):
+                return name
+        return "fp32"
+
+    def described(self) -> dict[str, Any]:
+        """For comparing what ranks were given."""
+        return {name: _plain(getattr(self, name)) for name in self.__slots__}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): each for key, each in value.items()}
+    return value if isinstance(value, str | int | float | None) else list(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

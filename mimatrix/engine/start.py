@@ -1,0 +1,76 @@
+"""`mimatrix.init`: a run under `mimatrix run`, under torchrun, or alone, whatever the process finds around it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mimatrix.comm.group import Group
+from mimatrix.comm.work import Worker
+from mimatrix.engine.run import Run
+from mimatrix.engine.settings import Batch, Settings
+
+
+def init(
+    global_batch: int | None = None,
+    batch: Batch = "auto",
+    *,
+    micro_batch: int | Sequence[int] | None = None,
+    stage: Literal["auto", 0, 1, 2, 3] = "auto",
+    shares: Sequence[float] | None = None,
+    seed: int = 0,
+    precision: str | Mapping[int | str, str] = "fp32",
+    clip_norm: float | None = None,
+    sync_batchnorm: bool = True,
+    unit_bytes: int = 8 << 20,
+    device: torch.device | str | None = None,
+    timeout_s: float = 300.0,
+    quiet: bool = False,
+) -> Run:
+    """The part of a run that this process has.
+
+    `global_batch` samples make a step; `batch` says how many of them each rank takes: "auto" (equal), one number for
+    all, a list, or a dict by rank or device name. `micro_batch` is the most that a rank takes at once. `stage` is the
+    ZeRO stage and `shares` the part of the states that each rank owns. `precision` is "fp32", "bf16" or "fp16", or a
+    dict by rank or device name. `clip_norm` clips by the norm of the whole gradient.
+    """
+    settings = Settings(
+        global_batch, batch, micro_batch, stage, shares, seed, precision, clip_norm, sync_batchnorm, unit_bytes, quiet
+    )
+    where = torch.device(device) if device is not None else _own_device()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    torch.manual_seed(seed)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        return Run(settings, device=where)
+    if not dist.is_initialized():
+        dist.init_process_group("mimatrix", timeout=timedelta(seconds=timeout_s))
+    groups = _Groups(timedelta(seconds=timeout_s))
+    return Run(settings, groups, rank=dist.get_rank(), ranks=dist.get_world_size(), device=where)
+
+
+class _Groups:
+    """Groups of all ranks, by name. Those but the first have a thread of their own, so that none waits for another."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def __call__(self, name: str) -> Group:
+        world: Any = dist.group.WORLD
+        if name == "reduce" and hasattr(world, "mimatrix"):
+            found: Group = world.mimatrix
+            return found
+        made: Any = dist.new_group(backend="mimatrix", timeout=self._timeout)
+        group: Group = made.mimatrix
+        group.worker = Worker()
+        return group
+
+
+def _own_device() -> torch.device:
+    """The GPU of this rank, by its number on the machine; ranks may share one. The CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

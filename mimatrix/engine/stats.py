@@ -1,0 +1,90 @@
+"""Where the time of a step goes: computing, moving data, waiting for others, waiting for samples."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from mimatrix.comm.group import Group
+from mimatrix.comm.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step on this rank."""
+
+    step: int
+    samples: int
+    """Of this rank."""
+    seconds: float
+    compute_s: float
+    communication_s: float
+    """Moving data while nothing was computed."""
+    waiting_s: float
+    """For ranks that had not come yet, while nothing was computed. Who waits least is slowest."""
+    data_s: float
+    """For the loader."""
+    moved_bytes: Mapping[str, int]
+    """Sizes of the tensors of all collectives, by collective."""
+    memory_bytes: Mapping[str, int]
+    """What the engine and the optimizer hold, by kind."""
+
+
+@dataclass
+class Watch:
+    """Counts the time of one step."""
+
+    groups: tuple[Group, ...] = ()
+    memory: Callable[[], Mapping[str, int]] = dict
+    _started: float = field(default_factory=time.perf_counter)
+    _exposed: float = 0.0
+    _data: float = 0.0
+    _waited: float = 0.0
+    _moved: Counter[str] = field(default_factory=Counter)
+
+    def waits(self, work: Work) -> None:
+        """Wait for a collective; what that takes was not hidden behind computing."""
+        if work.is_done():
+            work.wait()
+            return
+        started = time.perf_counter()
+        work.wait()
+        self._exposed += time.perf_counter() - started
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """For small collectives that are waited for at once."""
+        started = time.perf_counter()
+        yield
+        self._exposed += time.perf_counter() - started
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """While the loader is waited for."""
+        started = time.perf_counter()
+        yield
+        self._data += time.perf_counter() - started
+
+    def step(self, number: int, samples: int) -> StepStats:
+        """The step has ended: its figures, and counting begins anew."""
+        now = time.perf_counter()
+        waited = sum(group.sync.waited_s for group in self.groups)
+        moved = sum((group.moved for group in self.groups), Counter[str]())
+        # Waiting happens on the thread that runs collectives; of it only what was not hidden counts here.
+        waiting = min(self._exposed, waited - self._waited)
+        seconds = now - self._started
+        found = StepStats(
+            number,
+            samples,
+            seconds,
+            max(0.0, seconds - self._exposed - self._data),
+            self._exposed - waiting,
+            waiting,
+            self._data,
+            dict(moved - self._moved),
+            dict(self.memory()),
+        )
+        self._started, self._exposed, self._data = now, 0.0, 0.0
+        self._waited, self._moved = waited, moved
+        return found

@@ -1,0 +1,63 @@
+"""What every worker is told: the variables of torchrun, so that a script for torchrun runs unchanged."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ADDRESS = "127.0.0.1"
+# Of a torchrun that we ourselves may run under: its store and its error file are not our workers'.
+_FOREIGN = ("TORCHELASTIC_ERROR_FILE",)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of all workers: what all of them are told alike."""
+
+    ranks: int
+    port: int
+    run_id: str
+    restarts: int
+    max_restarts: int
+    threads: str
+
+
+def environment(attempt: Attempt, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of one worker: the one outside, and torchrun's variables for a single machine."""
+    size = str(attempt.ranks)
+    kept = {name: value for name, value in outside.items() if name not in _FOREIGN}
+    return kept | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(attempt.port),
+        "TORCHELASTIC_RUN_ID": attempt.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
+        # Rank 0 opens the store on MASTER_PORT; there is no agent that holds one.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": outside.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OMP_NUM_THREADS": attempt.threads,
+    }
+
+
+def threads_text(threads: int | None, outside: Mapping[str, str]) -> str:
+    """The value of OMP_NUM_THREADS: what is asked for, what is set outside, or one."""
+    return str(threads) if threads is not None else outside.get("OMP_NUM_THREADS", "") or "1"
+
+
+def free_port(taken: set[int]) -> int:
+    """A port that nobody listens on and that is not one of `taken`, which it joins."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        if port not in taken:
+            taken.add(port)
+            return port

@@ -1,0 +1,150 @@
+"""Workers on this machine: all are started together, all end together, and all are started again when one is lost."""
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
+from mimatrix.launch.environment import Attempt, environment, free_port, threads_text
+from mimatrix.launch.interrupts import Told, raised
+from mimatrix.launch.quotas import remove_remains
+from mimatrix.launch.slowdown import Slowdown, slow_down
+
+BAD_INPUT = 2
+"""The exit code that no restart can help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run, once for each rank. `speeds` has a number for each rank, or none at all."""
+
+    words: tuple[str, ...]
+    ranks: int = 1
+    speeds: tuple[float, ...] = ()
+    slow_by: str = ""
+    threads: int | None = None
+    max_restarts: int = 0
+    grace_s: float = 5.0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a launch ended: the exit code of the first worker that failed in the last attempt, and why."""
+
+    code: int
+    reason: str
+    restarts: int
+    seconds: float
+    ranks: int
+    slowed_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """All ranks are to be started once more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """No attempt follows."""
+
+    code: int
+    reason: str
+
+
+def run_local(
+    launch: Launch, outside: Mapping[str, str], out: BinaryIO, err: BinaryIO, say: Callable[[str], None]
+) -> Outcome:
+    """Run all workers in the environment `outside` until they have ended; `say` gets a sentence for each restart.
+
+    Whatever happens, no worker and no control group stays behind.
+    """
+    began_s = time.monotonic()
+    attempts = _Attempts(launch, outside, (out, err), say)
+    remove_remains()
+    try:
+        with raised(), slow_down(launch.speeds, _processors(launch, outside), launch.slow_by) as slowdown:
+            attempts.slowdown = slowdown
+            over = attempts.run()
+    except Told as told:
+        over = Over(128 + told.number, f"ended by {told}")
+    seconds = time.monotonic() - began_s
+    return Outcome(over.code, over.reason, attempts.restarts, seconds, launch.ranks, attempts.slowdown.way)
+
+
+def decide(ending: Ending, launch: Launch, restarts: int) -> Again | Over:
+    """Whether to start again after `restarts` restarts: when a worker was lost that bad input is not to blame for."""
+    if not ending.label:
+        late = ending.code == TIMED_OUT
+        return Over(ending.code, f"not done after {launch.timeout_s:g} s" if late else ending.reason)
+    reason = f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
+    if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
+        return Over(ending.code, reason + (f" after {_times(restarts)}" if restarts else ""))
+    every = f"all {launch.ranks} ranks" if launch.ranks > 1 else "it"
+    return Again(f"{reason}; {every} will be started again (restart {restarts + 1} of {launch.max_restarts})")
+
+
+class _Attempts:
+    """The attempts of one launch: how many there were, and which ports are used up."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        outside: Mapping[str, str],
+        sinks: tuple[BinaryIO, BinaryIO],
+        say: Callable[[str], None],
+    ) -> None:
+        self.restarts = 0
+        self.slowdown = Slowdown()
+        self._launch = launch
+        self._outside = outside
+        self._sinks = sinks
+        self._say = say
+        self._run_id = uuid.uuid4().hex
+        self._ports: set[int] = set()
+
+    def run(self) -> Over:
+        """Start all, and again when one is lost, until an attempt is the last."""
+        timeout_s = self._launch.timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            decision = decide(self._once(deadline), self._launch, self.restarts)
+            if isinstance(decision, Over):
+                return decision
+            self._say(decision.reason)
+            self.restarts += 1
+
+    def _once(self, deadline: float | None) -> Ending:
+        return run_together(
+            self._commands(),
+            *self._sinks,
+            grace_s=self._launch.grace_s,
+            timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
+            beside=self.slowdown.beside,
+        )
+
+    def _commands(self) -> list[Command]:
+        launch = self._launch
+        threads = threads_text(launch.threads, self._outside)
+        port = free_port(self._ports)
+        attempt = Attempt(launch.ranks, port, self._run_id, self.restarts, launch.max_restarts, threads)
+        return [
+            Command(str(rank), launch.words, environment(attempt, rank, self._outside), self.slowdown.joins.get(rank))
+            for rank in range(launch.ranks)
+        ]
+
+
+def _processors(launch: Launch, outside: Mapping[str, str]) -> int:
+    """How many a worker of full speed uses: one for each of its threads."""
+    found = re.match(r"\s*([1-9]\d*)", threads_text(launch.threads, outside))
+    return int(found[1]) if found else 1
+
+
+def _times(restarts: int) -> str:
+    return "1 restart" if restarts == 1 else f"{restarts} restarts"

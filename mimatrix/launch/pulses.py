@@ -1,0 +1,80 @@
+"""Slow processes down from outside without root: stop them and let them go on, many times a second.
+
+System calls that wait (`epoll_wait`) may come back early with EINTR in a process that was stopped; Python and Gloo ask
+again.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+PERIOD_S = 0.04
+# Whoever was held up longer than this (a closed laptop) does not make up for it.
+_FORGIVEN_S = 5 * PERIOD_S
+
+
+class Pulse:
+    """When one worker runs and when it is stopped, so that it runs `speed` of the time.
+
+    A switch that comes late is made up for by the next one, so the share holds over a few periods.
+    """
+
+    def __init__(self, speed: float, now_s: float) -> None:
+        self.runs = True
+        self.due_s = now_s + speed * PERIOD_S
+        self._speed = speed
+        self._began_s = self._since_s = now_s
+        self._ran_s = 0.0
+
+    def switch(self, now_s: float) -> None:
+        """Stop a running one, let a stopped one run; `due_s` says when to come back."""
+        if now_s - self.due_s > _FORGIVEN_S:
+            self._began_s, self._since_s, self._ran_s = now_s, now_s, 0.0
+        if self.runs:
+            self._ran_s += now_s - self._since_s
+            self.due_s = self._began_s + self._ran_s / self._speed
+        else:
+            self._since_s = now_s
+            # What it missed because this comes late, it gets on top, while it gains 1 - speed on its share.
+            missed_s = self._speed * (now_s - self._began_s) - self._ran_s
+            self.due_s = now_s + self._speed * PERIOD_S + missed_s / (1 - self._speed)
+        self.runs = not self.runs
+
+
+@contextmanager
+def pulsed(groups: Sequence[int], speeds: Mapping[int, float]) -> Iterator[None]:
+    """While this lasts, the process group of each rank in `speeds` runs only that part of the time; then all run."""
+    over = threading.Event()
+    slow = {groups[rank]: speed for rank, speed in speeds.items()}
+    thread = threading.Thread(target=_beat, args=(slow, over), name="pulses", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _beat(speeds: Mapping[int, float], over: threading.Event) -> None:
+    pulses = {group: Pulse(speed, time.monotonic()) for group, speed in speeds.items()}
+    try:
+        while pulses and not over.wait(max(0.0, min(pulse.due_s for pulse in pulses.values()) - time.monotonic())):
+            _switch_due(pulses)
+    finally:
+        for group in pulses:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+
+
+def _switch_due(pulses: dict[int, Pulse]) -> None:
+    """A group that is gone is forgotten at once: its number may come back as somebody else's."""
+    now_s = time.monotonic()
+    for group, pulse in [(group, pulse) for group, pulse in pulses.items() if pulse.due_s <= now_s]:
+        pulse.switch(now_s)
+        try:
+            os.killpg(group, signal.SIGCONT if pulse.runs else signal.SIGSTOP)
+        except ProcessLookupError:
+            del pulses[group]

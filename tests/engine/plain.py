@@ -1,0 +1,55 @@
+"""A plain loop in one process on the union of each batch: what every split must give."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mimatrix.planner.split import Split
+
+Data = list[Any]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Weigh = Callable[[Any], float]
+
+
+def plain_run(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Any],
+    loss: Loss,
+    *,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+) -> list[float]:
+    """Steps on whole global batches; the loss of each."""
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        found = loss(model, batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        losses.append(float(found.detach()))
+    return losses
+
+
+def plain_rounds(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss: Loss, split: Split, scheduler: Any
+) -> None:
+    """The same for models in which samples meet: each micro-step is the union of what the ranks have in it."""
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        for number in range(split.rounds):
+            rows = [
+                row
+                for rank in range(split.ranks)
+                for row in (split.ranges(rank)[number] if number < len(split.ranges(rank)) else ())
+            ]
+            part = loss(model, (inputs[rows], targets[rows]))
+            (part * (len(rows) / split.total)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()

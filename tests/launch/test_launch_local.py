@@ -1,0 +1,211 @@
+"""Workers on this machine, in the process of the test: what they are told, who is started again, what stays behind."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from mimatrix.core.errors import UserError
+from mimatrix.lab import TIMED_OUT, Ending
+from mimatrix.launch import Launch, Outcome, run_local
+from mimatrix.launch.environment import Attempt, environment, free_port, threads_text
+from mimatrix.launch.local import Again, Over, decide
+
+TELL = "import json, os; print(json.dumps(dict(os.environ)))"
+FAIL_ONCE = """
+import os, sys, time
+count, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+print(count, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_MAX_RESTARTS"])
+if rank == "1" and int(count) < int(sys.argv[1]):
+    {}
+"""
+
+
+def python(code: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-u", "-c", code, *arguments)
+
+
+def run(launch: Launch, say: Callable[[str], None] = lambda _: None) -> tuple[Outcome, list[str], list[str]]:
+    out, err = BytesIO(), BytesIO()
+    outcome = run_local(launch, os.environ, out, err, say)
+    return outcome, sorted(out.getvalue().decode().splitlines()), sorted(err.getvalue().decode().splitlines())
+
+
+def test_workers_are_told_what_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    outcome, out, _ = run(Launch(python(TELL), ranks=3, timeout_s=30))
+    assert (outcome.code, outcome.reason, outcome.restarts, outcome.ranks, outcome.slowed_by) == (0, "", 0, 3, "")
+    for rank, line in enumerate(out):
+        assert line.startswith(f"[{rank}] ")
+        told = json.loads(line.removeprefix(f"[{rank}] "))
+        assert {told[name] for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")} == {str(rank)}
+        assert {told[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")} == {"3"}
+        assert (told["GROUP_RANK"], told["GROUP_WORLD_SIZE"], told["ROLE_NAME"]) == ("0", "1", "default")
+        assert told["MASTER_ADDR"] == "127.0.0.1"
+        assert told["OMP_NUM_THREADS"] == "1"
+        assert told["TORCHELASTIC_RESTART_COUNT"] == told["TORCHELASTIC_MAX_RESTARTS"] == "0"
+    assert len({json.loads(line[4:])["MASTER_PORT"] for line in out}) == 1
+
+
+def test_what_a_torchrun_outside_left_is_not_passed_on() -> None:
+    outside = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_ERROR_FILE": "/x", "RANK": "7", "MINE": "yes"}
+    told = environment(Attempt(2, 1234, "id", 1, 3, "1"), 0, outside)
+    assert told["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert "TORCHELASTIC_ERROR_FILE" not in told
+    assert (told["RANK"], told["MINE"], told["TORCHELASTIC_RESTART_COUNT"]) == ("0", "yes", "1")
+
+
+def test_threads() -> None:
+    assert threads_text(None, {}) == "1"
+    assert threads_text(None, {"OMP_NUM_THREADS": "4"}) == "4"
+    assert threads_text(2, {"OMP_NUM_THREADS": "4"}) == "2"
+
+
+def test_ports_are_new() -> None:
+    taken: set[int] = set()
+    assert len({free_port(taken) for _ in range(20)}) == 20 == len(taken)
+
+
+LOST = Ending(137, "[1] ended by SIGKILL", "1")
+
+
+@pytest.mark.parametrize(
+    ("ending", "restarts", "expected"),
+    [
+        (Ending(), 0, Over(0, "")),
+        (LOST, 0, Again("rank 1 ended by SIGKILL; all 4 ranks will be started again (restart 1 of 2)")),
+        (LOST, 1, Again("rank 1 ended by SIGKILL; all 4 ranks will be started again (restart 2 of 2)")),
+        (LOST, 2, Over(137, "rank 1 ended by SIGKILL after 2 restarts")),
+        (Ending(2, "[3] ended with exit code 2", "3"), 0, Over(2, "rank 3 ended with exit code 2")),
+        # A worker may choose the codes that we use when nobody was lost.
+        (
+            Ending(124, "[0] ended with exit code 124", "0"),
+            2,
+            Over(124, "rank 0 ended with exit code 124 after 2 restarts"),
+        ),
+        (Ending(TIMED_OUT, "not done after 0.1 s"), 0, Over(124, "not done after 9 s")),
+        (Ending(143, "ended by SIGTERM"), 0, Over(143, "ended by SIGTERM")),
+    ],
+)
+def test_who_is_started_again(ending: Ending, restarts: int, expected: Again | Over) -> None:
+    assert decide(ending, Launch(("true",), ranks=4, max_restarts=2, timeout_s=9), restarts) == expected
+
+
+@pytest.mark.parametrize("loss", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
+def test_a_lost_worker_is_started_again_with_all_others(loss: str) -> None:
+    said: list[str] = []
+    words = python(FAIL_ONCE.format(loss), "2")
+    outcome, out, _ = run(Launch(words, ranks=2, max_restarts=3, grace_s=0.2, timeout_s=60), said.append)
+    assert (outcome.code, outcome.reason, outcome.restarts) == (0, "", 2)
+    assert [sentence.startswith("rank 1 ended") for sentence in said] == [True, True]
+    told = [line.split()[1:] for line in out]
+    assert {count for count, *_ in told} == {"0", "1", "2"}
+    assert len({port for _, port, *_ in told}) == 3
+    assert len({run_id for _, _, run_id, _ in told}) == 1
+    assert {most for *_, most in told} == {"3"}
+
+
+def test_restarts_are_counted() -> None:
+    words = python(FAIL_ONCE.format("sys.exit(3)"), "9")
+    outcome, _, _ = run(Launch(words, ranks=2, max_restarts=1, grace_s=0, timeout_s=60))
+    assert (outcome.code, outcome.restarts) == (3, 1)
+    assert outcome.reason == "rank 1 ended with exit code 3 after 1 restart"
+
+
+def test_bad_input_is_final() -> None:
+    outcome, _, _ = run(Launch(python("raise SystemExit(2)"), max_restarts=5, timeout_s=30))
+    assert (outcome.code, outcome.restarts, outcome.reason) == (2, 0, "rank 0 ended with exit code 2")
+
+
+def test_the_timeout_holds_over_restarts() -> None:
+    words = python("import time; time.sleep(0.2); raise SystemExit(1)")
+    began = time.monotonic()
+    outcome, _, _ = run(Launch(words, max_restarts=1000, timeout_s=1.0))
+    assert (outcome.code, outcome.reason) == (124, "not done after 1 s")
+    assert outcome.restarts > 0
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_attempts_is_heard(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    outcome, _, _ = run(
+        Launch(python("raise SystemExit(1)"), max_restarts=9, timeout_s=30), lambda _: os.kill(os.getpid(), number)
+    )
+    assert (outcome.code, outcome.reason, outcome.restarts) == (128 + number, f"ended by {number.name}", 0)
+    assert signal.getsignal(number) == before
+
+
+SPIN = """
+import time
+began, end = time.process_time(), time.monotonic() + 1.2
+while time.monotonic() < end: pass
+print(time.process_time() - began)
+"""
+
+
+def used(way: str) -> list[float]:
+    launch = Launch(python(SPIN), ranks=2, speeds=(1.0, 0.25), slow_by=way, threads=1, timeout_s=60)
+    outcome, out, _ = run(launch)
+    assert (outcome.code, outcome.slowed_by) == (0, way), outcome
+    return [float(line.split()[1]) for line in out]
+
+
+@pytest.mark.parametrize("way", ["quota", "signals"])
+def test_a_quarter_of_the_speed_is_a_quarter_of_the_processor(way: str) -> None:
+    """Other work on the machine may take from the fast worker, so a few tries are allowed."""
+    ratios = []
+    for _ in range(3):
+        try:
+            full, quarter = used(way)
+        except UserError as error:
+            pytest.skip(str(error))
+        ratios.append(quarter / full)
+        if 0.12 < ratios[-1] < 0.45:
+            return
+    pytest.fail(f"the slow worker used {ratios} of what the fast one did")
+
+
+def test_a_speed_too_small_for_a_quota_goes_by_signals() -> None:
+    launch = Launch(python("print(1)"), speeds=(0.04,), threads=1, timeout_s=60)
+    assert run(launch)[0].slowed_by == "signals"
+    with pytest.raises(UserError, match="signals"):
+        run(Launch(python("print(1)"), speeds=(0.04,), threads=1, slow_by="quota"))
+
+
+STUBBORN = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), os._exit(0)))
+child = subprocess.Popen(["sleep", "60"])
+print(os.getpid(), child.pid)
+if os.environ["RANK"] == "0":
+    time.sleep(0.5)
+    os._exit(5)
+time.sleep(60)
+"""
+
+
+def test_a_slow_worker_can_say_what_it_misses_and_nobody_stays() -> None:
+    launch = Launch(python(STUBBORN), ranks=2, speeds=(1, 0.3), slow_by="signals", grace_s=0.3, timeout_s=30)
+    outcome, out, _ = run(launch)
+    assert (outcome.code, outcome.reason) == (5, "rank 0 ended with exit code 5")
+    assert "[1] told" in out
+    pids = [pid for line in out if "told" not in line for pid in line.split()[1:]]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 10
+    while any(_lives(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,54 @@
+"""What can be asked for, and the sentences for what cannot."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mimatrix.core.errors import UserError
+from mimatrix.launch import Launch, check, module_words, parse_speeds, script_words
+
+
+def test_speeds() -> None:
+    assert parse_speeds("1,0.5, .25") == (1.0, 0.5, 0.25)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "-1", "nan", "inf", "1,,1", "fast", "1;1"])
+def test_bad_speeds(text: str) -> None:
+    with pytest.raises(UserError, match=r"; (use|write)"):
+        parse_speeds(text)
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (Launch(("x",), ranks=0), "use -n 1"),
+        (Launch(("x",), ranks=-3), "use -n 1"),
+        (Launch(("x",), ranks=3, speeds=(1, 1)), "--speeds has 2 numbers for 3 ranks; give one for each"),
+        (Launch(("x",), max_restarts=-1), "use --max-restarts 0"),
+        (Launch(("x",), threads=0), "use --threads 1"),
+        (Launch(("x",), slow_by="quotas"), 'did you mean "quota"'),
+    ],
+)
+def test_what_cannot_be_run(launch: Launch, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check(launch)
+
+
+def test_scripts_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "__main__.py").touch()
+    assert script_words("train.py", ["--lr", "1"]) == (sys.executable, "-u", "train.py", "--lr", "1")
+    assert script_words("job", []) == (sys.executable, "-u", "job")
+    assert module_words("job", ["a"]) == (sys.executable, "-u", "-m", "job", "a")
+    assert module_words("json.tool", []) == (sys.executable, "-u", "-m", "json.tool")
+    for missing in ("nope.py", ".", str(tmp_path)):
+        with pytest.raises(UserError, match="there is no script"):
+            script_words(missing, [])
+    with pytest.raises(UserError, match="use -m"):
+        script_words("json.tool", [])
+    for missing in ("nope", "nope.more", "", "./x"):
+        with pytest.raises(UserError, match="there is no module"):
+            module_words(missing, [])
