@@ -40,11 +40,15 @@ study: $(READY) ## make docs/measurements/simulated.md with its pictures anew
 allreduce: $(READY) ## measure collectives on this host and in the lab (root): docs/measurements/allreduce.md
 	$(BIN)/python -m bench.allreduce
 
-soak: $(READY) ## kill and stop ranks a hundred times: every survivor must name the right one in time
+engine: $(READY) ## measure the engine: docs/measurements/engine.md
+	$(BIN)/python -m bench.engine
+
+soak: $(READY) ## kill and stop ranks: a hundred times in collectives, where every survivor names the right one in time; twenty while saving
 	$(BIN)/python tests/comm/soak.py --rounds 100
+	$(BIN)/python tests/engine/soak_saving.py --rounds 20
 
 docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py
 	$(MAKE) study
 
-.PHONY: help setup demo test check bench study allreduce soak docs
+.PHONY: help setup demo test check bench study allreduce engine soak docs

@@ -14,6 +14,7 @@ COMMANDS = (
     "algorithms",
     "bench",
     "run",
+    "export",
     "lab",
     "lab up",
     "lab run",

@@ -15,6 +15,7 @@ import mimatrix
 
 
 def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """The mean over a batch."""
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)
 

@@ -9,6 +9,7 @@ import typer
 from mimatrix import __version__
 from mimatrix.cli.bench import bench
 from mimatrix.cli.demo import demo
+from mimatrix.cli.export import export
 from mimatrix.cli.lab import lab
 from mimatrix.cli.run import run
 from mimatrix.cli.simulate import algorithms, simulate
@@ -30,6 +31,7 @@ app.command()(algorithms)
 app.command()(bench)
 # What follows the script is the script's own, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(export)
 app.add_typer(lab, name="lab")
 
 

@@ -19,7 +19,9 @@ from mimatrix.core.errors import WorldError
 PAGE_BYTES = 4096
 _HEADERS = 8
 _HEADER_AT, _HEADER_BYTES = 64, 64
-_SPINS, _YIELDS = 100, 2000
+_SPINS, _YIELDS, _LOOKS = 100, 2000, 20
+_BUSY_S = 20e-6
+"""Of processor time: another thread of this process computes."""
 _LONGEST_SLEEP_S = 2e-4
 
 Release = tuple[tuple[int, int, int], ...]
@@ -114,10 +116,13 @@ class Flags:
         for _ in range(_SPINS):
             if counts[0] >= count:
                 return True
-        for _ in range(_YIELDS):
+        before = _others_s()
+        for number in range(1, _YIELDS + 1):
             os.sched_yield()
             if counts[0] >= count:
                 return True
+            if number % _LOOKS == 0 and _others_s() - before > _BUSY_S:
+                return False
         return False
 
     def _sleep(self, peer: int, count: int) -> None:
@@ -163,3 +168,8 @@ class Flags:
         ranks = self._members[self._me], self._members[peer]
         mine, theirs = map(self._control.name, ranks)
         self._control.fault(disagreement(number, mine, call, theirs, found), ranks)
+
+
+def _others_s() -> float:
+    """Processor time of this process's other threads. One that waits must not take it from one that computes."""
+    return time.process_time() - time.thread_time()

@@ -27,6 +27,11 @@ class Alone:
         """All of them."""
         return [piece.parameter.grad for piece in self._pieces if piece.parameter.grad is not None]
 
+    def clear(self) -> None:
+        """Gradients are gone, also those of parameters that the optimizer does not have."""
+        for piece in self._pieces:
+            piece.parameter.grad = None
+
     def slices(self) -> Iterator[Slice]:
         """Every parameter whole; gradients are where autograd leaves them."""
         for piece in self._pieces:

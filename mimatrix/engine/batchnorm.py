@@ -5,6 +5,7 @@ that takes part without data (a ghost) brings a count of zero.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
+from mimatrix.engine.stats import Watch
+from mimatrix.engine.units import is_compiled
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks meet. A copy of a model meets there too."""
+
+    group: Group
+    is_ghost: Callable[[], bool]
+    watch: Watch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Meeting":
+        return self
 
 
 class SyncBatchNorm(_BatchNorm):
     """A batch norm of any number of dimensions, trained over the samples of all ranks."""
 
-    group: Group
-    is_ghost: Callable[[], bool]
+    meeting: Meeting
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:
@@ -31,7 +45,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)
         y: torch.Tensor
-        found = _Normalised.apply(x, self.weight, self.bias, self.eps, self.group, self.is_ghost())  # type: ignore[no-untyped-call]
+        found = _Normalised.apply(x, self.weight, self.bias, self.eps, self.meeting)  # type: ignore[no-untyped-call]
         y, mean, variance, count = found
         self._remember(mean, variance, float(count))
         return y
@@ -56,17 +70,17 @@ class _Normalised(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        group: Group,
-        ghost: bool,
+        meeting: Meeting,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        mean, variance, count = _merged(x.to(exact), dims, group, ghost)
+        ghost = meeting.is_ghost()
+        mean, variance, count = _merged(x.to(exact), dims, meeting, ghost)
         scale = torch.rsqrt(variance + eps)
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x.to(exact) - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, weight, scale, count)
-        ctx.group, ctx.ghost, ctx.dims, ctx.shape, ctx.has_bias = group, ghost, dims, shape, bias is not None
+        ctx.meeting, ctx.ghost, ctx.dims, ctx.shape, ctx.has_bias = meeting, ghost, dims, shape, bias is not None
         y = normal if weight is None else normal * weight.to(exact).view(shape)
         y = y if bias is None else y + bias.to(exact).view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
@@ -80,27 +94,29 @@ class _Normalised(torch.autograd.Function):
             grad = torch.zeros_like(grad)
         sums = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
         own = sums.clone()
-        ctx.group.all_reduce(sums)
+        with ctx.meeting.watch.apart():
+            ctx.meeting.group.all_reduce(sums)
         about, along = (sums / count).view(2, *ctx.shape)
         inner = grad - about - normal * along
         factor = scale if weight is None else scale * weight.to(normal.dtype)
         dx = (inner * factor.view(ctx.shape)).to(dy.dtype)
         dweight = own[1].to(weight.dtype) if weight is not None else None
         dbias = own[0].to(weight.dtype) if ctx.has_bias else None
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None
 
 
 def _merged(
-    x: torch.Tensor, dims: list[int], group: Group, ghost: bool
+    x: torch.Tensor, dims: list[int], meeting: Meeting, ghost: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, variance and count over the samples of all ranks, the same to the last bit on each."""
-    channels = x.shape[1]
+    channels, group = x.shape[1], meeting.group
     table = torch.zeros(group.size, 2 * channels + 1, dtype=x.dtype, device=x.device)
     if not ghost:
         variance, mean = torch.var_mean(x, dims, correction=0)
         count = x.numel() // channels
         table[group.me] = torch.cat([mean, variance * count, mean.new_tensor([count])])
-    group.all_gather(table.view(-1), shares=Shares.equal(group.size))
+    with meeting.watch.apart():
+        group.all_gather(table.view(-1), shares=Shares.equal(group.size))
     counts = table[:, -1:]
     means, squares = table[:, :channels], table[:, channels:-1]
     total = counts.sum()
@@ -109,13 +125,16 @@ def _merged(
     return mean, squared / total, total
 
 
-def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool]) -> int:
+def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], watch: Watch) -> int:
     """Turn every batch norm of a model into a synchronised one, in place; how many there were."""
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    compiled, meeting = is_compiled(model), Meeting(group, is_ghost, watch)
     for module in found:
         # The same object with the same parameters and buffers: whoever holds it sees it synchronised.
         module.__class__ = SyncBatchNorm
-        module.group, module.is_ghost = group, is_ghost  # type: ignore[assignment]
+        module.meeting = meeting  # type: ignore[assignment]
+        if compiled:  # ranks meet in it, which cannot be traced
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]
     return len(found)
 
 

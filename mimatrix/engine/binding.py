@@ -1,5 +1,6 @@
 """The user's optimizer, given for every parameter the slice that this rank owns. Its class and settings stay."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.sharding import Slice
+
+_LR = 0.1
 
 
 class Binding:
@@ -76,6 +79,16 @@ def _check_known(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None:
         )
 
 
+def check_steps(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that runs the model by itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{type(optimizer).__name__} runs the model several times in a step, which ranks cannot do together; "
+            "use an optimizer whose step takes no closure"
+        )
+
+
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     """Refuse an optimizer that does something else with a tensor's two halves than with the whole.
 
@@ -84,8 +97,8 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     name = type(optimizer).__name__
     way_out = f"use stage 0, where it gets whole tensors, or another optimizer (stage is {stage})"
     groups, state = optimizer.param_groups, optimizer.state
-    kept = [list(group["params"]) for group in groups]
-    sample = next((each for params in kept for each in params), None)
+    kept = [dict(group) for group in groups]
+    sample = next((each for group in kept for each in group["params"]), None)
     if sample is None:
         return
     generator = torch.Generator().manual_seed(0)
@@ -111,8 +124,8 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
         raise UserError(f"{name} cannot step a part of a tensor ({error}); {way_out}") from error
     finally:
         optimizer.state = state
-        for group, params in zip(groups, kept, strict=True):
-            group["params"] = params
+        for group, before in zip(groups, kept, strict=True):
+            group.update(before)
 
 
 def _tried(
@@ -126,6 +139,9 @@ def _tried(
     optimizer.state = defaultdict(dict)
     for each in optimizer.param_groups:
         each["params"] = [leaf for _, leaf in leaves] if each is group else []
+        # With the 0 of a warm-up, or very little, nothing would be seen.
+        if "lr" in each:
+            each["lr"] = torch.full_like(each["lr"], _LR) if isinstance(each["lr"], torch.Tensor) else _LR
     step: Callable[[Optimizer], Any] = type(optimizer).step
     for gradient in gradients:
         for where, leaf in leaves:

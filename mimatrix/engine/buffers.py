@@ -1,5 +1,6 @@
 """Flat buffers of the engine: in the arena where peers can read them in place, otherwise anywhere."""
 
+import threading
 from collections import Counter
 
 import torch
@@ -15,10 +16,16 @@ class Buffers:
         self._group = group
         self.bytes = Counter[str]()
         """What is allocated now, by kind: parameters, gradients, units in flight."""
+        self._lock = threading.Lock()
+
+    def count(self, what: str, size: int) -> None:
+        """So many bytes more, or less; from any thread."""
+        with self._lock:
+            self.bytes[what] += size
 
     def shared(self, count: int, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
         """For collectives: in the arena if that has room, since then nothing is staged."""
-        self.bytes[what] += count * dtype.itemsize
+        self.count(what, count * dtype.itemsize)
         where = self._group.where(torch.empty(0, device=device))
         if where == device.type.replace("cpu", "host"):
             try:
@@ -29,10 +36,10 @@ class Buffers:
 
     def own(self, count: int, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
         """For this rank alone."""
-        self.bytes[what] += count * dtype.itemsize
+        self.count(what, count * dtype.itemsize)
         return torch.empty(count, dtype=dtype, device=device)
 
     def free(self, tensor: torch.Tensor, what: str) -> None:
         """Give one from `shared` back."""
-        self.bytes[what] -= tensor.numel() * tensor.element_size()
+        self.count(what, -tensor.numel() * tensor.element_size())
         self._group.free(tensor)

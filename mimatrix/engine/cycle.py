@@ -18,7 +18,7 @@ from mimatrix.engine.binding import Binding
 from mimatrix.engine.exchange import Exchange, Message
 from mimatrix.engine.feed import Micro
 from mimatrix.engine.precision import LossScale
-from mimatrix.engine.sharding import ParametersCut, Sharding
+from mimatrix.engine.sharding import OUTSIDE, ParametersCut, Sharding
 from mimatrix.engine.stats import Watch
 
 
@@ -65,6 +65,7 @@ class Cycle:
         self.is_ghost = False
         self.went_back = False
         """`backward` was called in this micro-step."""
+        self._goes_back = self._seen = False
         self._weight = 0.0
         self._done = 0
         self._step: Callable[[], Any] = binding.optimizer.step
@@ -93,9 +94,14 @@ class Cycle:
             raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
         self.went_back = True
         if isinstance(self.sharding, ParametersCut):
+            self._check_first(loss, counts)
             self.sharding.back()
-        # Divided by what a whole global batch usually weighs: then mostly nothing is left to be scaled at the end.
-        (loss * (counts / micro.total * self.scale.value)).backward()  # type: ignore[no-untyped-call]
+        # A mean over nothing is no number, and counts nothing. Where samples meet in the model others wait for it.
+        if counts or self._ghost:
+            self._goes_back = True
+            # Divided by what a whole global batch usually weighs: then mostly nothing is left to be scaled at the end.
+            (loss * (counts / micro.total * self.scale.value)).backward()  # type: ignore[no-untyped-call]
+            self._goes_back = False
         self._finish()
         self._weight += counts
         return counts
@@ -107,10 +113,8 @@ class Cycle:
             parameter.grad = None
             self.sharding.passed(parameter)
             return
-        if not self.went_back:
-            raise UserError(
-                "gradients came outside of run.backward; call run.backward(loss) instead of loss.backward()"
-            )
+        if not self._goes_back:
+            raise UserError(OUTSIDE)
         self.sharding.arrived(parameter)
 
     @property
@@ -133,7 +137,8 @@ class Cycle:
         outcome = self._agreed(micro, messages)
         if outcome.stepped:
             self._stepped(outcome, micro)
-        self.scale.update(outcome.stepped)
+        if outcome.weight:
+            self.scale.update(outcome.stepped)
         self._clear()
         return outcome
 
@@ -148,6 +153,15 @@ class Cycle:
         if not loss.requires_grad:
             raise UserError("the loss does not depend on any parameter that learns; compute it from the model's output")
         return self.micro
+
+    def _check_first(self, loss: torch.Tensor, counts: float) -> None:
+        """A parameter that is not here has no number. One look, since a GPU is waited for."""
+        if not self._seen and counts and bool(loss.detach().isnan()):
+            raise UserError(
+                "the first loss is not a number; if it is one in stage 2, a parameter is used outside of its module: "
+                "use stage 2, or name the class of the module that uses it: run.prepare(..., whole=(TheClass,))"
+            )
+        self._seen = True
 
     def _finish(self) -> None:
         self._done += 1
@@ -203,7 +217,6 @@ class Cycle:
 
     def _clear(self) -> None:
         self.binding.take_away()
-        if isinstance(self.sharding, Sharding):
-            self.sharding.clear()
+        self.sharding.clear()
         self.is_open = False
         self._weight, self._done = 0.0, 0

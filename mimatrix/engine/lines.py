@@ -8,21 +8,31 @@ before it. The two lines run on threads of their own: neither waits for the othe
 
 from collections.abc import Callable, Sequence
 
+from torch import nn
+
+from mimatrix.core.errors import UserError
 from mimatrix.engine.units import Unit
 
 
 class Reduction:
     """The gradients of one micro-step (or of a whole global batch) on their way."""
 
-    def __init__(self, units: Sequence[Unit], issue: Callable[[Unit], None]) -> None:
+    def __init__(self, units: Sequence[Unit], issue: Callable[[Unit], None], *, overlaps: bool = True) -> None:
+        self._overlaps = overlaps
         self._order = [unit for unit in reversed(units) if unit.learns]
-        self._missing = {unit: len(unit.pieces) for unit in self._order}
+        self._missing = {unit: {piece.parameter for piece in unit.pieces} for unit in self._order}
         self._issue, self._at = issue, 0
+        self._issued: set[Unit] = set()
 
-    def arrived(self, unit: Unit) -> None:
+    def arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         """One more of its parameters has its gradient."""
-        self._missing[unit] -= 1
-        while self._at < len(self._order) and self._missing[self._order[self._at]] <= 0:
+        if unit in self._issued:
+            raise UserError(
+                f"a parameter of the unit with {unit.name} got a gradient twice in one backward pass; use "
+                "checkpoint(..., use_reentrant=False) for parts that share parameters"
+            )
+        self._missing[unit].discard(parameter)
+        while self._overlaps and self._at < len(self._order) and not self._missing[self._order[self._at]]:
             self._next()
 
     def finish(self) -> None:
@@ -33,6 +43,7 @@ class Reduction:
     def _next(self) -> None:
         unit = self._order[self._at]
         self._at += 1
+        self._issued.add(unit)
         self._issue(unit)
 
 

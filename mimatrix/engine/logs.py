@@ -23,6 +23,8 @@ class Logs:
 
     def add(self, step: int, weight: float, values: Mapping[str, Any]) -> None:
         """Figures of one micro-batch of a step."""
+        if not weight:
+            return  # a mean over nothing is no number
         sums = self._open.setdefault(step, {})
         for name, value in values.items():
             kept = value.detach() if isinstance(value, torch.Tensor) else float(value)

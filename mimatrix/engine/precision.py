@@ -15,29 +15,46 @@ _GROWS_AFTER = 2000
 _LARGEST, _LEAST = 2.0**24, 1.0
 
 
-def lower_precision(model: nn.Module, name: str, device: torch.device) -> None:
-    """Let a model compute in the precision of this name; what it returns is in 32 bits again."""
-    dtype = TYPES[name]
-    if dtype is None:
-        return
-    if (
-        dtype is torch.bfloat16
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        raise UserError(
-            f'{torch.cuda.get_device_name(device)} has no bf16; use precision="fp16" for it, '
-            'for example precision={"2080": "fp16", "A40": "bf16"}'
-        )
-    forward = model.forward
+class Precision:
+    """What one rank computes in: "fp32", "bf16" or "fp16"."""
 
-    @wraps(forward)
-    def lowered(*arguments: Any, **named: Any) -> Any:
-        with torch.autocast(device.type, dtype):
-            found = forward(*arguments, **named)
-        return tree_map(_widened, found)
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._dtype, self._device = TYPES[name], device
+        self._context: torch.autocast | None = None
+        emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        if self._dtype is torch.bfloat16 and emulated:
+            raise UserError(
+                f'{torch.cuda.get_device_name(device)} has no bf16; use precision="fp16" for it, '
+                'for example precision={"2080": "fp16", "A40": "bf16"}'
+            )
 
-    model.forward = lowered
+    def begin(self) -> None:
+        """From here to `end` all is computed in it, as inside of `torch.autocast`: the model, and the user's loss."""
+        if self._dtype and not self._context:
+            self._context = torch.autocast(self._device.type, self._dtype)
+            self._context.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Back to 32 bits."""
+        if self._context:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
+
+    def lower(self, model: nn.Module) -> None:
+        """Let a model compute in it also outside of `begin` and `end`, where it returns 32 bits again."""
+        dtype, forward, device = self._dtype, model.forward, self._device.type
+        if dtype is None:
+            return
+
+        @wraps(forward)
+        def lowered(*arguments: Any, **named: Any) -> Any:
+            if torch.is_autocast_enabled(device):
+                return forward(*arguments, **named)
+            with torch.autocast(device, dtype):
+                found = forward(*arguments, **named)
+            return tree_map(_widened, found)
+
+        model.forward = lowered
 
 
 def _widened(value: Any) -> Any:

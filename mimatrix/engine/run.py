@@ -1,29 +1,35 @@
 """A run: what the user's loop talks to. The loop stays the user's; everything global happens at the end of a batch."""
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine import batchnorm
+from mimatrix.engine import batchnorm, sameness
 from mimatrix.engine.alone import Alone
-from mimatrix.engine.binding import Binding, check_elementwise
+from mimatrix.engine.binding import Binding, check_elementwise, check_steps
+from mimatrix.engine.checkpoint import Checkpoints
 from mimatrix.engine.cycle import Cycle
 from mimatrix.engine.exchange import Exchange, Message
 from mimatrix.engine.feed import Feed, Micro, Position
 from mimatrix.engine.hooks import hear_gradients, hear_modules
+from mimatrix.engine.knobs import Knobs
 from mimatrix.engine.logs import Logs
-from mimatrix.engine.precision import LossScale, lower_precision
+from mimatrix.engine.precision import LossScale, Precision
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.sharding import STAGES, ParametersCut, Sharding
+from mimatrix.engine.snapshot import Standing, Subject, persistent_buffers
 from mimatrix.engine.stats import StepStats, Watch
-from mimatrix.engine.units import Unit, units_of
+from mimatrix.engine.units import Unit, check_frozen, is_compiled, units_of
+from mimatrix.engine.word import Word
 from mimatrix.planner.split import Split, resolve_batches
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -45,11 +51,13 @@ class Run:
         self.settings, self.rank, self.ranks, self.device = settings, rank, ranks, torch.device(device)
         self._group = group if ranks > 1 else None
         self._main = self._group("reduce") if self._group else None
+        self._further: list[Group] = []
         self._exchange = Exchange(self._main)
         self._watch = Watch((self._main,) if self._main else ())
         self.devices = self._agree()
         batches = resolve_batches(settings.batch, settings.global_batch, self.devices)
         self.split = Split.of(batches, settings.micro_batch)
+        self._precision = Precision(self._precisions()[rank], self.device)
         self.stage = settings.stage_for(ranks)
         self.shares = settings.shares_for(ranks)
         self.step = 0
@@ -58,12 +66,19 @@ class Run:
         """The next global batch."""
         self._logs = Logs(prints=rank == 0 and not settings.quiet)
         self._cycle: Cycle | None = None
+        self._checkpoints: Checkpoints | None = None
         self._model: nn.Module | None = None
         self._loader: Loader | None = None
         self._schedulers: list[_Scheduler] = []
         self._stats: list[StepStats] = []
         self._logging = 0
-        self._counted = 0.0
+        self._counted: float | None = None
+        self._unweighed: list[dict[str, Any]] = []
+        self._knobs: Knobs | None = None
+        self._word: Word | None = None
+        self._ended = self._backs = 0
+        self._leader: int | None = None
+        """Who says how it goes on after the last global batch, where a rank had no data in it."""
 
     # What the user's loop calls
 
@@ -119,7 +134,8 @@ class Run:
         model.to(self.device)
         self._check_compiled(model)
         ghost = self._synchronised(model, loss, feed)
-        units = units_of(model, self.settings.unit_bytes, whole)
+        units = units_of(model, self.settings.unit_bytes_for(self.stage, self.devices), whole)
+        self._check_same(dataset, units, optimizer)
         sharding = self._sharding(units, optimizer)
         if not isinstance(sharding, Alone):
             self._same_buffers(model)
@@ -128,40 +144,52 @@ class Run:
         scale = LossScale.start(any(name == "fp16" for name in self._precisions()))
         clip = self.settings.clip_norm
         cycle = Cycle(sharding, binding, self._exchange, self._watch, clip_norm=clip, scale=scale, ghost=ghost)
-        lower_precision(model, self._precisions()[self.rank], self.device)
+        self._precision.lower(model)
         if isinstance(sharding, Sharding):
             hear_gradients(units, cycle.arrived)
         if isinstance(sharding, ParametersCut):
             hear_modules(model, sharding)
-        cycle.tell = lambda: {"calls": [each.calls for each in self._schedulers], "logs": self._logs.message(self.step)}
-        cycle.hear = self._catch_up
+        cycle.tell = self._tell
+        cycle.hear = self._hear
         self._cycle, self._model, self._loader = cycle, model, Loader(self, feed)
+        # Made here and not at the first save: ranks without data do not come by there.
+        group = self._further_group("checkpoint") if self._group else None
+        subject = Subject(model, sharding, binding, scale, self._schedulers, self.rank, self.ranks, self.device)
+        self._checkpoints = Checkpoints(group, subject, self._standing)
         self._watch.memory = partial(_memory, sharding, binding)
-        self._patch(optimizer)
+        self._patch(optimizer, model)
         if scheduler is None:
             return model, optimizer, self._loader
-        self._schedulers.append(_Scheduler(scheduler, lambda: not cycle.is_open))
+        self._schedulers.append(_Scheduler(scheduler, cycle))
         return model, optimizer, self._loader, scheduler
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Gradients of this micro-batch's mean loss. It counts by its samples, or by `weight` (of tokens, say)."""
+        self._precision.end()
         self._counted = self._ready().backward(loss, weight)
+        self._backs += 1
+        self._weigh(self._counted)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of epochs up to `count`, from where the run stands."""
         while self.position.epoch < count:
             epoch = self.position.epoch
             yield epoch
+            self._check_left()
             if self.position.epoch == epoch:
                 # The loader was not run to its end; all ranks left it at the same step.
                 self.position = Position(epoch + 1, 0)
+                self._join_logs([message["logs"] for message in self._exchange.all(self._tell())])
 
     def log(self, **values: Any) -> None:
         """Figures of this micro-batch. Their weighted means over all ranks are in `history`, step by step."""
         cycle = self._ready()
         if cycle.micro is None:
             raise UserError("run.log was called before the first micro-batch; call it in the loop over the loader")
-        self._logs.add(self._logging, self._counted or float(cycle.micro.samples), values)
+        if self._counted is None:
+            self._unweighed.append(values)  # its weight is known with `backward`
+        else:
+            self._logs.add(self._logging, self._counted, values)
 
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
@@ -181,26 +209,45 @@ class Run:
         """
         if self._cycle and self._cycle.is_open:
             raise UserError("run.evaluate was called inside of a global batch; call it when `not run.in_batch`")
+        self._check_all_come("run.evaluate")
+        if _length(dataset, 1) == 0:
+            raise UserError("run.evaluate was given a dataset without samples; give it at least one")
         split = self.split.for_samples(min(self.split.total, _length(dataset, self.split.total)))
         feed = Feed(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
-        was_training = model.training
+        training = [module for module in model.modules() if module.training]
         model.eval()
+        try:
+            with self._watch.aside():
+                return _joined(self._exchange.all(self._measured(model, feed, measure)))
+        finally:
+            for module in training:
+                module.training = True
+
+    def _measured(self, model: nn.Module, feed: Feed, measure: Callable[..., Any]) -> dict[str, list[float]]:
+        """Sums and weights of this rank's part of a dataset."""
         sums: dict[str, list[float]] = {}
         sharding = self._cycle.sharding if self._cycle else None
+        cut = sharding if isinstance(sharding, ParametersCut) else None
         for micro, batch in feed.epoch(0):
+            passes = cut.passes if cut else 0
             if micro.count:
                 _add_measured(sums, measure(model, batch), micro.samples)
-            if isinstance(sharding, ParametersCut) and micro.last:
+            if cut and micro.count and cut.passes != passes + 1:
+                raise UserError(
+                    f"measure ran the model {cut.passes - passes} times for a batch, and in stage 3 all ranks run it "
+                    "together; run it once for each batch"
+                )
+            if cut and micro.last:
                 for _ in range(micro.count, micro.rounds):
-                    sharding.look_without_data()
-        model.train(was_training)
-        return _joined(self._exchange.all(sums))
+                    cut.look_without_data()
+        return sums
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Plain weights and buffers of the whole model, on the CPU, in any stage. All ranks call it."""
         cycle = self._ready()
         if cycle.is_open:
             raise UserError("run.full_state_dict was called inside of a global batch; call it when `not run.in_batch`")
+        self._check_all_come("run.full_state_dict")
         if not isinstance(cycle.sharding, ParametersCut):
             return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         found: dict[str, torch.Tensor] = {}
@@ -208,31 +255,79 @@ class Run:
             values = cycle.sharding.gathered(unit)
             for piece in unit.pieces:
                 found |= dict.fromkeys(piece.names, piece.of(values).cpu().clone())
-        persistent = _persistent_buffers(model)
+        persistent = persistent_buffers(model)
         return found | {name: value.detach().cpu().clone() for name, value in persistent.items()}
+
+    def save(self, folder: str | Path = "checkpoints", *, keep: int = 3, wait: bool = False) -> None:
+        """Begin a checkpoint, `folder/step-00000120`; it is there when all of it is, and the last `keep` stay.
+
+        Training goes on while it is written. What goes wrong is raised by the next `save` or by `close`, or here with
+        `wait`. All ranks call it; those without data in this global batch join in by themselves.
+        """
+        if self._ready().is_open:
+            raise UserError("run.save was called inside of a global batch; call it when `not run.in_batch`")
+        assert self._checkpoints
+        if wait or self._checkpoints.would_wait(str(folder)):
+            self._check_all_come("run.save(wait=True)" if wait else "a second run.save")
+        self._checkpoints.save(str(folder), keep, wait=wait)
+
+    def load(self, folder: str | Path = "checkpoints") -> bool:
+        """Go on from the newest good checkpoint of a folder, or from one itself; False if there is none.
+
+        Whatever the number of ranks, shares and stage with which it was saved. All ranks call it, after `prepare`.
+        """
+        cycle = self._ready()
+        if cycle.is_open:
+            raise UserError("run.load was called inside of a global batch; call it before the loop over the loader")
+        self._check_all_come("run.load")
+        assert self._checkpoints
+        found = self._checkpoints.load(str(folder))
+        if found:
+            self.step, self.position = found
+        return found is not None
 
     @property
     def in_batch(self) -> bool:
         """Whether this rank is inside of a global batch, where nothing global can be done."""
         return self._cycle is not None and self._cycle.is_open
 
+    def close(self) -> None:
+        """Give back what the run holds beside the model. Needed only where another run follows in the same process.
+
+        A checkpoint that is being written is waited for, and what went wrong with it is raised.
+        In stages 0 to 2 the model goes on by itself; in stage 3 this rank's part of it is gone.
+        """
+        try:
+            if self._checkpoints:
+                self._checkpoints.settle()
+        finally:
+            if self._cycle and isinstance(self._cycle.sharding, Sharding):
+                self._cycle.sharding.close()
+            for group in self._further:
+                group.worker.close()
+                group.close()
+            self._further.clear()
+
     # What the loader calls
 
     def enter(self, micro: Micro) -> bool:
         """The next micro-step; False if this rank has no data in its global batch, which then is done."""
         cycle = self._ready()
-        self.settle()
         cycle.enter(micro)
-        self._logging, self._counted = self.step, 0.0
+        self._logging, self._counted = self.step, None
         if micro.count:
+            self._precision.begin()
             return True
         self.end_batch()
         return False
 
     def settle(self) -> None:
         """Finish what the user's loop left undone in the last micro-step."""
+        self._precision.end()
         cycle = self._ready()
         cycle.leave()
+        if cycle.micro and self._unweighed:
+            self._weigh(float(cycle.micro.samples))
         if cycle.may_end:
             self.end_batch()
 
@@ -246,16 +341,53 @@ class Run:
         self.position = Position(micro.epoch, micro.batch + 1)
         self._stats = [*self._stats[-999:], self._watch.step(self.step, micro.samples)]
         self.step += 1
+        self._ended += 1
+        busy = [rank for rank, sizes in enumerate(self.split.for_samples(micro.total).micro) if sizes]
+        self._leader = busy[0] if len(busy) < self.ranks else None
 
     def end_epoch(self, epoch: int) -> None:
         """The loader has come to its end."""
-        self.settle()
         self.position = Position(epoch + 1, 0)
-        self._join_logs([message["logs"] for message in self._exchange.all({"logs": self._logs.message(self.step)})])
+        messages = self._exchange.all({**self._tell(), "backs": self._backs})
+        if self._ended and not any(message["backs"] for message in messages):
+            raise UserError("run.backward was not called in this epoch; call run.backward(loss) for each micro-batch")
+        self._join_logs([message["logs"] for message in messages])
+        self._hear(messages)
 
-    def watch_data(self) -> Any:
-        """While the loader is waited for."""
-        return self._watch.data()
+    def begin_epoch(self) -> None:
+        """A loop over the loader begins."""
+        self._check_left()
+        check_frozen(self._ready().sharding.units)
+        self._watch.restart()
+
+    def goes_on(self) -> bool:
+        """Whether the loop goes on after a global batch; a rank without data in it does as the others do."""
+        leader, self._leader = self._leader, None
+        if leader is None or self._word is None:
+            return True
+        if self.rank == leader:
+            self._word.leave(self._ended, {"goes": True})
+        micro = self._ready().micro
+        if micro is None or micro.count:
+            return True
+        found = self._word.find(self._ended, leader)
+        if "asks" in found:
+            raise _not_all_come(str(found["asks"]), self.rank)
+        if not found["goes"]:
+            self._catch_up([found])
+        return bool(found["goes"])
+
+    def drawn(self, parts: Iterator[tuple[Micro, Any]]) -> tuple[Micro, Any] | None:
+        """The next part, the time for which counts as waiting for the loader."""
+        with self._watch.data():
+            return next(parts, None)
+
+    def leave_loop(self) -> None:
+        """The loop over the loader has ended, however it did."""
+        self._precision.end()
+        leader, self._leader = self._leader, None
+        if self._word and leader == self.rank and not self.in_batch:
+            self._word.leave(self._ended, {**self._tell(), "logs": {}, "goes": False})
 
     # Inside
 
@@ -264,10 +396,72 @@ class Run:
             raise UserError("nothing is prepared yet; call run.prepare(model, optimizer, dataset) first")
         return self._cycle
 
+    def _tell(self) -> Message:
+        """What this rank has to say at the end of a global batch. Alone nothing is looked at: a GPU need not wait."""
+        logs = self._logs.message(self.step) if self.ranks > 1 else {}
+        assert self._checkpoints
+        saves = self._checkpoints.said
+        micro = self._ready().micro
+        return {
+            "calls": [each.calls for each in self._schedulers],
+            "logs": logs,
+            "saves": saves,
+            "knobs": self._knobs.changed() if self._knobs else {},
+            "ran": bool(micro and micro.count),
+        }
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        self._catch_up(messages)
+        if self._knobs:
+            ran = [message["ran"] for message in messages]
+            self._knobs.agree([message["knobs"] for message in messages], ran, takes=not ran[self.rank])
+
     def _catch_up(self, messages: Sequence[Message]) -> None:
-        """Schedulers of ranks without data step as often as the others' have, before the optimizer does."""
+        """Before a step, ranks without data do what the others' loops did since the last one."""
         for number, scheduler in enumerate(self._schedulers):
-            scheduler.catch_up(max(message["calls"][number] for message in messages))
+            scheduler.catch_up([message["calls"][number] for message in messages])
+        self._join_saves(messages)
+
+    def _join_saves(self, messages: Sequence[Message]) -> None:
+        assert self._checkpoints
+        self._checkpoints.catch_up([message["saves"] for message in messages])
+
+    def _standing(self) -> Standing:
+        micro = self._ready().micro
+        cut = self.split.for_samples(micro.total) if micro else self.split
+        idle = tuple(rank for rank, sizes in enumerate(cut.micro) if not sizes)
+        return Standing(self.step, self.position, self.split, self.shares, self.settings.seed, idle)
+
+    def _weigh(self, weight: float) -> None:
+        for values in self._unweighed:
+            self._logs.add(self._logging, weight, values)
+        self._unweighed.clear()
+
+    def _check_left(self) -> None:
+        if self.in_batch:
+            raise UserError(
+                "the loop over the loader was left inside of a global batch; leave it when `not run.in_batch`"
+            )
+
+    def _check_all_come(self, what: str) -> None:
+        """Refuse what needs all ranks, in a loop whose body a rank without data does not run."""
+        leader, self._leader = self._leader, None
+        if leader is None or self._word is None:
+            return
+        if leader == self.rank:
+            self._word.leave(self._ended, {"goes": False, "asks": what})
+        raise _not_all_come(what, self._standing().idle[0])
+
+    def _check_same(self, dataset: Any, units: Sequence[Unit], optimizer: Optimizer) -> None:
+        """All ranks prepare the same."""
+        check_steps(optimizer)
+        if self._main is None:
+            return
+        self._knobs = Knobs(optimizer)
+        mine = sameness.described(dataset, units, optimizer, self._knobs.all())
+        said = self._exchange.all({**mine, "run": secrets.token_hex(8)})
+        sameness.compare(said, self.rank)
+        self._word = Word(self._main, said[0]["run"])
 
     def _join_logs(self, messages: Sequence[Any]) -> None:
         if self.ranks == 1:
@@ -292,7 +486,7 @@ class Run:
         return [self.settings.precision_for(rank, device) for rank, device in enumerate(self.devices)]
 
     def _check_compiled(self, model: nn.Module) -> None:
-        if self.ranks > 1 and self.stage == 3 and isinstance(model, torch._dynamo.OptimizedModule):
+        if self.ranks > 1 and self.stage == 3 and is_compiled(model):
             raise UserError(
                 "stage 3 moves parameters while the model runs, which torch.compile does not see; use stage 2"
             )
@@ -301,7 +495,9 @@ class Run:
         """Batch norm over all ranks; how a rank without data takes part in it, if there is any."""
         if not self._group or not self.settings.sync_batchnorm or not batchnorm.has_batch_norm(model):
             return None
-        batchnorm.synchronise(model, self._group("norm"), lambda: self._ready().is_ghost)
+        group = self._further_group("norm")
+        self._watch.groups = (*self._watch.groups, group)
+        batchnorm.synchronise(model, group, lambda: self._ready().is_ghost, self._watch)
 
         def ghost() -> None:
             if loss is None:
@@ -322,18 +518,26 @@ class Run:
             return Alone(units)
         if self.stage > 0:
             check_elementwise(optimizer, self.stage)
-        gathers = self._group("gather") if self.stage == 3 else None
-        self._watch.groups = tuple(group for group in (self._main, gathers) if group)
+        gathers = self._further_group("gather") if self.stage == 3 else None
+        if gathers:
+            self._watch.groups = (*self._watch.groups, gathers)
         return STAGES[self.stage](self._main, gathers, units, self.shares, self._watch)
+
+    def _further_group(self, name: str) -> Group:
+        """Another group of all ranks, with a thread of its own."""
+        assert self._group
+        self._further.append(self._group(name))
+        return self._further[-1]
 
     def _same_buffers(self, model: nn.Module) -> None:
         assert self._main
         for buffer in model.buffers():
-            if buffer.dtype is torch.bool:
-                continue
-            self._main.broadcast(buffer)
+            # As bytes: there are buffers of any type, complex ones too.
+            same = buffer.detach().contiguous()
+            self._main.broadcast(same.reshape(-1).view(torch.uint8))
+            buffer.detach().copy_(same)
 
-    def _patch(self, optimizer: Optimizer) -> None:
+    def _patch(self, optimizer: Optimizer, model: nn.Module) -> None:
         """The optimizer acts at the end of each global batch, and at no other time."""
         cycle = self._ready()
 
@@ -350,8 +554,10 @@ class Run:
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # else schedulers complain
         optimizer.step = step  # type: ignore[method-assign,assignment]
         optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
+        model.zero_grad = _leave_gradients  # type: ignore[method-assign]
         if isinstance(cycle.sharding, Sharding) and cycle.sharding.stage:
             optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+            optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
 
 
 class Loader:
@@ -367,45 +573,65 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch in which the run stands."""
         run, position = self._run, self._run.position
-        if run.in_batch:
-            raise UserError(
-                "the loop over the loader was left inside of a global batch; leave it when `not run.in_batch`"
-            )
+        run.begin_epoch()
         parts = self.feed.epoch(position.epoch, position.batch)
-        while True:
-            with run.watch_data():
-                found = next(parts, None)
-            if found is None:
-                break
-            micro, batch = found
-            if run.enter(micro):
-                yield batch
+        try:
+            while True:
+                found = run.drawn(parts)
+                run.settle()
+                if not run.goes_on():
+                    return
+                if found is None:
+                    break
+                micro, batch = found
+                if run.enter(micro):
+                    yield batch
+        finally:
+            run.leave_loop()
         run.end_epoch(position.epoch)
 
 
 class _Scheduler:
     """The user's lr scheduler: steps only between global batches, and as often on every rank."""
 
-    def __init__(self, scheduler: LRScheduler, may_step: Callable[[], bool]) -> None:
+    def __init__(self, scheduler: LRScheduler, cycle: Cycle) -> None:
         self.scheduler, self.calls = scheduler, 0
-        self._step, self._may_step = scheduler.step, may_step
+        self._step, self._cycle = scheduler.step, cycle
         scheduler.step = self.step  # type: ignore[method-assign,assignment]
 
     def step(self, *arguments: Any) -> None:
         """As the user calls it; nothing inside of a global batch."""
-        if self._may_step():
+        if self._cycle.may_end:
+            raise UserError("scheduler.step came before optimizer.step; call optimizer.step() first")
+        if not self._cycle.is_open:
             self.calls += 1
             self._step(*arguments)
 
-    def catch_up(self, calls: int) -> None:
+    def catch_up(self, calls: Sequence[int]) -> None:
         """On a rank without data the user's loop did not come by: as often as on the others."""
-        while self.calls < calls:
+        if min(calls) < max(calls) and isinstance(self.scheduler, ReduceLROnPlateau):
+            raise UserError(
+                "ReduceLROnPlateau steps by a figure, which a rank without data does not have; "
+                "step it after the loop over the loader, with a figure of run.evaluate"
+            )
+        while self.calls < max(calls):
             self.calls += 1
             self._step()
 
 
 def _leave_gradients(set_to_none: bool = True) -> None:
     """Gradients end with the step that used them."""
+
+
+def _refuse_load_state_dict(*_: Any) -> None:
+    raise UserError("the optimizer's state is cut over the ranks; load it before run.prepare, or use run.load()")
+
+
+def _not_all_come(what: str, idle: int) -> UserError:
+    return UserError(
+        f"rank {idle} has no data in this batch and does not come to {what}; call it after the loop over the loader, "
+        "or give every rank data"
+    )
 
 
 def _refuse_state_dict(*_: Any) -> None:
@@ -440,12 +666,3 @@ def _joined(messages: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     names = dict.fromkeys(name for message in messages for name in message)
     found = {name: [message[name] for message in messages if name in message] for name in names}
     return {name: sum(total for total, _ in each) / sum(weight for _, weight in each) for name, each in found.items()}
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found

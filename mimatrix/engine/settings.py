@@ -9,6 +9,7 @@ from mimatrix.core.errors import UserError, nearest
 
 Batch = Literal["auto"] | int | Sequence[int] | Mapping[int | str, int]
 PRECISIONS = ("fp32", "bf16", "fp16")
+_UNIT, _LARGE_UNIT = 8 << 20, 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Settings:
     precision: str | Mapping[int | str, str] = "fp32"
     clip_norm: float | None = None
     sync_batchnorm: bool = True
-    unit_bytes: int = 8 << 20
+    unit_bytes: int | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +55,14 @@ class Settings:
     def stage_for(self, ranks: int) -> int:  # noqa: ARG002 (a planner will choose by memory)
         """`auto` is 0 until a planner chooses."""
         return 0 if self.stage == "auto" else int(self.stage)
+
+    def unit_bytes_for(self, stage: int, devices: Sequence[str]) -> int:
+        """How large the parts are that move together: as given, otherwise what is usual for a stage and its devices.
+
+        Large where ranks have little to compute beside a collective, and nothing is gathered for the time of use.
+        """
+        large = stage <= 1 and all(device == "cpu" for device in devices)
+        return self.unit_bytes or (_LARGE_UNIT if large else _UNIT)
 
     def precision_for(self, rank: int, device: str) -> str:
         """Of one rank: by its number, or by a part of its device's name."""

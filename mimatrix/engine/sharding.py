@@ -9,10 +9,13 @@
 All of it in an order that is fixed here, so that a rank without data can take part with zeros (see `lines`).
 """
 
+import math
+import os
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +29,7 @@ from mimatrix.engine.lines import Gathering, Reduction
 from mimatrix.engine.stats import Watch
 from mimatrix.engine.units import Piece, Unit
 
+OUTSIDE = "gradients came outside of run.backward; call run.backward(loss) instead of loss.backward()"
 _IN_FLIGHT = 2
 """Units whose gradients are on their way at the same time; more would only take memory."""
 
@@ -83,6 +87,8 @@ class Sharding:
         }
         self._reduction: Reduction | None = None
         self._rounds = 0
+        self.overlaps = _has_room(group, units)
+        """Whether gradients are reduced beside the backward pass, or after it."""
 
     # What a stage does differently
 
@@ -104,7 +110,7 @@ class Sharding:
         else:
             for piece in unit.pieces:
                 self.group.broadcast(piece.parameter.detach())
-        self.buffers.bytes["parameters"] += unit.bytes
+        self.buffers.count("parameters", unit.bytes)
         nothing = torch.empty(0, dtype=unit.dtype, device=unit.device)
         return Held(unit, self._part(unit), nothing, nothing, grads)
 
@@ -123,18 +129,23 @@ class Sharding:
 
     def begin(self, last: bool) -> None:
         """A micro-step begins; `last`: this rank has no further one in this global batch."""
-        self._reduction = Reduction(self.units, self._issue) if last else None
+        self._reduction = Reduction(self.units, self._issue, overlaps=self.overlaps) if last else None
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient."""
         unit, number = self._of[parameter]
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise UserError(
+                f"{unit.pieces[number].names[0]} has a sparse gradient, which is not summed over ranks; "
+                "use sparse=False"
+            )
         self._take(self.held[unit], unit.pieces[number], number)
         self.passed(parameter)
 
     def passed(self, parameter: nn.Parameter) -> None:
         """No more will come for a parameter in this micro-step."""
         if self._reduction:
-            self._reduction.arrived(self._of[parameter][0])
+            self._reduction.arrived(self._of[parameter][0], parameter)
 
     def finish(self) -> None:
         """The backward pass has ended."""
@@ -185,6 +196,14 @@ class Sharding:
         if held.work:
             self._watch.waits(held.work)
             held.work = None
+
+    def close(self) -> None:
+        """Give the arena back what it lent."""
+        for unit, held in self.held.items():
+            for piece in unit.pieces if self.stage in (1, 2) else ():
+                piece.parameter.data = piece.parameter.detach().clone()
+            for tensor in (held.values, held.grads):
+                self.group.free(tensor)
 
     # What the optimizer sees
 
@@ -259,6 +278,7 @@ class GradientsCut(OptimizerCut):
     ) -> None:
         self._flying: deque[tuple[Held, torch.Tensor, Work]] = deque()
         super().__init__(group, gathers, units, shares, watch)
+        self.overlaps = True  # or the gradients of all units would lie here at once
 
     def _grads(self, unit: Unit, part: range) -> torch.Tensor:
         return self.buffers.own(len(part) if unit.learns else 0, unit.dtype, unit.device, "gradients")
@@ -312,10 +332,17 @@ class ParametersCut(GradientsCut):
     ) -> None:
         self._pass: Gathering | None = None
         self._micro = self._leaves = False
+        self.passes = 0
+        """How often the model ran, or would have with data."""
         self._left: dict[Unit, int] = {}
         self._works: dict[Unit, Work] = {}
         self._present: set[Unit] = set()
         self._ran: set[nn.Module] = set()
+        self._uses = Counter[Unit]()
+        """How many times modules of a frozen unit are still to come on the way back."""
+        self._views: dict[Unit, list[torch.Tensor]] = {}
+        self._blanks: dict[Unit, torch.Tensor] = {}
+        self._by_storage: dict[int, Unit] = {}
         super().__init__(group, gathers, units, shares, watch)
 
     def _hold(self, unit: Unit) -> Held:
@@ -325,10 +352,23 @@ class ParametersCut(GradientsCut):
         self.group.broadcast(values)
         owned = self.buffers.own(len(part), unit.dtype, unit.device, "parameters")
         owned.copy_(values[part.start : part.stop])
+        self._views[unit] = [piece.of(values) for piece in unit.pieces]
+        # Whoever looks at a parameter that is not here sees its shape, and no number.
+        nothing = math.nan if unit.dtype.is_floating_point else 0
+        self._blanks[unit] = torch.full((), nothing, dtype=unit.dtype, device=unit.device)
+        self._by_storage[values.untyped_storage()._cdata] = unit
+        self._by_storage[self._blanks[unit].untyped_storage()._cdata] = unit
+        self._hide(unit)
         values.untyped_storage().resize_(0)
         grads = self._grads(unit, part)
         grads.zero_()
         return Held(unit, part, values, owned, grads)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ParametersCut":
+        raise UserError(
+            "in stage 3 a rank has only its part of the parameters, so the model cannot be copied; copy it before "
+            "run.prepare, and load run.full_state_dict(model) into the copy"
+        )
 
     def publish(self) -> None:
         """Nothing: they are gathered when they are needed."""
@@ -348,6 +388,7 @@ class ParametersCut(GradientsCut):
     def needed(self, unit: Unit) -> None:
         """Before a module of a unit runs: its parameters are here when this returns."""
         if self._pass is None:
+            self._check_begun(unit)
             self._start_pass(looks=not self._micro)
         assert self._pass
         if unit not in self._present and unit not in self._works and not self._pass.draw(unit):
@@ -361,7 +402,34 @@ class ParametersCut(GradientsCut):
         if work := self._works.pop(unit, None):
             self._watch.waits(work)
             self._present.add(unit)
+            self._show(unit)
         self._pass.ahead(unit)
+
+    def needed_back(self, unit: Unit) -> None:
+        """The same on the way back."""
+        if self._pass is None or not self._pass.goes_back:
+            raise UserError(OUTSIDE)
+        self.needed(unit)
+
+    def _check_begun(self, unit: Unit) -> None:
+        if self._rounds and not self._micro:
+            raise UserError(
+                f"the module with {unit.name} runs after run.backward, inside of a global batch, where other ranks do "
+                "not; in stage 3 run the model once for each micro-batch, or again when `not run.in_batch`"
+            )
+
+    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit that a tensor is a part of, if it is; refuses one whose values are not here."""
+        storage = tensor.untyped_storage()._cdata
+        unit = self._by_storage.get(storage)
+        if unit is not None and storage == self._blanks[unit].untyped_storage()._cdata:
+            shapes = {piece.names[0]: sorted(piece.shape) for piece in unit.pieces}
+            name = next((name for name, shape in shapes.items() if shape == sorted(tensor.shape)), unit.name)
+            raise UserError(
+                f"{name} is used outside of its module, where stage 3 does not have it; use stage 2, or name the "
+                "class of the module that uses it: run.prepare(..., whole=(TheClass,))"
+            )
+        return unit
 
     def used(self, unit: Unit, module: nn.Module) -> None:
         """A module of a unit has run forward."""
@@ -371,6 +439,19 @@ class ParametersCut(GradientsCut):
             return  # a checkpointed block that runs again
         self._left[unit] = self._left.get(unit, len(unit.modules)) - 1
         if self._left[unit] <= 0 and self._pass.frees(unit):
+            self._free(unit)
+
+    def comes_back(self, unit: Unit) -> bool:
+        """A module of a frozen unit has run forward and will run back; False if that needs no counting."""
+        if self._pass is None or self._pass.goes_back:
+            return False
+        self._uses[unit] += 1
+        return True
+
+    def came_back(self, unit: Unit) -> None:
+        """It has: the unit goes after the last one. No gradient says so, as it does for units that learn."""
+        self._uses[unit] -= 1
+        if not self._uses[unit] and unit in self._present and not unit.keeps:
             self._free(unit)
 
     def _take(self, held: Held, piece: Piece, number: int) -> None:
@@ -387,26 +468,27 @@ class ParametersCut(GradientsCut):
             self._start_pass(looks=False)
         # Others may need what is left of either line before they can go on with the other one.
         self._leaves = True
-        gathers = Work(self.leave, lambda: None)
+        gathers = Work(partial(self.leave, Work.wait), lambda: None)
         threading.Thread(target=gathers.run, daemon=True).start()
         super().finish()
-        gathers.wait()
+        self._watch.waits(gathers)
         self._micro = self._leaves = False
 
-    def leave(self) -> None:
+    def leave(self, waits: Callable[[Work], None] | None = None) -> None:
         """End a pass: take part in what is left of it, then keep nothing."""
+        waits = waits or self._watch.waits
         if self._pass is None:
             return
         for unit in [*self._works, *self._pass.rest()]:
             if unit not in self._works:
                 self._gather(unit)
-            self._watch.waits(self._works.pop(unit))
-            self._present.add(unit)
+            waits(self._works.pop(unit))
             self._free(unit)
         for unit in list(self._present):
             self._free(unit)
         self._pass = None
         self._left.clear()
+        self._uses.clear()
         self._ran.clear()
 
     def looked(self) -> None:
@@ -421,6 +503,7 @@ class ParametersCut(GradientsCut):
 
     def _start_pass(self, *, looks: bool) -> None:
         self.leave()
+        self.passes += 1
         self._pass = Gathering(self.units, self._gather, looks=looks)
 
     def _gather(self, unit: Unit) -> None:
@@ -429,15 +512,25 @@ class ParametersCut(GradientsCut):
             self._watch.waits(self._works.pop(unit))
         held = self.held[unit]
         if unit not in self._present:
-            self.buffers.bytes["units in flight"] += unit.bytes
+            self.buffers.count("units in flight", unit.bytes)
         held.values.untyped_storage().resize_(unit.bytes)
         held.values[held.part.start : held.part.stop].copy_(held.owned)
         self._works[unit] = self._gathers.all_gather(held.values, shares=self.shares, wait=False)
 
+    def _show(self, unit: Unit) -> None:
+        for piece, view in zip(unit.pieces, self._views[unit], strict=True):
+            piece.parameter.data = view
+
+    def _hide(self, unit: Unit) -> None:
+        for piece in unit.pieces:
+            piece.parameter.data = self._blanks[unit].expand(piece.shape)
+
     def _free(self, unit: Unit) -> None:
+        if unit in self._present:
+            self._hide(unit)
         self._present.discard(unit)
         self.held[unit].values.untyped_storage().resize_(0)
-        self.buffers.bytes["units in flight"] -= unit.bytes
+        self.buffers.count("units in flight", -unit.bytes)
 
     def _issue(self, unit: Unit) -> None:
         super()._issue(unit)
@@ -454,6 +547,19 @@ class ParametersCut(GradientsCut):
 
 
 STAGES: tuple[type[Sharding], ...] = (Sharding, OptimizerCut, GradientsCut, ParametersCut)
+
+
+def _has_room(group: Group, units: Sequence[Unit]) -> bool:
+    """Whether anything computes beside collectives without taking turns with them: a GPU, or a spare processor.
+
+    Where ranks have one processor each, a collective beside the backward pass waits for a turn on both sides at every
+    synchronisation, which costs more than it hides.
+    """
+    if units[0].device.type != "cpu":
+        return True
+    places = group.endpoint.places
+    here = sum(places[rank].host == places[group.endpoint.rank].host for rank in group.members)
+    return len(os.sched_getaffinity(0)) >= 2 * here
 
 
 def _flatten(unit: Unit, values: torch.Tensor) -> None:

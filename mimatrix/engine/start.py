@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.comm.group import Group
+from mimatrix.comm.registration import register
 from mimatrix.comm.work import Worker
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Batch, Settings
@@ -25,7 +26,7 @@ def init(
     precision: str | Mapping[int | str, str] = "fp32",
     clip_norm: float | None = None,
     sync_batchnorm: bool = True,
-    unit_bytes: int = 8 << 20,
+    unit_bytes: int | None = None,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
     quiet: bool = False,
@@ -46,6 +47,7 @@ def init(
     torch.manual_seed(seed)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         return Run(settings, device=where)
+    register()
     if not dist.is_initialized():
         dist.init_process_group("mimatrix", timeout=timedelta(seconds=timeout_s))
     groups = _Groups(timedelta(seconds=timeout_s))

@@ -66,11 +66,29 @@ class Watch:
         yield
         self._data += time.perf_counter() - started
 
+    def restart(self) -> None:
+        """Count from now on."""
+        self.step(0, 0)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what is no part of any step."""
+        started, exposed, data = time.perf_counter(), self._exposed, self._data
+        waited, moved = self._totals()
+        yield
+        waited_now, moved_now = self._totals()
+        self._started += time.perf_counter() - started
+        self._exposed, self._data = exposed, data
+        self._waited, self._moved = self._waited + waited_now - waited, self._moved + (moved_now - moved)
+
+    def _totals(self) -> tuple[float, Counter[str]]:
+        waited = sum(group.sync.waited_s for group in self.groups)
+        return waited, sum((group.moved for group in self.groups), Counter[str]())
+
     def step(self, number: int, samples: int) -> StepStats:
         """The step has ended: its figures, and counting begins anew."""
         now = time.perf_counter()
-        waited = sum(group.sync.waited_s for group in self.groups)
-        moved = sum((group.moved for group in self.groups), Counter[str]())
+        waited, moved = self._totals()
         # Waiting happens on the thread that runs collectives; of it only what was not hidden counts here.
         waiting = min(self._exposed, waited - self._waited)
         seconds = now - self._started

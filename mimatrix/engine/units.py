@@ -4,16 +4,16 @@ A unit is a part of the module tree of a handy size. A tensor that several modul
 the first of them. Parameters of another type, or frozen ones beside those that learn, make a unit of their own.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from mimatrix.core.errors import UserError
 
-UNIT_BYTES = 8 << 20
-"""Large enough that a collective is worth its synchronisations, small enough that several are under way in a step."""
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Torch's modules that use their children's parameters without running the children."""
 _ALIGNED = 64
@@ -54,6 +54,8 @@ class Unit:
     """Elements of the flat buffer, gaps included."""
     keeps: bool
     """Used by modules of other units too: gathered for the whole micro-step."""
+    learns: bool
+    """Whether its parameters have gradients; one that is frozen later has none in its steps, and stays."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,11 +66,6 @@ class Unit:
     def device(self) -> torch.device:
         """Of all of it."""
         return self.pieces[0].parameter.device
-
-    @property
-    def learns(self) -> bool:
-        """Whether its parameters have gradients."""
-        return self.pieces[0].parameter.requires_grad
 
     @property
     def name(self) -> str:
@@ -96,9 +93,7 @@ class _Use:
     modules: list[nn.Module] = field(default_factory=list)
 
 
-def units_of(
-    model: nn.Module, unit_bytes: int = UNIT_BYTES, whole: tuple[type[nn.Module], ...] = ()
-) -> tuple[Unit, ...]:
+def units_of(model: nn.Module, unit_bytes: int, whole: tuple[type[nn.Module], ...] = ()) -> tuple[Unit, ...]:
     """All parameters of a model in units, in the order of the module tree.
 
     Modules of the classes in `whole` use their children's parameters without running the children: they stay whole.
@@ -117,6 +112,26 @@ def units_of(
     return tuple(_unit(index, box, key[0], owners, numbers) for index, (key, box) in enumerate(boxes.items()))
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was asked for a model, or for a part of it."""
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes long, and who compiles has it
+    return any(
+        module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+        for module in model.modules()
+    )
+
+
+def check_frozen(units: Sequence[Unit]) -> None:
+    """Refuse parameters that began to learn after they were put into units."""
+    for unit in units:
+        for piece in () if unit.learns else unit.pieces:
+            if piece.parameter.requires_grad:
+                raise UserError(
+                    f"{piece.names[0]} began to learn after run.prepare; set requires_grad before it and give the "
+                    "parameter an lr of 0 for as long as it shall stay"
+                )
+
+
 def _unit(index: int, box: Sequence[_Use], block: int, owners: dict[nn.Module, int], numbers: dict[int, int]) -> Unit:
     pieces, at = [], 0
     gap = max(1, _ALIGNED // box[0].parameter.dtype.itemsize)
@@ -125,7 +140,8 @@ def _unit(index: int, box: Sequence[_Use], block: int, owners: dict[nn.Module, i
         pieces.append(Piece(tuple(use.names), use.parameter, number, tuple(use.modules), at, use.parameter.shape))
         at += -(-use.parameter.numel() // gap) * gap
     modules = tuple(dict.fromkeys(module for use in box for module in use.modules))
-    return Unit(index, tuple(pieces), modules, at, keeps=any(owners[module] != block for module in modules))
+    keeps, learns = any(owners[module] != block for module in modules), box[0].parameter.requires_grad
+    return Unit(index, tuple(pieces), modules, at, keeps=keeps, learns=learns)
 
 
 def _covers(model: nn.Module, whole: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:
@@ -143,8 +159,11 @@ def _uses(model: nn.Module, covers: dict[nn.Module, nn.Module]) -> dict[int, _Us
     found: dict[int, _Use] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if isinstance(parameter, UninitializedParameter):
+                raise UserError(f"{full} has no shape yet; run the model once on a batch before run.prepare")
             use = found.setdefault(id(parameter), _Use(parameter))
-            use.names.append(f"{prefix}.{name}" if prefix else name)
+            use.names.append(full)
             use.modules.append(covers[module])
     return found
 

@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         self.output.weight = self.words.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         y: torch.Tensor = self.output(self.norm(self.block(x, src_key_padding_mask=tokens == 0)))
         return y
 

@@ -16,15 +16,22 @@ from mimatrix.engine.settings import Settings
 T = TypeVar("T")
 
 
-def in_runs(ranks: int, each: Callable[[Run], T], *, timeout_s: float = 15.0, **settings: Any) -> list[T]:
-    """Run `each(run)` on threads that are the ranks of one run."""
+def in_runs(
+    ranks: int,
+    each: Callable[[Run], T],
+    *,
+    timeout_s: float = 15.0,
+    own: Callable[[int], dict[str, Any]] | None = None,
+    **settings: Any,
+) -> list[T]:
+    """Run `each(run)` on threads that are the ranks of one run; `own` are further settings of a rank."""
     store, windows = HashStore(), InProcessWindows()
     causes: list[BaseException] = []
 
     def rank_alone(rank: int) -> T:
         if ranks == 1:
             return each(Run(Settings(quiet=True, **settings)))
-        endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=64 << 20)
+        endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=16 << 20)
         workers: list[Worker] = []
 
         def group(name: str) -> Group:
@@ -34,7 +41,8 @@ def in_runs(ranks: int, each: Callable[[Run], T], *, timeout_s: float = 15.0, **
             return Group(endpoint, name, range(ranks), timeout_s=timeout_s, worker=worker)
 
         try:
-            return each(Run(Settings(quiet=True, **settings), group, rank=rank, ranks=ranks))
+            given = {**settings, **(own(rank) if own else {})}
+            return each(Run(Settings(quiet=True, **given), group, rank=rank, ranks=ranks))
         except BaseException as error:
             causes.append(error)
             raise

@@ -57,6 +57,11 @@ class MappedWindow:
         self.bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
         self._token = door.offer(self._fd, size)
 
+    @property
+    def touched_bytes(self) -> int:
+        """What of it exists: pages that were written to."""
+        return 512 * os.fstat(self._fd).st_blocks
+
     def handle(self) -> str:
         """`socket:token`."""
         return f"{self._door.name}:{self._token}"

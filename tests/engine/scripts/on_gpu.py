@@ -1,0 +1,93 @@
+"""One rank on a part of a GPU: every stage and model against a plain loop on the same GPU; says how far they are apart.
+
+Started by test_engine_gpu.py (and by hand under any launcher): `python on_gpu.py`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[1])]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from models import (  # noqa: E402
+    Perceptron,
+    Residual,
+    Transformer,
+    adamw,
+    by_tokens,
+    momentum,
+    pictures,
+    sentences,
+    squared,
+    vectors,
+)
+from plain import plain_rounds, plain_run  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import default_collate  # noqa: E402
+
+import mimatrix  # noqa: E402
+from mimatrix.planner.split import Split  # noqa: E402
+
+STEPS = 5
+BATCHES, MICRO, SHARES = [5, 2, 0], [2, 1, 1], [0.6, 0.3, 0.1]
+CASES: dict[str, Any] = {
+    "perceptron": (Perceptron, momentum, vectors, squared, {}),
+    "transformer": (Transformer, adamw, sentences, by_tokens, {"clip_norm": 0.5}),
+    "residual": (Residual, momentum, pictures, squared, {}),
+}
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind().double().cuda()
+
+
+def apart(name: str, stage: int) -> float:
+    """The largest difference between the parameters of the engine and of a plain loop."""
+    kind, optimizer_of, data_of, loss, more = CASES[name]
+    total = sum(BATCHES)
+    data = data_of(STEPS * total)
+    reference = made(kind)
+    stepper = optimizer_of(reference)
+    batches: list[Any] = []
+    for start in range(0, len(data), total):
+        batch = default_collate(data[start : start + total])
+        batches.append([part.cuda() for part in batch] if isinstance(batch, list) else batch.cuda())
+    halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
+    if kind is Residual:
+        plain_rounds(reference, stepper, batches, loss, Split.of(BATCHES, MICRO), halving)
+    else:
+        plain_run(reference, stepper, batches, loss, scheduler=halving, clip_norm=more.get("clip_norm"))
+    found = trained(made(kind), optimizer_of, data, loss, stage, more)
+    return max(float((found[key] - value.cpu()).abs().max()) for key, value in reference.state_dict().items())
+
+
+def trained(model: Any, optimizer_of: Any, data: Any, loss: Any, stage: Any, more: Any) -> dict[str, torch.Tensor]:
+    run = mimatrix.init(
+        batch=BATCHES, micro_batch=MICRO, shares=SHARES, stage=stage, unit_bytes=300, timeout_s=60, quiet=True, **more
+    )
+    optimizer = optimizer_of(model)
+    halving = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, loader, scheduler = run.prepare(model, optimizer, data, halving, loss=loss, shuffle=False)
+    for batch in loader:
+        run.backward(loss(model, batch), weight=float((batch != 0).sum()) if loss is by_tokens else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    found = run.full_state_dict(model)
+    run.close()
+    return found
+
+
+def main() -> None:
+    found = {f"{name}, stage {stage}": apart(name, stage) for name in CASES for stage in range(4)}
+    world: Any = dist.group.WORLD
+    print(json.dumps({"rank": dist.get_rank(), "apart": found, "counters": world.counters}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

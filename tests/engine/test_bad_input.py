@@ -1,0 +1,417 @@
+"""Bad input: one sentence with the fix on every rank, and nobody waits."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from features import PAIR, THREE
+from models import Perceptron, squared, vectors
+from runs import in_runs
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.checkpoint import checkpoint
+
+from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.engine import sharding
+from mimatrix.engine.run import Run
+
+in_stages = pytest.mark.parametrize("stage", [0, 3])
+Act = Callable[[Run], Any]
+
+
+def said(act: Act, cut: dict[str, Any] = PAIR, **settings: Any) -> list[str]:
+    """What each rank says; all must object."""
+
+    def each(run: Run) -> str:
+        try:
+            act(run)
+        except MiMatrixError as error:
+            return str(error)
+        return "nothing"
+
+    more = {"unit_bytes": 300, **cut, **settings}
+    return in_runs(len(cut["batch"]), each, timeout_s=5, **more)
+
+
+def all_say(sentence: str, act: Act, cut: dict[str, Any] = PAIR, **settings: Any) -> None:
+    for found in said(act, cut, **settings):
+        assert sentence in found
+        assert "\n" not in found
+
+
+def settings_say(sentence: str, ranks: int = 2, **settings: Any) -> None:
+    with pytest.raises(UserError, match=sentence):
+        in_runs(ranks, lambda run: None, timeout_s=5, **settings)
+
+
+def prepared(run: Run, model: nn.Module | None = None, optimizer: Any = None, *more: Any) -> tuple[Any, ...]:
+    model = model or Perceptron().double()
+    learning = [each for each in model.parameters() if each.requires_grad]
+    found: Any = run.prepare(model, optimizer or torch.optim.SGD(learning, 0.1), vectors(15), *more, shuffle=False)
+    return tuple(found)
+
+
+def loop(
+    run: Run, back: Callable[..., Any] | None = None, model: nn.Module | None = None, optimizer: Any = None, *more: Any
+) -> None:
+    """A loop that does something odd in place of `run.backward`."""
+    model, optimizer, loader, *_ = prepared(run, model, optimizer, *more)
+    for _ in run.epochs(1):
+        for batch in loader:
+            found = squared(model, batch)
+            back(found) if back else run.backward(found)
+            optimizer.step()
+
+
+def test_settings() -> None:
+    settings_say(r"batch = \[3, 2\] sums to 5, but global_batch is 6; make them agree", batch=[3, 2], global_batch=6)
+    settings_say(r"shares = \[0.5, 0.4\] sums to 0.9; shares must sum to 1", batch=4, shares=[0.5, 0.4])
+    settings_say("shares has 3 numbers for 2 ranks; give one for each", batch=4, shares=[0.5, 0.25, 0.25])
+    settings_say("stage is 4; use 0, 1, 2, 3", batch=4, stage=4)
+    settings_say('"bf17" is no precision; did you mean "bf16"', batch=4, precision="bf17")
+    settings_say("clip_norm is 0; give a number above 0", batch=4, clip_norm=0)
+
+
+def test_settings_that_differ_between_ranks() -> None:
+    sentence = r"rank \d was given seed = \d and rank \d \d; give all ranks the same"
+    settings_say(sentence, own=lambda rank: {"seed": rank}, batch=2)
+
+
+@pytest.mark.parametrize("what", ["a dataset of", "a model of", "lr"])
+def test_ranks_that_prepare_different_things(what: str) -> None:
+    def act(run: Run) -> None:
+        model: nn.Module = nn.Linear(6, 3 + run.rank if what == "a model of" else 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1 + run.rank if what == "lr" else 0.1)
+        run.prepare(model, optimizer, vectors(15 + run.rank if what == "a dataset of" else 15))
+
+    all_say(what, act)
+
+
+def test_a_model_that_does_not_learn() -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3).requires_grad_(False)
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15))
+
+    all_say("no parameter that learns; set requires_grad on some", act)
+
+
+def test_a_model_that_has_no_shape_yet() -> None:
+    def act(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 3), nn.LazyLinear(3))
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15))
+
+    all_say("1.weight has no shape yet; run the model once", act)
+
+
+def test_a_dataset_smaller_than_the_batch() -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3)
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(4))
+
+    all_say("the dataset has 4 samples, fewer than global_batch = 5; use a smaller", act)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    def act(run: Run) -> None:
+        loop(run, lambda loss: run.backward(loss.expand(3)))
+
+    all_say("the loss has the shape [3]; give run.backward a scalar, such as loss.mean()", act)
+    all_say("the loss has the shape float", lambda run: loop(run, lambda loss: run.backward(float(loss.detach()))))  # type: ignore[arg-type]
+    all_say("does not depend on any parameter", lambda run: loop(run, lambda loss: run.backward(loss.detach())))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_backward_in_other_ways_than_once(stage: int) -> None:
+    def twice(run: Run) -> None:
+        def back(loss: Any) -> None:
+            run.backward(loss)
+            run.backward(loss)
+
+        loop(run, back)
+
+    def beside(run: Run) -> None:
+        model: Any = Perceptron().double()
+
+        def back(loss: Any) -> None:
+            run.backward(loss)
+            model.last.weight.sum().backward()
+
+        loop(run, back, model)
+
+    def never(run: Run) -> None:
+        loop(run, lambda loss: None)
+
+    def plainly(run: Run) -> None:
+        loop(run, lambda loss: loss.backward())
+
+    all_say("run.backward was called twice for one micro-batch; add the losses", twice, stage=stage)
+    all_say("optimizer.step came before run.backward", never, stage=stage)
+    all_say("call run.backward(loss) instead of loss.backward()", plainly, stage=stage)
+    all_say("call run.backward(loss) instead of loss.backward()", beside, stage=stage)
+
+
+def test_a_loop_that_never_goes_back() -> None:
+    def act(run: Run) -> None:
+        model, _, loader = prepared(run)
+        for _ in run.epochs(1):
+            for batch in loader:
+                squared(model, batch)
+
+    all_say("run.backward was not called in this epoch", act)
+
+
+def test_steps_in_the_wrong_order() -> None:
+    def early(run: Run) -> None:
+        model = Perceptron().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = StepLR(optimizer, 1)
+
+        def back(loss: torch.Tensor) -> None:
+            run.backward(loss)
+            scheduler.step()
+
+        loop(run, back, model, optimizer, scheduler)
+
+    all_say("scheduler.step came before optimizer.step", early, {"batch": [3, 2]})
+
+
+class Lars(torch.optim.Optimizer):
+    """By the norms of whole tensors."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad, alpha=float(group["lr"] * each.norm() / (each.grad.norm() + 1e-9)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [(Lars, 1), (Lars, 3), (torch.optim.Adafactor, 2), (torch.optim.Muon, 3)], ids=str
+)
+def test_optimizers_that_look_at_whole_tensors(kind: Any, stage: int) -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3, bias=False).double()
+        run.prepare(model, kind(model.parameters(), lr=1e-6), vectors(15))
+
+    all_say(f"use stage 0, where it gets whole tensors, or another optimizer (stage is {stage})", act, stage=stage)
+
+
+@in_stages
+def test_an_optimizer_that_runs_the_model(stage: int) -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3)
+        run.prepare(model, torch.optim.LBFGS(model.parameters()), vectors(15))
+
+    all_say("LBFGS runs the model several times in a step", act, stage=stage)
+
+
+@in_stages
+def test_inside_of_a_global_batch(stage: int) -> None:
+    def save(run: Run, model: nn.Module) -> None:
+        run.save("/nowhere")
+
+    def evaluate(run: Run, model: nn.Module) -> None:
+        run.evaluate(model, vectors(3), lambda model, batch: {"loss": squared(model, batch)})
+
+    def state(run: Run, model: nn.Module) -> None:
+        run.full_state_dict(model)
+
+    for name, call in {"save": save, "evaluate": evaluate, "full_state_dict": state}.items():
+
+        def act(run: Run, call: Callable[[Run, nn.Module], None] = call) -> None:
+            model, _, loader = prepared(run)
+            for batch in loader:
+                run.backward(squared(model, batch))
+                call(run, model)
+
+        all_say(f"run.{name} was called inside of a global batch", act, stage=stage)
+
+
+@in_stages
+def test_leaving_the_loop_inside_of_a_global_batch(stage: int) -> None:
+    def act(run: Run) -> None:
+        model, _, loader = prepared(run)
+        for _ in run.epochs(2):
+            for batch in loader:
+                run.backward(squared(model, batch))
+                break
+
+    all_say("was left inside of a global batch; leave it when `not run.in_batch`", act, stage=stage)
+
+
+@in_stages
+def test_what_needs_all_ranks_in_a_loop_that_not_all_run(stage: int) -> None:
+    def act(run: Run) -> None:
+        model, optimizer, loader = prepared(run)
+        for batch in loader:
+            run.backward(squared(model, batch))
+            optimizer.step()
+            if not run.in_batch:
+                run.evaluate(model, vectors(3), lambda model, batch: {"loss": squared(model, batch)})
+
+    sentence = "rank 1 has no data in this batch and does not come to run.evaluate; call it after the loop"
+    all_say(sentence, act, THREE, stage=stage)
+
+
+def test_a_scheduler_that_needs_a_figure_on_a_rank_without_data() -> None:
+    def act(run: Run) -> None:
+        model = Perceptron().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = ReduceLROnPlateau(optimizer)
+        model, optimizer, loader, _ = prepared(run, model, optimizer, scheduler)
+        for batch in loader:
+            found = squared(model, batch)
+            run.backward(found)
+            optimizer.step()
+            scheduler.step(float(found.detach()))
+
+    all_say("ReduceLROnPlateau steps by a figure, which a rank without data does not have", act, THREE)
+
+
+def test_learning_rates_that_differ() -> None:
+    def act(run: Run) -> None:
+        model, optimizer, loader = prepared(run)
+        for batch in loader:
+            run.backward(squared(model, batch))
+            optimizer.param_groups[0]["lr"] = 0.1 + run.rank * (run.step == 1)
+            optimizer.step()
+
+    all_say("the optimizer's lr (param group 0) is 0.1 on rank 0 and 1.1 on rank 1; set it from what is the same", act)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.one(torch.tanh(self.one(x))))
+        return y
+
+
+class Elsewhere(Twice):
+    """Uses a parameter outside of the module that has it, after that has run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.one(x)) * self.one.bias[:3]
+        return y
+
+
+class Before(Twice):
+    """The same where autograd does not keep it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.one(x)) + (x * self.one.bias)[:, :3]
+        return y
+
+
+def test_models_that_stage_3_cannot_run() -> None:
+    def trains(kind: Callable[[], Any]) -> Act:
+        def act(run: Run) -> None:
+            loop(run, None, kind().double())
+
+        return act
+
+    def compiled() -> Any:
+        part: Any = torch.compile(nn.Linear(6, 3), backend="eager")
+        return nn.Sequential(part)
+
+    all_say("one.weight runs twice in one pass, and stage 3 gathers its parameters once", trains(Twice), stage=3)
+    all_say("one.weight is used outside of its module", trains(Elsewhere), stage=3, unit_bytes=64)
+    all_say("the first loss is not a number", trains(Before), stage=3, unit_bytes=64)
+    all_say("which torch.compile does not see; use stage 2", trains(compiled), stage=3)
+
+
+def test_running_the_model_again_in_stage_3() -> None:
+    def act(run: Run) -> None:
+        model, _, loader = prepared(run)
+        for batch in loader:
+            run.backward(squared(model, batch))
+            with torch.no_grad():
+                squared(model, batch)
+
+    def measures(run: Run) -> None:
+        model, *_ = prepared(run)
+        run.evaluate(model, vectors(9), lambda model, batch: {"loss": squared(model, batch) + squared(model, batch)})
+
+    all_say("runs after run.backward, inside of a global batch, where other ranks do not", act, stage=3)
+    all_say("measure ran the model 2 times for a batch", measures, stage=3)
+
+
+def test_state_dicts_of_what_is_cut() -> None:
+    def model_of(run: Run) -> None:
+        prepared(run)[0].state_dict()
+
+    def into_model(run: Run) -> None:
+        prepared(run)[0].load_state_dict(Perceptron().double().state_dict())
+
+    def into_optimizer(run: Run) -> None:
+        optimizer = prepared(run)[1]
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+    all_say("use run.full_state_dict(model) or run.save()", model_of, stage=3)
+    all_say(
+        "the model cannot be copied; copy it before run.prepare", lambda run: copy.deepcopy(prepared(run)[0]), stage=3
+    )
+    all_say("load weights before run.prepare", into_model, stage=3)
+    all_say("use run.save() and run.load()", lambda run: prepared(run)[1].state_dict(), stage=1)
+    all_say("load it before run.prepare, or use run.load()", into_optimizer, stage=1)
+
+
+class Tied(nn.Module):
+    """Checkpointed parts that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_come_twice(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "_has_room", lambda group, units: True)
+    all_say("got a gradient twice in one backward pass", lambda run: loop(run, None, Tied().double()), stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_sparse_gradients(stage: int) -> None:
+    def act(run: Run) -> None:
+        model = nn.EmbeddingBag(9, 3, sparse=True)
+        data = [(torch.tensor([number % 9]), number % 3) for number in range(15)]
+        _, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+        for batch in loader:
+            run.backward(squared(model, batch))
+
+    all_say("weight has a sparse gradient, which is not summed over ranks; use sparse=False", act, stage=stage)
+
+
+def test_changes_after_prepare() -> None:
+    def thaw(run: Run) -> None:
+        model, _, loader = prepared(run)
+        model.frozen.requires_grad_(True)
+        next(iter(loader))
+
+    def add(run: Run) -> None:
+        model = Perceptron().double()
+        _, optimizer, loader = prepared(run, model, torch.optim.SGD(model.first.parameters(), 0.1))
+        optimizer.add_param_group({"params": list(model.last.parameters())})
+        for batch in loader:
+            run.backward(squared(model, batch))
+            optimizer.step()
+
+    all_say("frozen.weight began to learn after run.prepare", thaw)
+    all_say("a param group was added after run.prepare", add)
+    all_say("run.prepare was called twice", lambda run: (prepared(run), prepared(run)))
+    all_say("nothing is prepared yet", lambda run: run.backward(torch.ones(())))

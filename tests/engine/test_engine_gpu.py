@@ -1,0 +1,47 @@
+"""Three unequal parts of one GPU (CUDA MPS) give what one process gives, in every stage. Needs an NVIDIA GPU."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+PARTS = ((60, "40G"), (25, "20G"), (10, "10G"))
+SCRIPT = Path(__file__).parent / "scripts" / "on_gpu.py"
+
+
+def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path) -> None:
+    settings = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=settings, check=True, timeout=30)
+    ranks = []
+    try:
+        for rank, (percent, memory) in enumerate(PARTS):
+            mine = settings | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(PARTS)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "MIMATRIX_CACHE": str(tmp_path),
+                "MIMATRIX_ARENA": "256MiB",
+                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
+                "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
+            }
+            words = [sys.executable, str(SCRIPT)]
+            ranks.append(subprocess.Popen(words, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        said = [rank.communicate(timeout=110) for rank in ranks]
+    finally:
+        for rank_process in ranks:
+            rank_process.kill()
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=settings, text=True, timeout=30, check=False)
+    for rank_process, (out, err) in zip(ranks, said, strict=True):
+        assert rank_process.returncode == 0, err[-3000:]
+        found = json.loads(out.splitlines()[-1])
+        assert len(found["apart"]) == 12
+        assert max(found["apart"].values()) < 1e-10, found["apart"]

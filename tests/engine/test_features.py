@@ -1,0 +1,442 @@
+"""What users bring: optimizers, schedulers, and models of every kind, in every stage as in one process."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from features import ALONE, PAIR, STAGES, STEPS, THREE, Case, Parameters, check, in_one, on_ranks, same
+from models import Perceptron, squared, vectors
+from runs import in_runs
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+from mimatrix.engine import sharding
+from mimatrix.engine.run import Run
+
+in_stages = pytest.mark.parametrize("stage", STAGES)
+
+
+class Lion(torch.optim.Optimizer):
+    """As its paper has it, one element like another."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._move(each, group["lr"], *group["betas"])
+
+    def _move(self, each: nn.Parameter, lr: float, fast: float, slow: float) -> None:
+        state = self.state[each]
+        if not state:
+            state["mean"] = torch.zeros_like(each)
+        assert each.grad is not None
+        each.sub_(lr * torch.lerp(each.grad, state["mean"], fast).sign() + lr * 0.1 * each)
+        state["mean"].lerp_(each.grad, 1 - slow)
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "lion": partial(Lion, lr=1e-2),
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "tensor lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2, dtype=torch.float64)),
+}
+
+
+def mlp() -> nn.Module:
+    return Perceptron().double()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, stage: int) -> None:
+    check(Case(mlp, vectors(STEPS * 5), squared, OPTIMIZERS[name]), stage, PAIR if stage == 1 else THREE)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("foreach", 0), ("fused", 1), ("foreach", 2), ("fused", 3)])
+def test_float32_within_rounding(name: str, stage: int) -> None:
+    data = [(x.float(), y) for x, y in vectors(STEPS * 5)]
+    check(Case(Perceptron, data, squared, OPTIMIZERS[name], tolerance=1e-5), stage)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3)),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * STEPS),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2), lr_scheduler.CosineAnnealingLR(optimizer, 4)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name in SCHEDULERS for stage in (0, 2)])
+def test_schedulers_step_once_for_each_global_batch_on_every_rank(name: str, stage: int) -> None:
+    case = Case(mlp, vectors(STEPS * 5), squared, scheduler=SCHEDULERS[name], epochs=2)
+    check(case, stage, ALONE if stage == 0 else THREE)
+
+
+@dataclass
+class Answer:
+    """What some models return."""
+
+    logits: torch.Tensor
+    note: str
+
+
+class Crossed(nn.Module):
+    """Runs its parts in another order than it has them, and each in its own way."""
+
+    def __init__(self, returns: str = "tensor") -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+        self.last, self.middle, self.first = nn.Linear(5, 3), nn.Linear(4, 5), nn.Linear(6, 4)
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor, *, note: str = "") -> Any:
+        y = self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))) * self.scale * self.scale
+        kinds = {"tensor": y, "dict": {"logits": y}, "tuple": (note, [y]), "dataclass": Answer(y, note)}
+        return kinds[self.returns]
+
+
+def by_name(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = model(x=batch["x"], note="hello")
+    match found:
+        case {"logits": logits}:
+            pass
+        case (str(), [logits]):
+            pass
+        case Answer(logits, _):
+            pass
+        case _:
+            logits = found
+    return functional.cross_entropy(logits, batch["y"])
+
+
+def named(count: int) -> list[dict[str, Any]]:
+    return [{"x": x, "y": y} for x, y in vectors(count)]
+
+
+@pytest.mark.parametrize(
+    ("returns", "stage"), [("tensor", 1), ("tensor", 3), ("dict", 3), ("tuple", 3), ("dataclass", 3)]
+)
+def test_models_with_any_order_batches_and_results(returns: str, stage: int) -> None:
+    check(Case(lambda: Crossed(returns).double(), named(STEPS * 5), by_name), stage, unit_bytes=64)
+
+
+class Shared(nn.Module):
+    """One module in two places, run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.other, self.last = self.one, nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.tanh(self.other(torch.tanh(self.one(x)))))
+        return y
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_module_in_two_places(stage: int) -> None:
+    check(Case(lambda: Shared().double(), vectors(STEPS * 5), squared), stage)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a small one beside it, as LoRA has it."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, out).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def backbone() -> nn.Module:
+    frozen = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
+    return nn.Sequential(
+        frozen, nn.Flatten(), Adapted(12, 8), nn.Tanh(), Adapted(8, 8), nn.Tanh(), Adapted(8, 3)
+    ).double()
+
+
+def test_frozen_parameters_go_on_the_way_back_too() -> None:
+    """In stage 3 no more than a few units are here at the same time."""
+    most: list[int] = []
+
+    def each(run: Run) -> None:
+        model = nn.Sequential(nn.Linear(6, 6), *(nn.Linear(6, 6) for _ in range(10)), nn.Linear(6, 3)).double()
+        model[1:-1].requires_grad_(False)
+        learning = [each for each in model.parameters() if each.requires_grad]
+        _, _, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
+        cut = run._ready().sharding
+        assert isinstance(cut, sharding.ParametersCut)
+        first: Any = model[0]
+        first.weight.register_hook(lambda _: most.append(cut.buffers.bytes["units in flight"]))
+        for batch in loader:
+            run.backward(squared(model, batch))
+        assert cut.buffers.bytes["units in flight"] == 0
+
+    in_runs(2, each, stage=3, batch=[3, 2], unit_bytes=64)
+    assert max(most) < 6 * 6 * 7 * 8
+
+
+@in_stages
+def test_a_frozen_backbone(stage: int) -> None:
+    data = [(torch.tensor([number % 9, number % 5]), number % 3) for number in range(STEPS * 5)]
+    check(Case(backbone, data, squared), stage)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+@in_stages
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, stage: int) -> None:
+    check(Case(lambda: Checkpointed(reentrant).double(), vectors(STEPS * 5), squared), stage)
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(backend: str, stage: int) -> None:
+    def compiled() -> nn.Module:
+        model: nn.Module = torch.compile(Crossed().double(), backend=backend)  # type: ignore[assignment]
+        return model
+
+    check(Case(compiled, named(STEPS * 5), by_name), stage, PAIR)
+
+
+class Sometimes(nn.Module):
+    """Has parameters that get no gradient in some steps, or ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.odd, self.never = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.always(x)
+        return y + self.odd(x) * use[:, None] if bool(use.any()) else y
+
+
+def sometimes(model: nn.Module, batch: Any) -> torch.Tensor:
+    (x, use), y = batch
+    return functional.cross_entropy(model(x, use), y)
+
+
+@in_stages
+def test_parameters_without_gradient_keep_value_and_state(stage: int) -> None:
+    """Weight decay and momentum leave them alone, as in one process."""
+    data = [((x, float(number // 5 == 1)), y) for number, (x, y) in enumerate(vectors(STEPS * 5))]
+    check(Case(lambda: Sometimes().double(), data, sometimes), stage)
+
+
+@in_stages
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_epochs_with_a_partial_last_batch(drop_last: bool, stage: int) -> None:
+    case = Case(mlp, vectors(12), squared, epochs=2, loading=(("drop_last", drop_last),), clip_norm=0.3)
+    check(case, stage, THREE if drop_last else PAIR)
+
+
+class Stream:
+    def __init__(self, data: list[Any]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_stream(stage: int) -> None:
+    case = Case(mlp, vectors(12), squared, epochs=2)
+    expected = in_one(case)
+    for found in on_ranks(replace(case, data=Stream(vectors(12))), stage, THREE):  # type: ignore[arg-type]
+        same(found.state, expected.state, 1e-10)
+
+
+@in_stages
+def test_an_optimizer_that_has_stepped_before(stage: int) -> None:
+    def stepped(params: Parameters) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        made = torch.Generator().manual_seed(1)
+        for each in params:
+            each.grad = torch.randn(each.shape, generator=made, dtype=each.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    check(Case(mlp, vectors(STEPS * 5), squared, stepped), stage)
+
+
+def tokens(batch: Any) -> float:
+    return float(sum((target >= 0).sum() for target in batch[1:]))
+
+
+def per_token(model: nn.Module, batch: Any) -> torch.Tensor:
+    """By hand, so that a batch without tokens gives no number at all."""
+    x, targets = batch
+    kept = (targets >= 0).double()
+    losses = functional.cross_entropy(model(x), targets.clamp(min=0), reduction="none")
+    found: torch.Tensor = (losses * kept).sum() / kept.sum()
+    return found
+
+
+@in_stages
+def test_weights_by_tokens_with_some_that_have_none(stage: int) -> None:
+    data = [(x, -1 if number % 3 == 0 else y) for number, (x, y) in enumerate(vectors(STEPS * 5))]
+    case = Case(mlp, data, per_token, weight=tokens, clip_norm=0.2)
+    check(case, stage, THREE)
+    check(case, stage, ALONE | {"micro_batch": 1})
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_beside_the_backward_pass_and_after_it(overlaps: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "_has_room", lambda group, units: overlaps)
+    check(Case(mlp, vectors(STEPS * 5), squared, clip_norm=0.5), stage)
+    check(Case(lambda: Crossed().double(), named(STEPS * 5), by_name), stage)
+
+
+class Odd(nn.Module):
+    """Buffers and parameters of unusual kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(2.0))
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("tilted", torch.arange(6.0).view(2, 3).t())
+        self.whole = nn.Parameter(torch.arange(3, dtype=torch.int32), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) * self.scale + self.whole
+        return y
+
+
+@in_stages
+def test_unusual_buffers_and_parameters(stage: int) -> None:
+    def made() -> nn.Module:
+        model = Odd()
+        model.layer.double()
+        return model
+
+    check(Case(made, vectors(STEPS * 5), squared), stage)
+
+
+class Mixed(nn.Module):
+    """A loss beside the output, as mixtures of experts have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.inner = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.aside: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chances = self.router(x).softmax(-1)
+        y: torch.Tensor = self.inner(x) * chances
+        self.aside = chances.square().mean()
+        return torch.cat([y, y], -1)[:, :6]
+
+
+def beside(model: nn.Module, batch: Any) -> torch.Tensor:
+    found = squared(model, batch)
+    for module in model.modules():
+        if isinstance(module, Mixed):
+            assert module.aside is not None
+            found = found + module.aside
+    return found
+
+
+@in_stages
+def test_a_loss_beside_the_output(stage: int) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), Mixed(), Mixed(), Mixed(), nn.Linear(6, 3)).double()
+
+    check(Case(made, vectors(STEPS * 5), beside), stage, unit_bytes=64)
+
+
+class Normed(nn.Module):
+    """Batch norms of one and of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.flat, self.deep = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.BatchNorm3d(2)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.flat(self.first(x)))
+        y: torch.Tensor = self.last(self.deep(x.view(-1, 2, 2, 2, 1)).flatten(1))
+        return y
+
+
+WHOLE: dict[str, Any] = {"batch": [2, 0, 3], "shares": [0.2, 0.8, 0.0]}
+"""One micro-step on each rank, so that the union of a micro-step is the global batch."""
+
+
+@in_stages
+def test_batch_norms_of_any_number_of_dimensions(stage: int) -> None:
+    check(Case(lambda: Normed().double(), vectors(STEPS * 5), squared), stage, WHOLE)
+
+
+@in_stages
+def test_batch_norms_in_eval_mode_do_not_meet(stage: int) -> None:
+    def frozen() -> nn.Module:
+        model = Normed().double()
+        model.flat.eval()
+        model.deep.eval()
+        return model
+
+    check(Case(frozen, vectors(STEPS * 5), squared), stage)
+
+
+def test_batch_norms_of_each_rank_alone() -> None:
+    case = Case(lambda: Normed().double(), vectors(STEPS * 5), squared)
+    found = on_ranks(case, 1, {"batch": [2, 3]}, sync_batchnorm=False)
+    weights = [{name: value for name, value in each.state.items() if "running" not in name} for each in found]
+    same(weights[0], weights[1], 0)
+    assert not torch.equal(found[0].state["flat.running_mean"], found[1].state["flat.running_mean"])
+    assert not torch.allclose(found[0].state["first.weight"], in_one(case).state["first.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, where a graph breaks
+def test_checkpointed_and_compiled_batch_norms() -> None:
+    class Again(Normed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return y
+
+    def compiled() -> nn.Module:
+        model: nn.Module = torch.compile(Normed().double(), backend="eager")  # type: ignore[assignment]
+        return model
+
+    check(Case(lambda: Again().double(), vectors(STEPS * 5), squared), 3, WHOLE)
+    check(Case(compiled, vectors(STEPS * 5), squared), 1, WHOLE)

@@ -1,0 +1,110 @@
+"""Computing in 16 bits: masters in 32, all ranks with the same parameters to the last bit, close to 32."""
+
+from typing import Any
+
+import pytest
+import torch
+from features import PAIR, STEPS, THREE, Case, in_one, on_ranks, same
+from models import Perceptron, squared, vectors
+from runs import in_runs
+from torch import nn
+
+from mimatrix.engine.run import Run
+
+in_stages = pytest.mark.parametrize("stage", range(4))
+
+
+def singles(count: int) -> list[Any]:
+    return [(x.float(), y) for x, y in vectors(count)]
+
+
+CASE = Case(Perceptron, singles(STEPS * 5), squared, tolerance=1e-5, clip_norm=1.0)
+
+
+MIXED = {0: "bf16", 1: "fp16", "cpu": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("bf16", 0), ("fp16", 1), ("fp16", 2), ("bf16", 3), (MIXED, 0), (MIXED, 3)]
+)
+def test_low_precision(precision: Any, stage: int) -> None:
+    expected, found = in_one(CASE), on_ranks(CASE, stage, THREE, precision=precision)
+    for each in found:
+        same(each.state, found[0].state, 0)
+        same(each.state, expected.state, 2e-2)
+        assert all(value.dtype == torch.float32 for value in each.state.values())
+        assert each.losses == found[0].losses
+    assert any(not torch.equal(found[0].state[name], value) for name, value in expected.state.items())
+
+
+def test_alone() -> None:
+    found = on_ranks(CASE, 0, {"batch": [5], "micro_batch": 2}, precision="bf16")
+    same(found[0].state, in_one(CASE).state, 2e-2)
+
+
+class Watched(nn.Module):
+    """Says in what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        self.seen.add(y.dtype)
+        return {"y": y}
+
+
+@in_stages
+def test_it_computes_in_bf16_with_masters_in_32(stage: int) -> None:
+    def each(run: Run) -> None:
+        model = Watched()
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.prepare(model, optimizer, singles(10))
+        assert run._loader
+        for inputs, targets in run._loader:
+            run.backward(nn.functional.cross_entropy(model(inputs)["y"], targets))
+            optimizer.step()
+        assert model.seen == {torch.bfloat16}
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        assert {value.dtype for value in kept} <= {torch.float32}
+        shown: list[torch.dtype] = []
+
+        def measure(model: nn.Module, batch: Any) -> dict[str, Any]:
+            shown.append(model(batch[0])["y"].dtype)
+            return {"nothing": 0.0}
+
+        run.evaluate(model, singles(5), measure)
+        assert shown
+        assert set(shown) == {torch.float32}
+
+    in_runs(2, each, stage=stage, precision="bf16", **PAIR)
+
+
+@in_stages
+def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
+    """The scale is halved, and the next good step goes on as if the bad one had not been."""
+    good = singles(STEPS * 5)
+    bad = [(torch.full((6,), 1e30) if number == 8 else x, y) for number, (x, y) in enumerate(good)]
+    without = Case(Perceptron, good[:5] + good[10:], squared, lambda params: torch.optim.AdamW(params, lr=1e-2))
+    scales = []
+    made = [without.made() for _ in range(2)]
+
+    def each(run: Run) -> dict[str, torch.Tensor]:
+        model, optimizer = made[run.rank]
+        _, _, loader = run.prepare(model, optimizer, bad, shuffle=False)
+        for batch in loader:
+            run.backward(squared(model, batch))
+            optimizer.step()
+            if not run.in_batch:
+                scales.append((run.rank, run.step, run._ready().scale.value))
+        return run.full_state_dict(model)
+
+    found = in_runs(2, each, stage=stage, precision={1: "fp16"}, **PAIR)
+    for rank in range(2):
+        values = {step: value for at, step, value in scales if at == rank}
+        assert values == {1: 2.0**16, 2: 2.0**15, 3: 2.0**15}
+    for state in found:
+        same(state, found[0], 0)
+        same(state, in_one(without).state, 1e-2)
