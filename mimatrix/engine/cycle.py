@@ -17,8 +17,9 @@ from mimatrix.engine.alone import Alone
 from mimatrix.engine.binding import Binding
 from mimatrix.engine.exchange import Exchange, Message
 from mimatrix.engine.feed import Micro
+from mimatrix.engine.passing import ParametersCut
 from mimatrix.engine.precision import LossScale
-from mimatrix.engine.sharding import OUTSIDE, ParametersCut, Sharding
+from mimatrix.engine.sharding import OUTSIDE, Sharding
 from mimatrix.engine.stats import Watch
 
 

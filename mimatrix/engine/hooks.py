@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.sharding import ParametersCut
+from mimatrix.engine.passing import ParametersCut
 from mimatrix.engine.units import Unit
 
 

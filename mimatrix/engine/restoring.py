@@ -11,7 +11,8 @@ from mimatrix.engine import chance
 from mimatrix.engine.disk import Part, Tensors
 from mimatrix.engine.feed import Position
 from mimatrix.engine.packing import dtype_of, unpack
-from mimatrix.engine.sharding import OptimizerCut, ParametersCut
+from mimatrix.engine.passing import ParametersCut
+from mimatrix.engine.sharding import OptimizerCut
 from mimatrix.engine.snapshot import Facts, Owned, Standing, Subject, described, group_names, persistent_buffers
 
 

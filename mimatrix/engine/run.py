@@ -9,11 +9,11 @@ from typing import Any, overload
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine import batchnorm, sameness
+from mimatrix.engine import batchnorm, evaluating, sameness
 from mimatrix.engine.alone import Alone
 from mimatrix.engine.binding import Binding, check_elementwise, check_steps
 from mimatrix.engine.checkpoint import Checkpoints
@@ -22,10 +22,13 @@ from mimatrix.engine.exchange import Exchange, Message
 from mimatrix.engine.feed import Feed, Micro, Position
 from mimatrix.engine.hooks import hear_gradients, hear_modules
 from mimatrix.engine.knobs import Knobs
+from mimatrix.engine.loader import Loader
 from mimatrix.engine.logs import Logs
+from mimatrix.engine.passing import STAGES, ParametersCut
 from mimatrix.engine.precision import LossScale, Precision
+from mimatrix.engine.schedulers import Scheduler
 from mimatrix.engine.settings import Settings
-from mimatrix.engine.sharding import STAGES, ParametersCut, Sharding
+from mimatrix.engine.sharding import Sharding
 from mimatrix.engine.snapshot import Standing, Subject, persistent_buffers
 from mimatrix.engine.stats import StepStats, Watch
 from mimatrix.engine.units import Unit, check_frozen, is_compiled, units_of
@@ -69,7 +72,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._model: nn.Module | None = None
         self._loader: Loader | None = None
-        self._schedulers: list[_Scheduler] = []
+        self._schedulers: list[Scheduler] = []
         self._stats: list[StepStats] = []
         self._logging = 0
         self._counted: float | None = None
@@ -93,7 +96,7 @@ class Run:
         loss: Loss | None = None,
         whole: Whole = (),
         **loading: Any,
-    ) -> tuple[nn.Module, Optimizer, "Loader"]: ...
+    ) -> tuple[nn.Module, Optimizer, Loader]: ...
 
     @overload
     def prepare(
@@ -107,7 +110,7 @@ class Run:
         loss: Loss | None = None,
         whole: Whole = (),
         **loading: Any,
-    ) -> tuple[nn.Module, Optimizer, "Loader", LRScheduler]: ...
+    ) -> tuple[nn.Module, Optimizer, Loader, LRScheduler]: ...
 
     def prepare(
         self,
@@ -160,7 +163,7 @@ class Run:
         self._patch(optimizer, model)
         if scheduler is None:
             return model, optimizer, self._loader
-        self._schedulers.append(_Scheduler(scheduler, cycle))
+        self._schedulers.append(Scheduler(scheduler, cycle))
         return model, optimizer, self._loader, scheduler
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
@@ -201,7 +204,7 @@ class Run:
         return list(self._stats)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, dataset: Any, measure: Callable[..., Any], **loading: Any) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, dataset: Any, measure: evaluating.Measure, **loading: Any) -> dict[str, float]:
         """Weighted means over a dataset, every sample once, on all ranks together; the same result on each.
 
         `measure(model, batch)` gives figures of a batch by name, each a mean over its samples; with an entry `weight`
@@ -210,37 +213,20 @@ class Run:
         if self._cycle and self._cycle.is_open:
             raise UserError("run.evaluate was called inside of a global batch; call it when `not run.in_batch`")
         self._check_all_come("run.evaluate")
-        if _length(dataset, 1) == 0:
+        if evaluating.length(dataset, 1) == 0:
             raise UserError("run.evaluate was given a dataset without samples; give it at least one")
-        split = self.split.for_samples(min(self.split.total, _length(dataset, self.split.total)))
+        split = self.split.for_samples(min(self.split.total, evaluating.length(dataset, self.split.total)))
         feed = Feed(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
         training = [module for module in model.modules() if module.training]
+        sharding = self._cycle.sharding if self._cycle else None
+        cut = sharding if isinstance(sharding, ParametersCut) else None
         model.eval()
         try:
             with self._watch.aside():
-                return _joined(self._exchange.all(self._measured(model, feed, measure)))
+                return evaluating.joined(self._exchange.all(evaluating.measured(model, feed, measure, cut)))
         finally:
             for module in training:
                 module.training = True
-
-    def _measured(self, model: nn.Module, feed: Feed, measure: Callable[..., Any]) -> dict[str, list[float]]:
-        """Sums and weights of this rank's part of a dataset."""
-        sums: dict[str, list[float]] = {}
-        sharding = self._cycle.sharding if self._cycle else None
-        cut = sharding if isinstance(sharding, ParametersCut) else None
-        for micro, batch in feed.epoch(0):
-            passes = cut.passes if cut else 0
-            if micro.count:
-                _add_measured(sums, measure(model, batch), micro.samples)
-            if cut and micro.count and cut.passes != passes + 1:
-                raise UserError(
-                    f"measure ran the model {cut.passes - passes} times for a batch, and in stage 3 all ranks run it "
-                    "together; run it once for each batch"
-                )
-            if cut and micro.last:
-                for _ in range(micro.count, micro.rounds):
-                    cut.look_without_data()
-        return sums
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Plain weights and buffers of the whole model, on the CPU, in any stage. All ranks call it."""
@@ -560,65 +546,6 @@ class Run:
             optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
 
 
-class Loader:
-    """The micro-batches of this rank, on its device."""
-
-    def __init__(self, run: Run, feed: Feed) -> None:
-        self._run, self.feed = run, feed
-
-    def __len__(self) -> int:
-        """Global batches in an epoch."""
-        return len(self.feed)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch in which the run stands."""
-        run, position = self._run, self._run.position
-        run.begin_epoch()
-        parts = self.feed.epoch(position.epoch, position.batch)
-        try:
-            while True:
-                found = run.drawn(parts)
-                run.settle()
-                if not run.goes_on():
-                    return
-                if found is None:
-                    break
-                micro, batch = found
-                if run.enter(micro):
-                    yield batch
-        finally:
-            run.leave_loop()
-        run.end_epoch(position.epoch)
-
-
-class _Scheduler:
-    """The user's lr scheduler: steps only between global batches, and as often on every rank."""
-
-    def __init__(self, scheduler: LRScheduler, cycle: Cycle) -> None:
-        self.scheduler, self.calls = scheduler, 0
-        self._step, self._cycle = scheduler.step, cycle
-        scheduler.step = self.step  # type: ignore[method-assign,assignment]
-
-    def step(self, *arguments: Any) -> None:
-        """As the user calls it; nothing inside of a global batch."""
-        if self._cycle.may_end:
-            raise UserError("scheduler.step came before optimizer.step; call optimizer.step() first")
-        if not self._cycle.is_open:
-            self.calls += 1
-            self._step(*arguments)
-
-    def catch_up(self, calls: Sequence[int]) -> None:
-        """On a rank without data the user's loop did not come by: as often as on the others."""
-        if min(calls) < max(calls) and isinstance(self.scheduler, ReduceLROnPlateau):
-            raise UserError(
-                "ReduceLROnPlateau steps by a figure, which a rank without data does not have; "
-                "step it after the loop over the loader, with a figure of run.evaluate"
-            )
-        while self.calls < max(calls):
-            self.calls += 1
-            self._step()
-
-
 def _leave_gradients(set_to_none: bool = True) -> None:
     """Gradients end with the step that used them."""
 
@@ -645,24 +572,3 @@ def _memory(sharding: Sharding | Alone, binding: Binding) -> dict[str, int]:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _length(dataset: Any, otherwise: int) -> int:
-    try:
-        return len(dataset)
-    except TypeError:
-        return otherwise
-
-
-def _add_measured(sums: dict[str, list[float]], figures: dict[str, Any], samples: int) -> None:
-    weight = float(figures.get("weight", samples))
-    for name, value in figures.items():
-        if name != "weight":
-            total = sums.setdefault(name, [0.0, 0.0])
-            total[0], total[1] = total[0] + float(value) * weight, total[1] + weight
-
-
-def _joined(messages: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    names = dict.fromkeys(name for message in messages for name in message)
-    found = {name: [message[name] for message in messages if name in message] for name in names}
-    return {name: sum(total for total, _ in each) / sum(weight for _, weight in each) for name, each in found.items()}

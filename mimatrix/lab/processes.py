@@ -150,7 +150,8 @@ class _Crew:
                 self._read(key.data)
             elif key.fd == heard:
                 number = os.read(heard, 1)[0]
-                self._trouble(Ending(128 + number, f"ended by {signal.Signals(number).name}"), 0.0)
+                if number in ENDS:  # others may be heard here too, where somebody else minds them
+                    self._trouble(Ending(128 + number, f"ended by {signal.Signals(number).name}"), 0.0)
             else:
                 self._reap(key.fd)
         while self._stops and self._stops[0].at_s <= time.monotonic():

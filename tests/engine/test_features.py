@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from mimatrix.engine import sharding
+from mimatrix.engine.passing import ParametersCut
 from mimatrix.engine.run import Run
 
 in_stages = pytest.mark.parametrize("stage", STAGES)
@@ -184,7 +185,7 @@ def test_frozen_parameters_go_on_the_way_back_too() -> None:
         learning = [each for each in model.parameters() if each.requires_grad]
         _, _, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
         cut = run._ready().sharding
-        assert isinstance(cut, sharding.ParametersCut)
+        assert isinstance(cut, ParametersCut)
         first: Any = model[0]
         first.weight.register_hook(lambda _: most.append(cut.buffers.bytes["units in flight"]))
         for batch in loader:

@@ -116,3 +116,13 @@ def test_when_the_runner_ends_all_end(number: signal.Signals) -> None:
         code = runner.wait(timeout=20)
     assert gone(pids)
     assert code == (-9 if number == signal.SIGKILL else 128 + number)
+
+
+def test_other_signals_that_somebody_minds_end_nothing() -> None:
+    """Torch's loaders, for one, mind the deaths of children."""
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        ending, _, _ = run("sh -c true", "sleep 0.3")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert ending == Ending()
