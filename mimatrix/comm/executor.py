@@ -148,6 +148,10 @@ class WindowsExecutor:
         assert seen is not None, "a window that is not mapped needs the fetching executor"
         return seen
 
+    def peer_view(self, peer: int, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """A range of a peer's window, seen in place."""
+        return self._bytes(peer, start, stop).view(dtype)
+
     def settle(self) -> None:
         """What was written must be there before it is announced; on a GPU that takes waiting."""
         if self._arena.window.bytes.is_cuda:

@@ -89,6 +89,20 @@ class Group:
         """A tensor in the arena: collectives on it, or on parts of it, need no staging."""
         return self.endpoint.arenas[kind].allocate(count * dtype.itemsize).tensor(dtype, count)
 
+    @property
+    def maps_peers(self) -> bool:
+        """Whether ranks see one another's host memory in place."""
+        return "host" in self._executors
+
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor lies in the host arena, if it does: for peers that look there."""
+        placed = self._placed(tensor)
+        return placed[2] if placed and placed[0] == "host" else None
+
+    def peer_tensor(self, member: int, place: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """What a member has at a place of its host arena, as it is whenever one looks. To be read only."""
+        return self._executors["host"].peer_view(member, place, place + count * dtype.itemsize, dtype)
+
     def reuse(self, tensor: torch.Tensor) -> None:
         """Back when peers no longer read a tensor in the arena; only needed after a call with `lazily`."""
         if placed := self._placed(tensor):

@@ -13,6 +13,7 @@ class Alone:
     """Takes the place of a `Sharding` where there is nobody to share with; gradients stay with the parameters."""
 
     stage = 0
+    parts = False
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units

@@ -193,7 +193,7 @@ class Cycle:
         weight = math.fsum(message["weight"] for message in messages)
         # Uncut gradients are the same on every rank; cut ones are each rank's own part.
         squares = [message["square"] for message in messages]
-        square = squares[0] if self.sharding.stage == 0 else math.fsum(squares)
+        square = math.fsum(squares) if self.sharding.parts else squares[0]
         factor = micro.total / weight / self.scale.value if weight else 0.0
         wants = self._clip_norm is not None or self.scale.on
         finite = math.isfinite(square)
@@ -209,6 +209,8 @@ class Cycle:
             gradients = [each for each in self.sharding.gradients() if each.numel()]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
+            if isinstance(self.sharding, Sharding):
+                self.sharding.scaled()
         if isinstance(self.sharding, Sharding):
             self.binding.give({index for message in outcome.messages for index in message["touched"]})
         self._step()

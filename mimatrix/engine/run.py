@@ -26,6 +26,7 @@ from mimatrix.engine.loader import Loader
 from mimatrix.engine.logs import Logs
 from mimatrix.engine.passing import STAGES, ParametersCut
 from mimatrix.engine.precision import LossScale, Precision
+from mimatrix.engine.reading import GradientsRead, reads_in_place
 from mimatrix.engine.schedulers import Scheduler
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.sharding import Sharding
@@ -507,6 +508,9 @@ class Run:
         gathers = self._further_group("gather") if self.stage == 3 else None
         if gathers:
             self._watch.groups = (*self._watch.groups, gathers)
+        may_read = self.stage == 0 and reads_in_place(self._main, units, optimizer)
+        if all(message["reads"] for message in self._exchange.all({"reads": may_read})):
+            return GradientsRead(self._main, None, units, self.shares, self._watch)
         return STAGES[self.stage](self._main, gathers, units, self.shares, self._watch)
 
     def _further_group(self, name: str) -> Group:

@@ -73,6 +73,8 @@ class Sharding:
     """Stage 0, and what all stages have in common."""
 
     stage = 0
+    parts = False
+    """Whether each rank has the sums of another part of the gradients, or all have all."""
 
     def __init__(
         self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: Watch
@@ -85,7 +87,7 @@ class Sharding:
         }
         self._reduction: Reduction | None = None
         self._rounds = 0
-        self.overlaps = _has_room(group, units)
+        self.overlaps = has_room(group, units)
         """Whether gradients are reduced beside the backward pass, or after it."""
 
     # What a stage does differently
@@ -124,6 +126,9 @@ class Sharding:
     def publish(self) -> None:
         """Every rank has stepped: let all see the new parameters. A collective."""
 
+    def scaled(self) -> None:
+        """Every rank has scaled the gradients that it has."""
+
     # A micro-step
 
     def begin(self, last: bool) -> None:
@@ -148,12 +153,19 @@ class Sharding:
 
     def finish(self) -> None:
         """The backward pass has ended."""
+        if self.overlaps:
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
         if self._reduction:
             self._reduction.finish()
             self._reduction, self._rounds = None, self._rounds + 1
 
     def end(self, rounds: int) -> None:
         """The global batch ends, with so many micro-steps on the rank that has most: all gradients are reduced."""
+        # What is not reduced beside the backward pass waits until here: before it, others may need this rank's part in
+        # what couples samples.
+        self._finish_reduction()
         while self._rounds < self._wanted(rounds):
             self.absent()
         for held in self.held.values():
@@ -166,6 +178,7 @@ class Sharding:
         """Take part in one micro-step without data."""
         self.begin(last=True)
         self.finish()
+        self._finish_reduction()
 
     def clear(self) -> None:
         """Gradients are gone: the next global batch begins."""
@@ -229,6 +242,7 @@ class OptimizerCut(Sharding):
     """Stage 1: a rank steps its part of every unit; full parameters and gradients lie flat in the arena."""
 
     stage = 1
+    parts = True
 
     def _part(self, unit: Unit) -> range:
         sizes = self.shares.cut(unit.count)
@@ -321,7 +335,7 @@ class GradientsCut(OptimizerCut):
         self.buffers.free(flat, "units in flight")
 
 
-def _has_room(group: Group, units: Sequence[Unit]) -> bool:
+def has_room(group: Group, units: Sequence[Unit]) -> bool:
     """Whether anything computes beside collectives without taking turns with them: a GPU, or a spare processor.
 
     Where ranks have one processor each, a collective beside the backward pass waits for a turn on both sides at every

@@ -15,6 +15,7 @@ from runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 
+from mimatrix.engine import run as engine_run
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
 
@@ -136,6 +137,17 @@ def test_transformer_with_tokens_and_clipping(cut: Cut, stage: int) -> None:
 @pytest.mark.parametrize("cut", BY_HAND, ids=str)
 def test_residual_with_batch_norm(cut: Cut, stage: int) -> None:
     check(Residual, cut, stage, "momentum", pictures(STEPS * sum(cut.batches)), squared)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("cut", BY_HAND, ids=str)
+def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 0 has two ways; which one is taken depends on processors and sizes."""
+    monkeypatch.setattr(engine_run, "reads_in_place", lambda *_: reads)
+    count = STEPS * sum(cut.batches)
+    check(Perceptron, cut, 0, "adamw", vectors(count), squared)
+    check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, clip_norm=0.5)
+    check(Residual, cut, 0, "adamw", pictures(count), squared)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-from mimatrix.engine import sharding
+from mimatrix.engine import reading, sharding
 from mimatrix.engine.passing import ParametersCut
 from mimatrix.engine.run import Run
 
@@ -321,9 +321,25 @@ def test_weights_by_tokens_with_some_that_have_none(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_beside_the_backward_pass_and_after_it(overlaps: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "_has_room", lambda group, units: overlaps)
+    monkeypatch.setattr(sharding, "has_room", lambda group, units: overlaps)
+    monkeypatch.setattr(reading, "has_room", lambda group, units: True)  # so that nothing is read in place
     check(Case(mlp, vectors(STEPS * 5), squared, clip_norm=0.5), stage)
     check(Case(lambda: Crossed().double(), named(STEPS * 5), by_name), stage)
+
+
+def test_gradients_are_read_where_they_were_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's optimizers only: another one might change what it sees."""
+    monkeypatch.setattr(reading, "has_room", lambda group, units: False)
+
+    def each(run: Run, kind: Any) -> type:
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+        run.prepare(model, kind(model.parameters(), lr=0.1), vectors(10))
+        return type(run._ready().sharding)
+
+    kinds: dict[Any, type] = {torch.optim.SGD: reading.GradientsRead, Lion: sharding.Sharding}
+    for kind, expected in kinds.items():
+        found = in_runs(2, partial(each, kind=kind), stage=0, global_batch=5, unit_bytes=10_000)
+        assert found == [expected] * 2
 
 
 class Odd(nn.Module):
