@@ -31,7 +31,8 @@ class Shares:
         if not all(math.isfinite(part) and part >= 0 for part in parts) or not any(parts):
             raise UserError("weights must not be negative and not all zero; write for example 4,4,1,1")
         # Against the largest first: the sum of huge weights could overflow, that of tiny ones vanish.
-        scaled = [part / max(parts) for part in parts]
+        largest = max(parts)
+        scaled = [part / largest for part in parts]
         total = math.fsum(scaled)
         return cls(tuple(part / total for part in scaled))
 

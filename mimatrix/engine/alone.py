@@ -20,6 +20,9 @@ class Alone:
         self._pieces = [piece for unit in units if unit.learns for piece in unit.pieces]
         self.memory = Counter({"parameters": sum(unit.bytes for unit in units)})
 
+    def check_places(self) -> None:
+        """Parameters may be anywhere."""
+
     def touched(self) -> list[int]:
         """The numbers of parameters that have a gradient."""
         return [piece.index for piece in self._pieces if piece.parameter.grad is not None]

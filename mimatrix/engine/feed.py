@@ -26,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.errors import UserError, WorldError, nearest
 from mimatrix.planner.split import Split
 
 Collate = Callable[[list[Any]], Any]
@@ -69,6 +69,20 @@ class Position:
     def from_json(cls, fields: Mapping[str, int]) -> "Position":
         """What `to_json` gave."""
         return cls(fields["epoch"], fields["batch"])
+
+
+_LOADING = {"shuffle": "", "drop_last": "", "collate": "collate_fn", "workers": "num_workers", "pin": "pin_memory"}
+_LOADING["prefetch"] = "prefetch_factor"
+"""How a dataset may be read, and what torch's loader calls it where that is another name."""
+
+
+def check_loading(given: Mapping[str, Any]) -> None:
+    """Refuse settings that there are not, with the nearest that there is."""
+    for name in given:
+        if name not in _LOADING:
+            ours = next((each for each, theirs in _LOADING.items() if theirs == name), None)
+            fix = f'; it is called "{ours}" here' if ours else nearest(name, _LOADING)
+            raise UserError(f'there is no setting "{name}" of a loader{fix}')
 
 
 class Feed:

@@ -32,6 +32,10 @@ class Knobs:
             if name != "params" and _is_plain(value)
         }
 
+    def renew(self) -> None:
+        """What they are now is agreed: a checkpoint was loaded, on all ranks."""
+        self._agreed = self.all()
+
     def changed(self) -> Values:
         """What has changed on this rank since all agreed."""
         if len(self._groups) != self._count:
@@ -41,7 +45,9 @@ class Knobs:
     def agree(self, changes: Sequence[Values], ran: Sequence[bool], *, takes: bool) -> None:
         """What has changed on the ranks that `ran` the loop's body, on which they must agree; others take it over."""
         runners = [number for number, each in enumerate(ran) if each]
-        first = changes[runners[0]] if runners else {}
+        if not runners:
+            return  # nobody has been in the loop since; whatever was set outside of it, all have set
+        first = changes[runners[0]]
         for other in runners[1:]:
             _compare(first, changes[other], self._agreed, runners[0], other)
         self._agreed |= first

@@ -1,7 +1,8 @@
 """A run: what the user's loop talks to. The loop stays the user's; everything global happens at the end of a batch."""
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -19,7 +20,7 @@ from mimatrix.engine.binding import Binding, check_elementwise, check_steps
 from mimatrix.engine.checkpoint import Checkpoints
 from mimatrix.engine.cycle import Cycle
 from mimatrix.engine.exchange import Exchange, Message
-from mimatrix.engine.feed import Feed, Micro, Position
+from mimatrix.engine.feed import Feed, Micro, Position, check_loading
 from mimatrix.engine.hooks import hear_gradients, hear_modules
 from mimatrix.engine.knobs import Knobs
 from mimatrix.engine.loader import Loader
@@ -79,6 +80,8 @@ class Run:
         self._counted: float | None = None
         self._unweighed: list[dict[str, Any]] = []
         self._knobs: Knobs | None = None
+        self._asked = False
+        """Whether the loop has called the optimizer."""
         self._word: Word | None = None
         self._ended = self._backs = 0
         self._leader: int | None = None
@@ -105,8 +108,8 @@ class Run:
         model: nn.Module,
         optimizer: Optimizer,
         dataset: Any,
-        scheduler: LRScheduler,
         /,
+        scheduler: LRScheduler,
         *,
         loss: Loss | None = None,
         whole: Whole = (),
@@ -118,8 +121,8 @@ class Run:
         model: nn.Module,
         optimizer: Optimizer,
         dataset: Any,
-        scheduler: LRScheduler | None = None,
         /,
+        scheduler: LRScheduler | None = None,
         *,
         loss: Loss | None = None,
         whole: Whole = (),
@@ -134,6 +137,7 @@ class Run:
         """
         if self._cycle:
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
+        _check_prepared(model, optimizer, loading)
         feed = Feed(dataset, self.split, self.rank, seed=self.settings.seed, device=self.device, **loading)
         model.to(self.device)
         self._check_compiled(model)
@@ -217,6 +221,7 @@ class Run:
         if evaluating.length(dataset, 1) == 0:
             raise UserError("run.evaluate was given a dataset without samples; give it at least one")
         split = self.split.for_samples(min(self.split.total, evaluating.length(dataset, self.split.total)))
+        check_loading(loading)
         feed = Feed(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
         training = [module for module in model.modules() if module.training]
         sharding = self._cycle.sharding if self._cycle else None
@@ -271,6 +276,8 @@ class Run:
         found = self._checkpoints.load(str(folder))
         if found:
             self.step, self.position = found
+            if self._knobs:
+                self._knobs.renew()
         return found is not None
 
     @property
@@ -335,9 +342,14 @@ class Run:
     def end_epoch(self, epoch: int) -> None:
         """The loader has come to its end."""
         self.position = Position(epoch + 1, 0)
-        messages = self._exchange.all({**self._tell(), "backs": self._backs})
+        messages = self._exchange.all({**self._tell(), "backs": self._backs, "asked": self._asked})
         if self._ended and not any(message["backs"] for message in messages):
             raise UserError("run.backward was not called in this epoch; call run.backward(loss) for each micro-batch")
+        if self._ended and not any(message["asked"] for message in messages):
+            raise UserError(
+                "optimizer.step was not called in this epoch, or on an optimizer that was made after run.prepare; call "
+                "it on the one that was prepared"
+            )
         self._join_logs([message["logs"] for message in messages])
         self._hear(messages)
 
@@ -345,6 +357,7 @@ class Run:
         """A loop over the loader begins."""
         self._check_left()
         check_frozen(self._ready().sharding.units)
+        self._ready().sharding.check_places()
         self._watch.restart()
 
     def goes_on(self) -> bool:
@@ -482,6 +495,11 @@ class Run:
         """Batch norm over all ranks; how a rank without data takes part in it, if there is any."""
         if not self._group or not self.settings.sync_batchnorm or not batchnorm.has_batch_norm(model):
             return None
+        if self.split.rounds > 1 and self.rank == 0 and not self.settings.quiet:
+            sys.stderr.write(
+                "mimatrix: the model has batch norm, which sees the samples of all ranks but one micro-step at a time; "
+                "other micro-steps give other numbers\n"
+            )
         group = self._further_group("norm")
         self._watch.groups = (*self._watch.groups, group)
         batchnorm.synchronise(model, group, lambda: self._ready().is_ghost, self._watch)
@@ -534,6 +552,7 @@ class Run:
         def step(closure: Any = None) -> None:
             if closure is not None:
                 raise UserError("optimizer.step takes no closure here; call run.backward(loss) before it")
+            self._asked = True
             if not cycle.is_open:
                 return
             if not cycle.went_back:
@@ -548,6 +567,12 @@ class Run:
         if isinstance(cycle.sharding, Sharding) and cycle.sharding.stage:
             optimizer.register_state_dict_pre_hook(_refuse_state_dict)
             optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
+
+
+def _check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise UserError("run.prepare takes the model, the optimizer and the dataset; give them in this order")
+    check_loading(loading)
 
 
 def _leave_gradients(set_to_none: bool = True) -> None:

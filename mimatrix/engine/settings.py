@@ -33,7 +33,9 @@ class Settings:
             raise UserError(f"global_batch is {self.global_batch!r}; give the number of samples in a step, at least 1")
         if self.stage not in ("auto", 0, 1, 2, 3):
             raise UserError(f'stage is {self.stage!r}; use 0, 1, 2, 3 or "auto"')
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if not _is_count(self.seed):
+            raise UserError(f"seed is {self.seed!r}; give a whole number")
+        if self.clip_norm is not None and (not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0):
             raise UserError(f"clip_norm is {self.clip_norm!r}; give a number above 0, or leave it out")
         names = self.precision.values() if isinstance(self.precision, Mapping) else [self.precision]
         for name in names:

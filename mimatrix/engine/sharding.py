@@ -217,6 +217,16 @@ class Sharding:
             for tensor in (held.values, held.grads):
                 self.group.free(tensor)
 
+    def check_places(self) -> None:
+        """Refuse parameters that are no longer where they were put."""
+        for unit, held in self.held.items():
+            for piece in unit.pieces if self.stage in (1, 2) else ():
+                if piece.shape.numel() and piece.parameter.data_ptr() != piece.of(held.values).data_ptr():
+                    raise UserError(
+                        f"{piece.names[0]} was moved or cast after run.prepare, so what is trained is another tensor; "
+                        "move and cast the model before run.prepare"
+                    )
+
     # What the optimizer sees
 
     def touched(self) -> list[int]:

@@ -415,3 +415,52 @@ def test_changes_after_prepare() -> None:
     all_say("a param group was added after run.prepare", add)
     all_say("run.prepare was called twice", lambda run: (prepared(run), prepared(run)))
     all_say("nothing is prepared yet", lambda run: run.backward(torch.ones(())))
+
+
+def test_a_model_that_is_cast_after_prepare() -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, loader = run.prepare(model, optimizer, vectors(10))
+        model.float().double()
+        next(iter(loader))
+
+    all_say("weight was moved or cast after run.prepare", act, stage=1)
+
+
+def test_an_optimizer_that_was_made_after_prepare() -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3).double()
+        _, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors(10))
+        other = torch.optim.SGD(model.parameters(), lr=0.0)
+        for inputs, targets in loader:
+            run.backward(nn.functional.cross_entropy(model(inputs), targets))
+            other.step()
+
+    all_say("call it on the one that was prepared", act, stage=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("num_workers", 'it is called "workers" here'),
+        ("collate_fn", 'it is called "collate" here'),
+        ("shufle", 'did you mean "shuffle"?'),
+    ],
+)
+def test_settings_of_the_loader_that_there_are_not(setting: str, says: str) -> None:
+    def act(run: Run) -> None:
+        model = nn.Linear(6, 3).double()
+        more: Any = {setting: 1}
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors(10), **more)
+
+    all_say(says, act, stage=0)
+
+
+def test_the_order_of_what_is_prepared() -> None:
+    def act(run: Run) -> None:
+        model: Any = nn.Linear(6, 3).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(optimizer, model, vectors(10))
+
+    all_say("give them in this order", act, stage=0)

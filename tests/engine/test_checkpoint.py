@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -553,3 +554,25 @@ def test_packing(value: Any) -> None:
     found = unpack(json.loads(json.dumps(pack(value))))
     assert type(found) is type(value)
     assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+
+
+def test_settings_stay_loaded_when_the_epoch_was_at_its_end(tmp_path: Path) -> None:
+    """The first loop after such a load has nothing to do."""
+
+    def each(run: Run, saves: bool) -> float:
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, loader = run.prepare(model, optimizer, vectors(8), shuffle=False)
+        assert run.load(tmp_path) != saves
+        for _ in run.epochs(1 if saves else 2):
+            for inputs, targets in loader:
+                run.backward(nn.functional.cross_entropy(model(inputs), targets))
+                optimizer.step()
+                if saves and run.step == 2:
+                    optimizer.param_groups[0]["lr"] = 0.01
+                    run.save(tmp_path)
+        run.close()
+        return float(optimizer.param_groups[0]["lr"])
+
+    for saves in (True, False):
+        assert in_runs(2, partial(each, saves=saves), stage=1, global_batch=4) == [0.01, 0.01]
