@@ -183,13 +183,14 @@ def test_frozen_parameters_go_on_the_way_back_too() -> None:
         model = nn.Sequential(nn.Linear(6, 6), *(nn.Linear(6, 6) for _ in range(10)), nn.Linear(6, 3)).double()
         model[1:-1].requires_grad_(False)
         learning = [each for each in model.parameters() if each.requires_grad]
-        _, _, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
+        _, optimizer, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
         cut = run._ready().sharding
         assert isinstance(cut, ParametersCut)
         first: Any = model[0]
         first.weight.register_hook(lambda _: most.append(cut.buffers.bytes["units in flight"]))
         for batch in loader:
             run.backward(squared(model, batch))
+            optimizer.step()
         assert cut.buffers.bytes["units in flight"] == 0
 
     in_runs(2, each, stage=3, batch=[3, 2], unit_bytes=64)

@@ -267,10 +267,11 @@ def test_a_copy_of_a_model_with_batch_norm() -> None:
 
     def each(run: Run) -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-        _, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15), loss=squared)
+        _, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15), loss=squared)
         clone = copy.deepcopy(model)
         for batch in loader:
             run.backward(squared(model, batch))
+            optimizer.step()
         for mine, theirs in zip(clone.parameters(), model.parameters(), strict=True):
             assert mine is not theirs
             assert not torch.equal(mine, theirs)
