@@ -1,0 +1,151 @@
+"""What was measured of a model and of the devices that are to train it: the ground on which plans stand."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from mimatrix.core.errors import UserError
+from mimatrix.planner.curve import Curve
+
+VERSION = 1
+STAGES = (0, 1, 2, 3)
+PerStage = tuple[float, ...]
+"""One figure for each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a model and its optimizer hold, the same on every device."""
+
+    fingerprint: str
+    """Differs where curves of one model do not hold for the other."""
+    name: str
+    parameters: int
+    """Elements that learn."""
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    unit_bytes: int
+    """Of the largest part that moves at once."""
+
+    def kept_bytes(self, stage: int, share: float) -> int:
+        """What a rank keeps that owns `share`: parameters, gradients, optimizer state, units in flight."""
+        flying = (0, 0, 3 * self.unit_bytes, 6 * self.unit_bytes)[stage]
+        whole, cut = self.whole_and_cut_bytes(stage)
+        return flying + whole + round(share * cut)
+
+    def whole_and_cut_bytes(self, stage: int) -> tuple[int, int]:
+        """What every rank keeps all of, and what is cut over the ranks."""
+        kinds = (self.optimizer_bytes, self.gradient_bytes, self.parameter_bytes)
+        return sum(kinds[stage:]), sum(kinds[:stage])
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One device as one model finds it."""
+
+    device: str
+    """Its kind, for people: `NVIDIA A40`, `cpu`."""
+    model: str
+    """The fingerprint of the model."""
+    seconds: Curve
+    """Forward and backward pass of a micro-batch, no collective inside."""
+    memory: Curve
+    """Bytes at the peak of a micro-batch, beside what a rank keeps."""
+    room_bytes: int
+    """For all that a rank keeps and a micro-batch needs; headroom is taken off already."""
+    optimizer_s: float
+    """One step over all elements that learn."""
+    handling_s: PerStage = (0.0, 0.0, 0.0, 0.0)
+    """What each stage adds to a micro-batch: copying gradients, making room for parameters."""
+    noise: float = 0.0
+    """How much times differ from run to run, as a part."""
+    took_s: float = 0.0
+    """How long it took to measure."""
+    overflows: int = 0
+    """How often memory ran out while measuring."""
+
+    def slowed(self, factor: float) -> "Profile":
+        """The same device, taking `factor` times as long."""
+        handling = tuple(each * factor for each in self.handling_s)
+        return replace(
+            self,
+            seconds=self.seconds.scaled(factor),
+            optimizer_s=self.optimizer_s * factor,
+            handling_s=handling,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for `from_json`."""
+        return {**asdict(self), "seconds": list(self.seconds.points), "memory": list(self.memory.points)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Profile":
+        """What `to_json` gave."""
+        known = {name: fields[name] for name in cls.__slots__}
+        curves = {name: Curve.of(known[name]) for name in ("seconds", "memory")}
+        return cls(**{**known, **curves, "handling_s": tuple(known["handling_s"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What one group of ranks pays for moving a model's gradients and parameters, for each stage."""
+
+    once_s: PerStage
+    """In every step."""
+    round_s: PerStage = (0.0, 0.0, 0.0, 0.0)
+    """In every micro-step, where ranks meet in it (stages 2 and 3)."""
+    reason: str = ""
+    """Where the figures come from."""
+
+    @classmethod
+    def of(cls, all_reduce_s: float, reduce_scatter_s: float, all_gather_s: float, reason: str = "") -> "Communication":
+        """From the time of each collective over a whole model, nothing of it hidden behind computing."""
+        meets = reduce_scatter_s
+        once = (all_reduce_s, reduce_scatter_s + all_gather_s, all_gather_s, 0.0)
+        return cls(once, (0.0, 0.0, meets, meets + 2 * all_gather_s), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What `mimatrix profile` stores: a model, the devices of its ranks, and what they paid for moving it."""
+
+    model: ModelSize
+    profiles: tuple[Profile, ...]
+    """One for each rank."""
+    communication: Communication = field(default_factory=lambda: Communication((0.0,) * 4))
+    equal_counts: bool = False
+    """Whether the model couples samples of a micro-step (batch norm), so that ranks must run equally many."""
+
+    def to_text(self) -> str:
+        """As JSON, for `from_text`."""
+        fields = {
+            "mimatrix_profile": VERSION,
+            "model": asdict(self.model),
+            "profiles": [profile.to_json() for profile in self.profiles],
+            "communication": asdict(self.communication),
+            "equal_counts": self.equal_counts,
+        }
+        return json.dumps(fields, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "the profile") -> "Measurements":
+        """What `to_text` gave; a sentence for anything else."""
+        try:
+            fields = json.loads(text)
+            version = fields["mimatrix_profile"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{name} is no profile; make one with `mimatrix profile script.py`") from None
+        if version != VERSION:
+            raise UserError(f"{name} has version {version} and this is {VERSION}; measure again: mimatrix profile")
+        try:
+            paid = fields["communication"]
+            return cls(
+                ModelSize(**fields["model"]),
+                tuple(Profile.from_json(each) for each in fields["profiles"]),
+                Communication(tuple(paid["once_s"]), tuple(paid["round_s"]), str(paid["reason"])),
+                bool(fields["equal_counts"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{name} is damaged ({error}); measure again: mimatrix profile script.py") from None
