@@ -9,11 +9,13 @@ DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
 COMMANDS = (
     "demo",
+    "run",
+    "profile",
+    "plan",
     "simulate",
     "topology",
     "algorithms",
     "bench",
-    "run",
     "export",
     "lab",
     "lab up",
@@ -23,6 +25,10 @@ COMMANDS = (
 )
 DRAWN = {
     "demo.png": ["demo", "--picture"],
+    "plan.png": [
+        *("plan", "--cluster", "examples/lab.toml", "--profiles", "examples/lab_profiles.json"),
+        *("--global-batch", "512", "--picture"),
+    ],
     "bigraph.png": ["topology", "bigraph:4x4", "--picture"],
     "lab.png": ["topology", "examples/lab.toml", "--picture"],
     "timeline.png": ["simulate", "--cluster", "leaf_spine:4x4", "--algorithm", "gdraa", "--picture"],

@@ -1,154 +1,150 @@
-"""`mimatrix demo`: one table and one picture on why topology and algorithm matter."""
+"""`mimatrix demo`: three workers of unlike speed learn digits, evenly and then as planned."""
 
-from dataclasses import asdict, dataclass
+import os
+import sys
+import time
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mimatrix.cli.board import Board, Result, Way, result
+from mimatrix.cli.run import SlowBy, say
 from mimatrix.cli.screen import check_file, plain_console, print_json, save_picture
-from mimatrix.core.errors import UnsuitedError
-from mimatrix.core.units import format_bytes, format_seconds
+from mimatrix.core.errors import UserError
+from mimatrix.core.units import format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.text import Text
 
-_LARGE, _SMALL = 64 << 20, 64 << 10
-_SYNC_S = 5e-6
-_SCENES = {
-    "one\nswitch": ("star:32", _LARGE),
-    "racks\n4:1": ("leaf_spine:4x8,oversubscription=4", _LARGE),
-    "racks\nECMP": ("leaf_spine:4x8", _LARGE),
-    "BiGraph": ("bigraph:4x4", _LARGE),
-    "8 share\na NIC": ("star:4,devices=8", _LARGE),
-    "NIC per\nGPU": ("star:4,devices=8,nic=own", _LARGE),
-    "one\nswitch,\n64KiB": ("star:32", _SMALL),
-}
-_ALGORITHMS = ("parameter_server", "ring", "halving_doubling", "gdraa", "hierarchical", "hdrm")
-_UNEVEN = "star:4,rate=2*40Gbit+2*10Gbit"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """One replay of the demo."""
-
-    scene: str
-    cluster: str
-    bytes: int
-    algorithm: str
-    seconds: float
-    rounds: int
-    lower_bound_seconds: float
+SPEEDS = (1.0, 0.5, 0.25)
+_TIMEOUT_S = 150.0
+_PICTURE = Path("out/demo.png")
+_COLOURS = {"computing": "#2a9d8f", "moving data": "#e9a23b", "waiting": "#d9d9d9"}
 
 
 def demo(
-    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("mimatrix-demo.png"),
+    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = _PICTURE,
+    epochs: Annotated[int, typer.Option(help="How often each of the two trainings sees all digits.")] = 15,
+    slow_by: SlowBy = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Sum gradients over 32 GPUs: six networks, six algorithms, one table and one picture."""
+    """Train on three workers of this machine with speeds 1, 0.5 and 0.25: evenly as DDP does, then as planned.
+
+    A small network learns scikit-learn's digits. Shows who computes and who waits, then a table and a picture. It
+    takes one to two minutes and needs no root.
+
+    Example: mimatrix demo --picture demo.png
+    """
+    if picture == _PICTURE:
+        picture.parent.mkdir(exist_ok=True)
     check_file(picture, (".png", ".svg", ".pdf"))
-    cells = _replay_all()
-    uneven = _uneven_seconds()
-    save_picture(_drawn(cells), picture)
+    if epochs < 2:
+        raise UserError(f"{epochs} epochs are too few to measure; use --epochs 2 or more")
+    if find_spec("sklearn") is None:
+        raise UserError("the demo learns scikit-learn's digits; install it: pip install scikit-learn")
+    found = _trained(epochs, slow_by)
+    save_picture(_drawn(found), picture)
     if as_json:
-        print_json({"cells": [asdict(cell) for cell in cells], "uneven": uneven, "picture": str(picture)})
+        print_json(asdict(found) | {"picture": str(picture)})
     else:
-        _print(cells, uneven, picture)
+        _print(found, picture)
 
 
-def _replay_all() -> list[_Cell]:
-    from rich.console import Console
-    from rich.progress import track
+def _trained(epochs: int, slow_by: str) -> Result:
+    """What three workers found. Whatever happens, none of them stays behind."""
+    from mimatrix import launch as launches
+    from mimatrix.cli.watching import Told, watched
 
-    from mimatrix.cluster import Fabric, named
-    from mimatrix.collectives import Collective, Wishes
-    from mimatrix.netsim import Costs, simulate
-
-    fabrics = {word: Fabric(named(word)) for word, _ in _SCENES.values()}
-    cells = []
-    todo = [(scene, name) for scene in _SCENES for name in _ALGORITHMS]
-    for scene, name in track(todo, "simulating", console=Console(stderr=True), transient=True):
-        word, size = _SCENES[scene]
-        try:
-            found, _ = simulate(name, fabrics[word], Collective.ALL_REDUCE, size, Wishes(), Costs(_SYNC_S))
-        except UnsuitedError:
-            continue  # HDRM is for BiGraph and leaf-spine networks only.
-        cells.append(_Cell(scene, word, size, name, found.seconds, found.rounds, found.lower_bound_seconds))
-    return cells
+    board, began_s = Board(len(SPEEDS)), time.monotonic()
+    words = launches.module_words("mimatrix.worker.digits", ["--epochs", str(epochs)])
+    launch = launches.Launch(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
+    launches.check(launch)
+    with watched(board, SPEEDS) as show:
+        show()
+        outcome = launches.run_local(launch, os.environ, Told(board, show), sys.stderr.buffer, say)
+    if outcome.code:
+        say(outcome.reason)
+        raise typer.Exit(outcome.code)
+    return result(board, SPEEDS, time.monotonic() - began_s)
 
 
-def _uneven_seconds() -> dict[str, float]:
-    """Two NICs of 40 Gbit and two of 10: a ring, equal shares, shares by bandwidth."""
-    from mimatrix.cluster import Fabric, named
-    from mimatrix.collectives import Collective, Wishes
-    from mimatrix.netsim import Costs, simulate
-
-    asked = {
-        "ring": ("ring", Wishes()),
-        "gdraa, equal shares": ("gdraa", Wishes(segments=16)),
-        "gdraa, shares by bandwidth": ("gdraa", Wishes(segments=16, shares="bandwidth")),
-    }
-    fabric = Fabric(named(_UNEVEN))
-    return {
-        label: simulate(name, fabric, Collective.ALL_REDUCE, _LARGE, wishes, Costs(_SYNC_S))[0].seconds
-        for label, (name, wishes) in asked.items()
-    }
-
-
-def _print(cells: list[_Cell], uneven: dict[str, float], picture: Path) -> None:
+def _print(found: Result, picture: Path) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    console = plain_console()
-    title = f"Sum {format_bytes(_LARGE)} of gradients over 32 GPUs with 100 Gbit links (simulated)"
-    table = Table(title=title, title_justify="left", padding=(0, 0), pad_edge=False)
+    title = "Three workers of speed 1, 0.5 and 0.25 learn digits, 512 samples a step"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("")
-    for scene in _SCENES:
-        table.add_column(scene, justify="right")
-    best = {scene: min(cell.seconds for cell in cells if cell.scene == scene) for scene in _SCENES}
-    times = {(cell.algorithm, cell.scene): _marked(cell.seconds, best[cell.scene]) for cell in cells}
-    for name in _ALGORITHMS:
-        table.add_row(name, *(times.get((name, scene), "-") for scene in _SCENES))
-    bounds = {cell.scene: cell.lower_bound_seconds for cell in cells}
-    table.add_section()
-    table.add_row("no one can beat", *(format_seconds(bounds[scene]) for scene in _SCENES))
+    for heading in ("even", "planned"):
+        table.add_column(heading, justify="right")
+    ways = (found.even, found.planned)
+    table.add_row("samples/s", *(f"{way.samples_per_s:.0f}" for way in ways))
+    table.add_row("of the ideal", *(f"{way.fraction_of_ideal:.0%}" for way in ways))
+    table.add_row("step", *(format_seconds(way.step_s) for way in ways))
+    table.add_row("step, predicted", "-", _predicted(found.planned))
+    table.add_row("idle", *(f"{way.idle:.1%}" for way in ways))
+    table.add_row("accuracy on held-out digits", *(f"{way.accuracy:.1%}" for way in ways))
+    for even, planned in zip(found.even.workers, found.planned.workers, strict=True):
+        name = f"worker {even.rank} ({even.speed:g}x): batch, waiting"
+        table.add_row(name, *(f"{each.batch}, {each.waiting:.0%}" for each in (even, planned)))
+    console = plain_console()
     console.print(table)
-    rounds = {cell.algorithm: cell.rounds for cell in reversed(cells)}
-    rounds |= {cell.algorithm: cell.rounds for cell in cells if cell.cluster == "star:32"}
-    console.print("Synchronisations: " + ", ".join(f"{name} {rounds[name]}" for name in _ALGORITHMS) + ".")
-    ways = ", ".join(f"{label} {format_seconds(value)}" for label, value in uneven.items())
-    console.print(f"Uneven NICs, two of 40 Gbit and two of 10: {ways}.")
+    console.print(
+        f"Planned is {found.speedup:.2f} times as fast as even. Ideal is {found.ideal_samples_per_s:.0f} samples/s: "
+        f"what the workers do side by side without exchanging anything."
+    )
+    console.print(f"Both computed the same: losses differ by {found.largest_loss_difference:.1e} at the most.")
     console.print(f"Picture: {picture}")
 
 
-def _marked(seconds: float, best: float) -> "Text":
-    from rich.text import Text
-
-    return Text(format_seconds(seconds), style="bold green" if seconds <= best * 1.005 else "")
+def _predicted(way: Way) -> str:
+    return format_seconds(way.predicted_step_s) if way.predicted_step_s else "-"
 
 
-def _drawn(cells: list[_Cell]) -> "Figure":
-    import numpy as np
-    from matplotlib import colormaps
+def _drawn(found: Result) -> "Figure":
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    axes = figure.subplots()
-    scenes = list(_SCENES)
-    width = 0.84 / len(_ALGORITHMS)
-    for index, name in enumerate(_ALGORITHMS):
-        found = {cell.scene: cell.seconds / cell.lower_bound_seconds for cell in cells if cell.algorithm == name}
-        places = [scenes.index(scene) + (index - len(_ALGORITHMS) / 2 + 0.5) * width for scene in found]
-        colour = colormaps["viridis"](index / (len(_ALGORITHMS) - 1))
-        bars = axes.bar(places, list(found.values()), width, label=name, color=colour, edgecolor="white")
-        axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=1)
-    axes.axvline(len(scenes) - 1.5, color="0.6", linestyle=":")
-    axes.axhline(1.0, color="crimson", linewidth=1.5, label="no algorithm can beat")
-    axes.set_yscale("log")
-    axes.set_ylim(0.9, 120)
-    axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    axes.set_ylabel("time / least possible time")
-    axes.set_xticks(np.arange(len(scenes)), scenes)
-    axes.set_title(f"Summing {format_bytes(_LARGE)} over 32 GPUs: the network and the algorithm decide (simulated)")
-    axes.legend(ncols=7, fontsize=8, loc="upper center")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    bars, rates = figure.subplots(1, 2, gridspec_kw={"width_ratios": [5, 3]})
+    _draw_workers(bars, found)
+    _draw_rates(rates, found)
+    figure.suptitle(
+        f"The same training on workers of speed 1, 0.5, 0.25: {found.speedup:.2f} times as fast with a plan, at "
+        f"{found.planned.fraction_of_ideal:.0%} of the ideal"
+    )
     return figure
+
+
+def _draw_workers(axes: "Axes", found: Result) -> None:
+    ways = {"even": found.even, "planned": found.planned}
+    texts: list[tuple[float, str]] = []
+    for name, way in ways.items():
+        for worker in way.workers:
+            row = len(texts) + 0.5 * (name == "planned")
+            start = 0.0
+            for part, colour in zip((worker.busy, worker.moving, worker.waiting), _COLOURS.values(), strict=True):
+                axes.barh(row, part, 0.8, start, color=colour, edgecolor="white")
+                start += part
+            texts.append((row, f"{name}: speed {worker.speed:g}, batch {worker.batch}"))
+    axes.set_yticks([row for row, _ in texts], [text for _, text in texts], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("part of a step")
+    for name, colour in _COLOURS.items():
+        axes.barh(0, 0, color=colour, label=name)
+    axes.legend(ncols=3, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.1))
+
+
+def _draw_rates(axes: "Axes", found: Result) -> None:
+    rates = [found.even.samples_per_s, found.planned.samples_per_s]
+    bars = axes.bar(["even", "planned"], rates, 0.6, color=["#8d99ae", "#2a9d8f"])
+    axes.bar_label(bars, fmt="%.0f", padding=2)
+    axes.axhline(found.ideal_samples_per_s, color="crimson", linestyle="--", label="ideal")
+    axes.set_ylim(0, 1.2 * max(*rates, found.ideal_samples_per_s))
+    axes.set_ylabel("samples/s")
+    axes.legend(fontsize=8)

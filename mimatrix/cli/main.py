@@ -11,6 +11,8 @@ from mimatrix.cli.bench import bench
 from mimatrix.cli.demo import demo
 from mimatrix.cli.export import export
 from mimatrix.cli.lab import lab
+from mimatrix.cli.plan import plan
+from mimatrix.cli.profile import profile
 from mimatrix.cli.run import run
 from mimatrix.cli.simulate import algorithms, simulate
 from mimatrix.cli.topology import topology
@@ -25,12 +27,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+# What follows the script is the script's own, options included.
+_before_the_script = {"allow_interspersed_args": False}
+app.command(context_settings=_before_the_script)(run)
+app.command(context_settings=_before_the_script)(profile)
+app.command()(plan)
 app.command()(simulate)
 app.command()(topology)
 app.command()(algorithms)
 app.command()(bench)
-# What follows the script is the script's own, options included.
-app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(export)
 app.add_typer(lab, name="lab")
 

@@ -4,36 +4,50 @@ import json
 import os
 import re
 import sys
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mimatrix.core.units import parse_seconds
 
+if TYPE_CHECKING:
+    from mimatrix.launch import Launch
+
+Script = Annotated[str, typer.Argument(help="What every worker runs.", metavar="SCRIPT")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", metavar="ARGS")]
+Ranks = Annotated[int, typer.Option("-n", "--ranks", help="Number of workers.")]
+Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")]
+Speeds = Annotated[str, typer.Option(help="Slow workers down: a part of full speed for each, as in 1,0.5,0.25.")]
+Memory = Annotated[
+    str,
+    typer.Option(help="What each worker may use, one size for all or one for each, as in 2GB,512MB; enforced as root."),
+]
+SlowBy = Annotated[
+    str,
+    typer.Option(
+        envvar="MIMATRIX_SLOWDOWN",
+        help="quota (control groups, root) or signals (stop and continue); without, the first that works.",
+    ),
+]
+Timeout = Annotated[str, typer.Option(help="End everything after this time, as in 5min; exit code 124.")]
+Threads = Annotated[int | None, typer.Option(help="OMP_NUM_THREADS of each worker; without, what is set, or 1.")]
+
 
 def run(
-    script: Annotated[str, typer.Argument(help="What every worker runs.", metavar="SCRIPT")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", metavar="ARGS")] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of workers.")] = 1,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")] = False,
-    speeds: Annotated[
-        str, typer.Option(help="Slow workers down: a part of full speed for each, as in 1,0.5,0.25.")
-    ] = "",
-    slow_by: Annotated[
-        str,
-        typer.Option(
-            envvar="MIMATRIX_SLOWDOWN",
-            help="quota (control groups, root) or signals (stop and continue); without, the first that works.",
-        ),
-    ] = "",
+    script: Script,
+    arguments: Arguments = None,
+    ranks: Ranks = 1,
+    module: Module = False,
+    speeds: Speeds = "",
+    memory: Memory = "",
+    slow_by: SlowBy = "",
     max_restarts: Annotated[
         int, typer.Option(help="How often to start all again when a worker is lost; exit code 2 is final.")
     ] = 0,
     grace: Annotated[str, typer.Option(help="How long the others may go on when one worker has failed.")] = "5s",
-    timeout: Annotated[str, typer.Option(help="End everything after this time, as in 5min; exit code 124.")] = "",
-    threads: Annotated[
-        int | None, typer.Option(help="OMP_NUM_THREADS of each worker; without, what is set, or 1.")
-    ] = None,
+    timeout: Timeout = "",
+    threads: Threads = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print how it ended as JSON, on one line after the workers' lines.")
     ] = False,
@@ -46,28 +60,50 @@ def run(
     """
     from mimatrix import launch as launches
 
-    words = _words(script, arguments or [], module)
-    launch = launches.Launch(
-        words,
-        ranks=ranks,
-        speeds=launches.parse_speeds(speeds) if speeds else (),
-        slow_by=slow_by,
-        threads=threads,
+    launch = replace(
+        asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout),
         max_restarts=max_restarts,
         grace_s=_seconds(grace),
-        timeout_s=_seconds(timeout) if timeout else None,
     )
     launches.check(launch)
-    outcome = launches.run_local(launch, os.environ, sys.stdout.buffer, sys.stderr.buffer, _say)
+    outcome = launches.run_local(launch, os.environ, sys.stdout.buffer, sys.stderr.buffer, say)
     if outcome.code:
-        _say(outcome.reason)
+        say(outcome.reason)
     if as_json:
-        from dataclasses import asdict
-
         # On one line, since it comes after the lines of the workers: `tail -n 1` has it.
         typer.echo(json.dumps(asdict(outcome)))
     if outcome.code:
         raise typer.Exit(outcome.code)
+
+
+def asked(
+    script: str,
+    arguments: list[str],
+    module: bool,
+    ranks: int,
+    speeds: str,
+    memory: str,
+    slow_by: str,
+    threads: int | None,
+    timeout: str,
+) -> "Launch":
+    """What the options ask for, not yet checked as a whole."""
+    from mimatrix import launch as launches
+
+    return launches.Launch(
+        _words(script, arguments, module),
+        ranks=ranks,
+        speeds=launches.parse_speeds(speeds) if speeds else (),
+        memory=launches.parse_memory(memory, ranks) if memory else (),
+        slow_by=slow_by,
+        threads=threads,
+        timeout_s=_seconds(timeout) if timeout else None,
+    )
+
+
+def say(sentence: str) -> None:
+    """To the person, beside what workers print."""
+    typer.echo(f"mimatrix: {sentence}", err=True)
 
 
 def _words(script: str, arguments: list[str], module: bool) -> tuple[str, ...]:
@@ -81,7 +117,3 @@ def _words(script: str, arguments: list[str], module: bool) -> tuple[str, ...]:
 def _seconds(text: str) -> float:
     """A time, in seconds where it has no unit."""
     return parse_seconds(f"{text}s" if re.fullmatch(r"\s*[\d.]+\s*", text) else text)
-
-
-def _say(sentence: str) -> None:
-    typer.echo(f"mimatrix: {sentence}", err=True)

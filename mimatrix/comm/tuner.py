@@ -70,7 +70,7 @@ class Tuner:
         self._plans: dict[SizeClass, Plan] = {}
         self.table: dict[str, dict[str, float]] = {}
         """Seconds of every candidate, by size class: why a plan was chosen."""
-        self._file = _cache_folder() / f"{fingerprint(group)}.json"
+        self._file = cache_folder() / f"{fingerprint(group)}.json"
         self._only = ""
         """`MIMATRIX_PATH`: plans of this path alone are tried, where there are any; to find out what is to blame."""
         self._load()
@@ -171,7 +171,8 @@ def fingerprint(group: "Group") -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where tables stay from run to run."""
     base = os.environ.get("MIMATRIX_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "mimatrix" / "tuner"
 

@@ -138,6 +138,6 @@ def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], wa
     return len(found)
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether samples of a batch meet in it."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+def count(model: nn.Module) -> int:
+    """In how many places samples of a batch meet."""
+    return sum(isinstance(module, _BatchNorm) for module in model.modules())

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import count, islice
+from itertools import count, cycle, islice
 from typing import Any, TypeVar
 
 import torch
@@ -145,11 +145,20 @@ class Feed:
             return self._copied_ahead(parts)
         return ((micro, _moved(data, self._device)) for micro, data in parts)
 
-    def sample(self) -> Any:
-        """One sample as a batch, for whoever must run the model without data of its own."""
+    def sample(self, count: int = 1) -> Any:
+        """A batch of the first samples, for whoever runs the model without data of its own; a short set repeats."""
         dataset = self._reading.dataset
-        one = next(iter(dataset)) if self._streams else dataset[0]
-        return _moved(self._reading.collate([one]), self._device)
+        first = iter(dataset) if self._streams else (dataset[row] for row in range(len(dataset)))
+        return _moved(self._reading.collate(list(islice(cycle(first), count))), self._device)
+
+    @property
+    def hides_loading(self) -> bool:
+        """Whether samples are made by other processes, beside the computation."""
+        return self._reading.workers > 0
+
+    def split_at(self, position: Position) -> Split:
+        """The split that holds for the global batch at `position`, as far as is agreed."""
+        return next(split for at, split in reversed(self._splits) if at <= position)
 
     def head(self) -> Position:
         """The first global batch that is not yet asked for. Loaders run ahead of what `epoch` has yielded."""
@@ -182,7 +191,7 @@ class Feed:
     def _draw(self, position: Position) -> Split:
         """The split of the global batch at `position`, which from now on cannot change."""
         self._head = Position(position.epoch, position.batch + 1)
-        return next(split for at, split in reversed(self._splits) if at <= position)
+        return self.split_at(position)
 
     def _of_rows(self, epoch: int, start: int) -> Iterator[tuple[Micro, Any]]:
         return self._load(epoch, self._rows(epoch, start))

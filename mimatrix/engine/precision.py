@@ -1,5 +1,6 @@
 """Computing in 16 bits: parameters, sums and optimizer stay in 32, so that ranks of different precision agree."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -27,6 +28,10 @@ class Precision:
                 f'{torch.cuda.get_device_name(device)} has no bf16; use precision="fp16" for it, '
                 'for example precision={"2080": "fp16", "A40": "bf16"}'
             )
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Inside of it all is computed in this precision."""
+        return torch.autocast(self._device.type, self._dtype) if self._dtype else nullcontext()
 
     def begin(self) -> None:
         """From here to `end` all is computed in it, as inside of `torch.autocast`: the model, and the user's loss."""

@@ -71,10 +71,11 @@ class GradientsRead(Sharding):
         parts = _parts(held.unit, self.group.size)
         inside = (member for member, part in enumerate(parts) if part.start <= piece.start < part.stop)
         owner = next(inside, self.group.me)  # a parameter without elements may lie behind all of them
-        whole = piece.of(held.grads)
+        whole = self._view(piece, held.grads)
         if owner != self.group.me:
             at = self._places[owner][held.unit.index] + piece.start * held.grads.element_size()
-            whole = self.group.peer_tensor(owner, at, piece.shape.numel(), held.grads.dtype).view(piece.shape)
+            theirs = self.group.peer_tensor(owner, at, piece.shape.numel(), held.grads.dtype)
+            whole = theirs.as_strided(piece.shape, piece.strides)
         yield Slice(piece, 0, piece.shape.numel(), piece.parameter, whole)
 
     def _exchanged(self) -> list[list[int]]:

@@ -26,6 +26,7 @@ from mimatrix.engine.knobs import Knobs
 from mimatrix.engine.loader import Loader
 from mimatrix.engine.logs import Logs
 from mimatrix.engine.passing import STAGES, ParametersCut
+from mimatrix.engine.plans import Plans
 from mimatrix.engine.precision import LossScale, Precision
 from mimatrix.engine.reading import GradientsRead, reads_in_place
 from mimatrix.engine.schedulers import Scheduler
@@ -33,8 +34,10 @@ from mimatrix.engine.settings import Settings
 from mimatrix.engine.sharding import Sharding
 from mimatrix.engine.snapshot import Standing, Subject, persistent_buffers
 from mimatrix.engine.stats import StepStats, Watch
+from mimatrix.engine.surveying import Ground
 from mimatrix.engine.units import Unit, check_frozen, is_compiled, units_of
 from mimatrix.engine.word import Word
+from mimatrix.planner.plan import Plan
 from mimatrix.planner.split import Split, resolve_batches
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -58,12 +61,12 @@ class Run:
         self._main = self._group("reduce") if self._group else None
         self._further: list[Group] = []
         self._exchange = Exchange(self._main)
-        self._watch = Watch((self._main,) if self._main else ())
+        self._watch = Watch((self._main,) if self._main else (), device=self.device)
         self.devices = self._agree()
         batches = resolve_batches(settings.batch, settings.global_batch, self.devices)
-        self.split = Split.of(batches, settings.micro_batch)
+        self._first = Split.of(batches, settings.micro_batch)
         self._precision = Precision(self._precisions()[rank], self.device)
-        self.stage = settings.stage_for(ranks)
+        self.stage = settings.stage_for()
         self.shares = settings.shares_for(ranks)
         self.step = 0
         """Global batches done."""
@@ -80,6 +83,7 @@ class Run:
         self._counted: float | None = None
         self._unweighed: list[dict[str, Any]] = []
         self._knobs: Knobs | None = None
+        self._plans: Plans | None = None
         self._asked = False
         """Whether the loop has called the optimizer."""
         self._word: Word | None = None
@@ -138,8 +142,9 @@ class Run:
         if self._cycle:
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
         _check_prepared(model, optimizer, loading)
-        feed = Feed(dataset, self.split, self.rank, seed=self.settings.seed, device=self.device, **loading)
+        feed = Feed(dataset, self._first, self.rank, seed=self.settings.seed, device=self.device, **loading)
         model.to(self.device)
+        self._plan(model, optimizer, loss, feed, whole)
         self._check_compiled(model)
         ghost = self._synchronised(model, loss, feed)
         units = units_of(model, self.settings.unit_bytes_for(self.stage, self.devices), whole)
@@ -157,8 +162,8 @@ class Run:
             hear_gradients(units, cycle.arrived)
         if isinstance(sharding, ParametersCut):
             hear_modules(model, sharding)
-        cycle.tell = self._tell
-        cycle.hear = self._hear
+        cycle.tell = self._tell_batch
+        cycle.hear = self._hear_batch
         self._cycle, self._model, self._loader = cycle, model, Loader(self, feed)
         # Made here and not at the first save: ranks without data do not come by there.
         group = self._further_group("checkpoint") if self._group else None
@@ -175,6 +180,7 @@ class Run:
         """Gradients of this micro-batch's mean loss. It counts by its samples, or by `weight` (of tokens, say)."""
         self._precision.end()
         self._counted = self._ready().backward(loss, weight)
+        self._watch.end_micro()
         self._backs += 1
         self._weigh(self._counted)
 
@@ -203,6 +209,21 @@ class Run:
     def history(self) -> list[tuple[int, dict[str, float]]]:
         """(step, means) of what was logged, in order."""
         return self._logs.history
+
+    @property
+    def split(self) -> Split:
+        """How the next global batch is cut over the ranks."""
+        return self._first if self._loader is None else self._loader.feed.split_at(self.position)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was agreed last, if the run has one."""
+        return self._plans.now if self._plans else None
+
+    @property
+    def plan_changes(self) -> list[tuple[int, Plan, str]]:
+        """(step, plan, why) for each time that the plan changed."""
+        return list(self._plans.changes) if self._plans else []
 
     def stats(self) -> list[StepStats]:
         """Where the time of each step went, the last thousand steps."""
@@ -310,6 +331,7 @@ class Run:
         cycle.enter(micro)
         self._logging, self._counted = self.step, None
         if micro.count:
+            self._watch.begin_micro()
             self._precision.begin()
             return True
         self.end_batch()
@@ -333,10 +355,11 @@ class Run:
         outcome = cycle.end()
         self._join_logs([message["logs"] for message in outcome.messages])
         self.position = Position(micro.epoch, micro.batch + 1)
-        self._stats = [*self._stats[-999:], self._watch.step(self.step, micro.samples)]
+        batches = self._split_of(micro).batches
+        self._stats = [*self._stats[-999:], self._watch.step(self.step, batches[self.rank])]
         self.step += 1
         self._ended += 1
-        busy = [rank for rank, sizes in enumerate(self.split.for_samples(micro.total).micro) if sizes]
+        busy = [rank for rank, samples in enumerate(batches) if samples]
         self._leader = busy[0] if len(busy) < self.ranks else None
 
     def end_epoch(self, epoch: int) -> None:
@@ -410,6 +433,17 @@ class Run:
             "ran": bool(micro and micro.count),
         }
 
+    def _tell_batch(self) -> Message:
+        pace = self._plans.tell(self._watch.busy_s()) if self._plans and self.settings.follows else {}
+        return {**self._tell(), "pace": pace}
+
+    def _hear_batch(self, messages: Sequence[Message]) -> None:
+        self._hear(messages)
+        micro = self._ready().micro
+        if self._plans and self.settings.follows and micro:
+            paces = [message["pace"] for message in messages]
+            self._plans.hear(paces, self._split_of(micro), self.step, None)
+
     def _hear(self, messages: Sequence[Message]) -> None:
         self._catch_up(messages)
         if self._knobs:
@@ -426,9 +460,14 @@ class Run:
         assert self._checkpoints
         self._checkpoints.catch_up([message["saves"] for message in messages])
 
+    def _split_of(self, micro: Micro) -> Split:
+        """How the global batch of a micro-step is cut."""
+        assert self._loader is not None
+        return self._loader.feed.split_at(Position(micro.epoch, micro.batch)).for_samples(micro.total)
+
     def _standing(self) -> Standing:
         micro = self._ready().micro
-        cut = self.split.for_samples(micro.total) if micro else self.split
+        cut = self._split_of(micro) if micro else self.split
         idle = tuple(rank for rank, sizes in enumerate(cut.micro) if not sizes)
         return Standing(self.step, self.position, self.split, self.shares, self.settings.seed, idle)
 
@@ -485,6 +524,30 @@ class Run:
     def _precisions(self) -> list[str]:
         return [self.settings.precision_for(rank, device) for rank, device in enumerate(self.devices)]
 
+    def _plan(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, feed: Feed, whole: Whole) -> None:
+        """Find the stage, the batches and the shares, where that is asked for. A collective."""
+        synced = self._group and self.settings.sync_batchnorm
+        ground = Ground(
+            self.settings,
+            model,
+            optimizer,
+            loss,
+            feed,
+            self._exchange,
+            self._main,
+            self.rank,
+            self.devices,
+            self.device,
+            self._precisions()[self.rank],
+            self._precision.context,
+            batchnorm.count(model) if synced else 0,
+            whole,
+        )
+        self._plans = Plans(self.rank, feed, quiet=self.settings.quiet)
+        first = self._plans.begin(ground)
+        if first:
+            self.stage, self.shares = first.stage, first.shares
+
     def _check_compiled(self, model: nn.Module) -> None:
         if self.ranks > 1 and self.stage == 3 and is_compiled(model):
             raise UserError(
@@ -493,7 +556,7 @@ class Run:
 
     def _synchronised(self, model: nn.Module, loss: Loss | None, feed: Feed) -> Callable[[], None] | None:
         """Batch norm over all ranks; how a rank without data takes part in it, if there is any."""
-        if not self._group or not self.settings.sync_batchnorm or not batchnorm.has_batch_norm(model):
+        if not self._group or not self.settings.sync_batchnorm or not batchnorm.count(model):
             return None
         if self.split.rounds > 1 and self.rank == 0 and not self.settings.quiet:
             sys.stderr.write(

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, nearest
+from mimatrix.planner.plan import Plan
 
 Batch = Literal["auto"] | int | Sequence[int] | Mapping[int | str, int]
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -27,6 +29,8 @@ class Settings:
     sync_batchnorm: bool = True
     unit_bytes: int | None = None
     quiet: bool = False
+    plan: Plan | Path | str | None = None
+    rebalance: bool | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch is not None and (not _is_count(self.global_batch) or self.global_batch < 1):
@@ -37,10 +41,26 @@ class Settings:
             raise UserError(f"seed is {self.seed!r}; give a whole number")
         if self.clip_norm is not None and (not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0):
             raise UserError(f"clip_norm is {self.clip_norm!r}; give a number above 0, or leave it out")
+        self._check_plan()
         names = self.precision.values() if isinstance(self.precision, Mapping) else [self.precision]
         for name in names:
             if name not in PRECISIONS:
                 raise UserError(f'"{name}" is no precision{nearest(str(name), PRECISIONS)}')
+
+    @property
+    def follows(self) -> bool:
+        """Whether batches follow the speeds that ranks show while training."""
+        return self.rebalance if self.rebalance is not None else self.plan in ("profile", "online")
+
+    def _check_plan(self) -> None:
+        if self.plan is None:
+            if self.rebalance:
+                raise UserError('rebalance needs a plan to begin with; use plan="online" or plan="profile"')
+            return
+        if self.batch != "auto":
+            raise UserError("a plan says how many samples each rank takes; leave out either plan or batch")
+        if self.global_batch is None:
+            raise UserError("a plan shares out a global batch; set global_batch")
 
     def shares_for(self, ranks: int) -> Shares:
         """Who owns how much: as given, otherwise equal."""
@@ -54,8 +74,8 @@ class Settings:
             total = sum(self.shares)
             raise UserError(f"shares = {list(self.shares)} sums to {total:.6g}; shares must sum to 1") from None
 
-    def stage_for(self, ranks: int) -> int:  # noqa: ARG002 (a planner will choose by memory)
-        """`auto` is 0 until a planner chooses."""
+    def stage_for(self) -> int:
+        """`auto` is 0 until a plan chooses."""
         return 0 if self.stage == "auto" else int(self.stage)
 
     def unit_bytes_for(self, stage: int, devices: Sequence[str]) -> int:
@@ -83,6 +103,8 @@ class Settings:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): each for key, each in value.items()}
+    if isinstance(value, Plan | Path):
+        return str(value)
     return value if isinstance(value, str | int | float | None) else list(value)
 
 

@@ -95,6 +95,10 @@ class Sharding:
     def _part(self, unit: Unit) -> range:
         return range(unit.count)
 
+    def _view(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient in a buffer. Parameters stay as they are laid out, so gradients are too."""
+        return piece.laid(flat)
+
     def _hold(self, unit: Unit) -> Held:
         """Parameters stay where they are; their gradients are summed in a buffer."""
         count = unit.count if unit.learns else 0
@@ -102,10 +106,10 @@ class Sharding:
         grads.zero_()
         if count:
             for piece in unit.pieces:
-                piece.of(grads).copy_(piece.parameter.detach())
+                piece.laid(grads).copy_(piece.parameter.detach())
             self.group.broadcast(grads)
             for piece in unit.pieces:
-                piece.parameter.detach().copy_(piece.of(grads))
+                piece.parameter.detach().copy_(piece.laid(grads))
             grads.zero_()
         else:
             for piece in unit.pieces:
@@ -189,7 +193,7 @@ class Sharding:
 
     def _take(self, held: Held, piece: Piece, number: int) -> None:
         """Add a gradient to the buffer, the first by copying."""
-        gradient, view = piece.parameter.grad, piece.of(held.grads)
+        gradient, view = piece.parameter.grad, self._view(piece, held.grads)
         assert gradient is not None
         if number in held.touched:
             view.add_(gradient)
@@ -245,7 +249,7 @@ class Sharding:
 
     def _slice(self, held: Held, piece: Piece) -> Iterator[Slice]:
         # Whole tensors in their shape: any optimizer does with them what it always does.
-        yield Slice(piece, 0, piece.shape.numel(), piece.parameter, piece.of(held.grads))
+        yield Slice(piece, 0, piece.shape.numel(), piece.parameter, self._view(piece, held.grads))
 
 
 class OptimizerCut(Sharding):
@@ -253,6 +257,10 @@ class OptimizerCut(Sharding):
 
     stage = 1
     parts = True
+
+    def _view(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor:
+        # Row by row, so that a part of it is the same part whatever the layout: checkpoints count on that.
+        return piece.of(flat)
 
     def _part(self, unit: Unit) -> range:
         sizes = self.shares.cut(unit.count)

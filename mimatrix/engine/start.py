@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from mimatrix.comm.registration import register
 from mimatrix.comm.work import Worker
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Batch, Settings
+from mimatrix.planner.plan import Plan
 
 
 def init(
@@ -27,6 +29,8 @@ def init(
     clip_norm: float | None = None,
     sync_batchnorm: bool = True,
     unit_bytes: int | None = None,
+    plan: Plan | Path | str | None = None,
+    rebalance: bool | None = None,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
     quiet: bool = False,
@@ -37,9 +41,25 @@ def init(
     all, a list, or a dict by rank or device name. `micro_batch` is the most that a rank takes at once. `stage` is the
     ZeRO stage and `shares` the part of the states that each rank owns. `precision` is "fp32", "bf16" or "fp16", or a
     dict by rank or device name. `clip_norm` clips by the norm of the whole gradient.
+
+    `plan` finds batches, stage and shares by itself: "profile" measures every device first, "online" starts equal and
+    learns while it trains, the name of a file uses a plan from `mimatrix plan`. `rebalance`: whether batches follow
+    the speeds that ranks show; they do for "profile" and "online".
     """
     settings = Settings(
-        global_batch, batch, micro_batch, stage, shares, seed, precision, clip_norm, sync_batchnorm, unit_bytes, quiet
+        global_batch,
+        batch,
+        micro_batch,
+        stage,
+        shares,
+        seed,
+        precision,
+        clip_norm,
+        sync_batchnorm,
+        unit_bytes,
+        quiet,
+        plan,
+        rebalance,
     )
     where = torch.device(device) if device is not None else _own_device()
     if where.type == "cuda":

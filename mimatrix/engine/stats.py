@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
 
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
@@ -37,11 +40,41 @@ class Watch:
 
     groups: tuple[Group, ...] = ()
     memory: Callable[[], Mapping[str, int]] = dict
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     _started: float = field(default_factory=time.perf_counter)
     _exposed: float = 0.0
     _data: float = 0.0
     _waited: float = 0.0
     _moved: Counter[str] = field(default_factory=Counter)
+    _begun: torch.cuda.Event | None = None
+    _ran: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _busy: float | None = None
+
+    def begin_micro(self) -> None:
+        """A micro-batch is there, and its computation begins."""
+        # A GPU computes behind the back of the process: only its own clock can tell for how long.
+        if self.device.type == "cuda" and self.groups:
+            self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._begun.record()
+
+    def end_micro(self) -> None:
+        """Its backward pass is done, or at least asked for."""
+        if self._begun:
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended.record()
+            self._ran.append((self._begun, ended))
+            self._begun = None
+
+    def busy_s(self) -> float:
+        """How long this rank has worked in this step so far, on samples and for them; waiting for others excluded.
+
+        Called when gradients are reduced, so that a GPU has nothing left to do.
+        """
+        if not self._ran:
+            return time.perf_counter() - self._started - self._exposed
+        self._ran[-1][1].synchronize()
+        self._busy = sum(begun.elapsed_time(ended) for begun, ended in self._ran) / 1e3
+        return self._busy + self._data
 
     def waits(self, work: Work) -> None:
         """Wait for a collective; what that takes was not hidden behind computing."""
@@ -90,8 +123,11 @@ class Watch:
         now = time.perf_counter()
         waited, moved = self._totals()
         # Waiting happens on the thread that runs collectives; of it only what was not hidden counts here.
-        waiting = min(self._exposed, waited - self._waited)
         seconds = now - self._started
+        if self._busy is not None:
+            # The process waited for its own GPU, which is not waiting for others.
+            self._exposed = max(0.0, seconds - self._busy - self._data)
+        waiting = min(self._exposed, waited - self._waited)
         found = StepStats(
             number,
             samples,
@@ -105,4 +141,6 @@ class Watch:
         )
         self._started, self._exposed, self._data = now, 0.0, 0.0
         self._waited, self._moved = waited, moved
+        self._ran.clear()
+        self._busy = None
         return found

@@ -42,6 +42,20 @@ class Piece:
         """Its part of a flat tensor, in its shape."""
         return flat[self.start : self.stop].view(self.shape)
 
+    def laid(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same laid out as the parameter is (channels last, say), which fused optimizers want of gradients."""
+        return flat[self.start : self.stop].as_strided(self.shape, self.strides)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How the parameter lies in memory, where it fills a piece of it; otherwise row by row."""
+        found, expected = self.parameter.stride(), 1
+        for size, stride in sorted(zip(self.shape, found, strict=True), key=lambda dimension: dimension[1]):
+            if size > 1 and stride != expected:
+                return torch.empty(self.shape, device="meta").stride()
+            expected *= size
+        return found
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:

@@ -5,7 +5,7 @@ from mimatrix.lab.counters import channel_bytes, link_bytes
 from mimatrix.lab.layout import ByAddress, Layout, Seat, lay_out
 from mimatrix.lab.orders import namespace
 from mimatrix.lab.processes import ENDS, TIMED_OUT, Command, Ending, run_together
-from mimatrix.lab.quota import LEAST_CPUS, CpuGroups, parse_cpus, this_machine
+from mimatrix.lab.quota import LEAST_CPUS, CpuGroups, Groups, memory_groups, parse_cpus, this_machine
 from mimatrix.lab.ranks import run
 from mimatrix.lab.state import Lab, recall
 
@@ -17,6 +17,7 @@ __all__ = [
     "Command",
     "CpuGroups",
     "Ending",
+    "Groups",
     "Lab",
     "Layout",
     "Removed",
@@ -25,6 +26,7 @@ __all__ = [
     "down",
     "lay_out",
     "link_bytes",
+    "memory_groups",
     "namespace",
     "parse_cpus",
     "recall",

@@ -1,35 +1,35 @@
-"""How much of the processors a node of the lab may use: one control group for each, of version 1 or 2."""
+"""How much of the processors and of the memory others may use: control groups, of version 1 or 2."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from mimatrix.core.errors import UserError
 
-# Short, so that a quarter of a processor is a slow one rather than one that sleeps three quarters of a second.
-PERIOD_US = 20_000
+# Short, so that a quarter of a processor is a slow one rather than one that sleeps three quarters of a second: a
+# step must see many periods, or its time depends on where in one it began.
+PERIOD_US = 10_000
 LEAST_CPUS = 0.05
+# The kernel refuses a smaller one.
+_LEAST_QUOTA_US = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class CpuGroups:
-    """Where this machine keeps control groups for processors."""
+class Groups:
+    """Where this machine keeps control groups of one kind."""
 
     root: Path
     version: int
 
-    def add(self, name: str, cpus: float) -> None:
-        """A group that may use `cpus` processors."""
-        group = self.root / name
-        quota = round(cpus * PERIOD_US)
+    def made(self, name: str, controller: str) -> Path:
+        """The folder of a group, which is there then."""
         if self.version == 2:
-            (self.root / "cgroup.subtree_control").write_text("+cpu")
-            group.mkdir(exist_ok=True)
-            (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
-        else:
-            group.mkdir(exist_ok=True)
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(quota))
+            (self.root / "cgroup.subtree_control").write_text(f"+{controller}")
+        group = self.root / name
+        group.mkdir(exist_ok=True)
+        return group
 
     def members(self, name: str) -> Path:
         """The file that a process writes `0` into to join."""
@@ -40,21 +40,54 @@ class CpuGroups:
         return sorted(path for path in self.root.glob(f"{prefix}*") if path.is_dir())
 
 
+class CpuGroups(Groups):
+    """Where this machine keeps control groups for processors."""
+
+    def add(self, name: str, cpus: float) -> None:
+        """A group that may use `cpus` processors."""
+        group = self.made(name, "cpu")
+        period = period_us(cpus)
+        quota = max(_LEAST_QUOTA_US, round(cpus * period))
+        if self.version == 2:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+
+class MemoryGroups(Groups):
+    """Where this machine keeps control groups for memory."""
+
+    def add(self, name: str, size: int) -> None:
+        """A group that may use `size` bytes; who asks for more is killed, not swapped out."""
+        group = self.made(name, "memory")
+        (group / ("memory.max" if self.version == 2 else "memory.limit_in_bytes")).write_text(str(size))
+        limit, text = ("memory.swap.max", "0") if self.version == 2 else ("memory.memsw.limit_in_bytes", str(size))
+        with suppress(OSError):
+            # Not every kernel counts what is swapped out.
+            (group / limit).write_text(text)
+
+
+def period_us(cpus: float) -> int:
+    """How often a quota of `cpus` processors is handed out: the least time in which it is not too small."""
+    return max(PERIOD_US, ceil(_LEAST_QUOTA_US / cpus))
+
+
 def find_groups(mounts: Iterable[str]) -> CpuGroups | None:
-    """From the lines of /proc/mounts; version 1 where it has the processors, since then version 2 has them not."""
-    found = [line.split() for line in mounts]
-    for _, path, kind, options, *_ in found:
-        if kind == "cgroup" and "cpu" in options.split(","):
-            return CpuGroups(Path(path), 1)
-    for _, path, kind, *_ in found:
-        if kind == "cgroup2" and "cpu" in _controllers(Path(path)):
-            return CpuGroups(Path(path), 2)
-    return None
+    """Those for processors, from the lines of /proc/mounts."""
+    found = _find(mounts, "cpu")
+    return CpuGroups(*found) if found else None
 
 
 def this_machine() -> CpuGroups | None:
-    """Where this machine has them, if it does."""
-    return find_groups(Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
+    """Where this machine has them for processors, if it does."""
+    return find_groups(_mounts())
+
+
+def memory_groups() -> MemoryGroups | None:
+    """Where this machine has them for memory, if it does."""
+    found = _find(_mounts(), "memory")
+    return MemoryGroups(*found) if found else None
 
 
 def add_quotas(names: Iterable[str], cpus: Iterable[float]) -> None:
@@ -80,6 +113,22 @@ def parse_cpus(text: str, nodes: int) -> tuple[float, ...]:
     if not all(LEAST_CPUS <= share <= 1024 for share in cpus):
         raise UserError(f"--cpus {text} has a number out of range; use {LEAST_CPUS} to 1024 for each node")
     return cpus
+
+
+def _mounts() -> list[str]:
+    return Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+
+
+def _find(mounts: Iterable[str], controller: str) -> tuple[Path, int] | None:
+    """Version 1 where it has the controller, since then version 2 has it not."""
+    found = [line.split() for line in mounts]
+    for _, path, kind, options, *_ in found:
+        if kind == "cgroup" and controller in options.split(","):
+            return Path(path), 1
+    for _, path, kind, *_ in found:
+        if kind == "cgroup2" and controller in _controllers(Path(path)):
+            return Path(path), 2
+    return None
 
 
 def _controllers(root: Path) -> list[str]:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ADDRESS = "127.0.0.1"
-# Of a torchrun that we ourselves may run under: its store and its error file are not our workers'.
-_FOREIGN = ("TORCHELASTIC_ERROR_FILE",)
+# Of a launcher that we ourselves may run under: its error file and its worker's speed are not our workers'.
+_FOREIGN = ("TORCHELASTIC_ERROR_FILE", "MIMATRIX_SPEED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,16 @@ class Attempt:
     threads: str
 
 
-def environment(attempt: Attempt, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of one worker: the one outside, and torchrun's variables for a single machine."""
+def emulated(speed: float, memory_bytes: int | None) -> dict[str, str]:
+    """What a worker is told of the device that it plays: what was measured at one speed does not hold at another."""
+    told = {} if speed == 1 else {"MIMATRIX_SPEED": f"{speed:g}"}
+    return told if memory_bytes is None else told | {"MIMATRIX_MEMORY": str(memory_bytes)}
+
+
+def environment(
+    attempt: Attempt, rank: int, outside: Mapping[str, str], own: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The whole environment of one worker: the one outside, torchrun's variables for a single machine, its own."""
     size = str(attempt.ranks)
     kept = {name: value for name, value in outside.items() if name not in _FOREIGN}
     return kept | {
@@ -44,6 +52,7 @@ def environment(attempt: Attempt, rank: int, outside: Mapping[str, str]) -> dict
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": outside.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OMP_NUM_THREADS": attempt.threads,
+        **(own or {}),
     }
 
 

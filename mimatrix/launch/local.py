@@ -5,11 +5,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
-from mimatrix.launch.environment import Attempt, environment, free_port, threads_text
+from mimatrix.launch.environment import Attempt, emulated, environment, free_port, threads_text
 from mimatrix.launch.interrupts import Told, raised
+from mimatrix.launch.memory import joining, limit_memory
 from mimatrix.launch.quotas import remove_remains
 from mimatrix.launch.slowdown import Slowdown, slow_down
 
@@ -19,11 +21,13 @@ BAD_INPUT = 2
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to run, once for each rank. `speeds` has a number for each rank, or none at all."""
+    """What to run, once for each rank. `speeds` and `memory` have a number for each rank, or none at all."""
 
     words: tuple[str, ...]
     ranks: int = 1
     speeds: tuple[float, ...] = ()
+    memory: tuple[int, ...] = ()
+    """Bytes."""
     slow_by: str = ""
     threads: int | None = None
     max_restarts: int = 0
@@ -69,8 +73,11 @@ def run_local(
     attempts = _Attempts(launch, outside, (out, err), say)
     remove_remains()
     try:
-        with raised(), slow_down(launch.speeds, _processors(launch, outside), launch.slow_by) as slowdown:
-            attempts.slowdown = slowdown
+        with (
+            raised(),
+            slow_down(launch.speeds, _processors(launch, outside), launch.slow_by) as attempts.slowdown,
+            limit_memory(launch.memory, say) as attempts.limits,
+        ):
             over = attempts.run()
     except Told as told:
         over = Over(128 + told.number, f"ended by {told}")
@@ -102,6 +109,7 @@ class _Attempts:
     ) -> None:
         self.restarts = 0
         self.slowdown = Slowdown()
+        self.limits: Mapping[int, Path] = {}
         self._launch = launch
         self._outside = outside
         self._sinks = sinks
@@ -134,10 +142,13 @@ class _Attempts:
         threads = threads_text(launch.threads, self._outside)
         port = free_port(self._ports)
         attempt = Attempt(launch.ranks, port, self._run_id, self.restarts, launch.max_restarts, threads)
-        return [
-            Command(str(rank), launch.words, environment(attempt, rank, self._outside), self.slowdown.joins.get(rank))
-            for rank in range(launch.ranks)
-        ]
+        return [self._command(attempt, rank) for rank in range(launch.ranks)]
+
+    def _command(self, attempt: Attempt, rank: int) -> Command:
+        launch = self._launch
+        own = emulated(launch.speeds[rank] if launch.speeds else 1.0, launch.memory[rank] if launch.memory else None)
+        words = joining(self.limits.get(rank), launch.words)
+        return Command(str(rank), words, environment(attempt, rank, self._outside, own), self.slowdown.joins.get(rank))
 
 
 def _processors(launch: Launch, outside: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""Slow processes down as root: a control group with a quota for each slow rank, named after the launcher's process.
+"""Limit processes as root: control groups for processors and memory, named after the launcher's process and the rank.
 
 A launcher that is killed cannot remove its groups. The name tells whose they were, so the next one does it.
 """
@@ -6,16 +6,18 @@ A launcher that is killed cannot remove its groups. The name tells whose they we
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from mimatrix.core.errors import UserError
-from mimatrix.lab import LEAST_CPUS, CpuGroups, this_machine
+from mimatrix.lab import LEAST_CPUS, Groups, memory_groups, this_machine
 from mimatrix.launch.interrupts import unheard
 
 PREFIX = "mimatrix-run-"
 _REMOVED_S = 5.0
+Limit = TypeVar("Limit", int, float)
 
 
 @contextmanager
@@ -27,33 +29,50 @@ def quotas(cpus: Mapping[int, float]) -> Iterator[dict[int, Path]]:
     least = min(cpus.values())
     if least < LEAST_CPUS:
         raise UserError(f"a quota of {least:g} processors is too small; use {LEAST_CPUS} or more, or --slow-by signals")
-    mine = _prefix_of(os.getpid())
-    try:
-        yield _add(groups, mine, cpus)
-    finally:
-        with unheard():
-            for group in groups.named(mine):
-                _remove(group)
+    with _removed(groups):
+        yield _add(groups, cpus, groups.add, "quota", "use --slow-by signals, or run as root")
+
+
+@contextmanager
+def memory_limits(sizes: Mapping[int, int]) -> Iterator[dict[int, Path]]:
+    """The same for memory: the group of each rank in `sizes` may use so many bytes."""
+    groups = memory_groups()
+    if groups is None:
+        raise UserError("this machine has no control groups for memory; leave --memory out")
+    with _removed(groups):
+        yield _add(groups, sizes, groups.add, "memory limit", "run as root")
 
 
 def remove_remains() -> None:
     """Remove the groups of launchers that live no more; what still runs in them is killed."""
-    groups = this_machine()
-    for group in groups.named(PREFIX) if groups and os.access(groups.root, os.W_OK) else []:
-        pid = group.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not group.name.startswith(_prefix_of(int(pid))):
-            _remove(group)
+    for groups in (this_machine(), memory_groups()):
+        for group in groups.named(PREFIX) if groups and os.access(groups.root, os.W_OK) else []:
+            pid = group.name.removeprefix(PREFIX).partition("-")[0]
+            if pid.isdigit() and not group.name.startswith(_prefix_of(int(pid))):
+                _remove(group)
 
 
-def _add(groups: CpuGroups, prefix: str, cpus: Mapping[int, float]) -> dict[int, Path]:
-    names = {rank: f"{prefix}{rank}" for rank in cpus}
+@contextmanager
+def _removed(groups: Groups) -> Iterator[None]:
+    """Whatever happens, this launcher's groups are gone at the end."""
     try:
-        for rank, share in cpus.items():
-            groups.add(names[rank], share)
+        yield
+    finally:
+        with unheard():
+            for group in groups.named(_prefix_of(os.getpid())):
+                _remove(group)
+
+
+def _add(
+    groups: Groups, limits: Mapping[int, Limit], add: Callable[[str, Limit], None], what: str, fix: str
+) -> dict[int, Path]:
+    """A group for each rank, and the file that joins it."""
+    names = {rank: f"{_prefix_of(os.getpid())}{rank}" for rank in limits}
+    try:
+        for rank, limit in limits.items():
+            add(names[rank], limit)
     except OSError as error:
-        raise UserError(
-            f"the quota of rank {rank} cannot be set ({error.strerror}); use --slow-by signals, or run as root"
-        ) from None
+        raise UserError(f"the {what} of rank {rank} cannot be set ({error.strerror}); {fix}") from None
     return {rank: groups.members(name) for rank, name in names.items()}
 
 

@@ -7,10 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mimatrix.core.errors import UserError, nearest
+from mimatrix.core.units import format_bytes, parse_bytes
 from mimatrix.launch.local import Launch
 from mimatrix.launch.slowdown import WAYS
 
 _MOST_RANKS = 4096
+# A Python with torch takes more than this before it has done anything.
+_LEAST_MEMORY = 64 << 20
 
 
 def check(launch: Launch) -> None:
@@ -21,6 +24,10 @@ def check(launch: Launch) -> None:
         raise UserError(
             f"--speeds has {len(launch.speeds)} numbers for {launch.ranks} ranks; give one for each, or use -n "
             f"{len(launch.speeds)}"
+        )
+    if launch.memory and len(launch.memory) != launch.ranks:
+        raise UserError(
+            f"--memory has {len(launch.memory)} sizes for {launch.ranks} ranks; give one for each, or one for all"
         )
     if launch.max_restarts < 0:
         raise UserError(f"{launch.max_restarts} restarts cannot be made; use --max-restarts 0 or more")
@@ -40,6 +47,15 @@ def parse_speeds(text: str) -> tuple[float, ...]:
         if not 0 < speed <= 1:
             raise UserError(f"a speed of {speed:g} is out of range; use more than 0 and at most 1 for each rank")
     return speeds
+
+
+def parse_memory(text: str, ranks: int) -> tuple[int, ...]:
+    """`2GB,512MB`: how many bytes each rank may use; a single one is for every rank."""
+    sizes = tuple(parse_bytes(word) for word in text.split(","))
+    for size in sizes:
+        if size < _LEAST_MEMORY:
+            raise UserError(f"a worker cannot live in {format_bytes(size)}; use --memory 512MB or so for each rank")
+    return sizes * max(1, ranks) if len(sizes) == 1 else sizes
 
 
 def script_words(script: str, arguments: Sequence[str]) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.interpolate import PchipInterpolator
 
 from mimatrix.core.errors import UserError
+from mimatrix.planner.pchip import pchip
 
 Floats = NDArray[np.float64]
 
@@ -47,9 +47,8 @@ class Curve:
         values = list(accumulate((value for _, value in self.points), max))
         table = np.full(self.most + 1, values[0])
         if len(sizes) > 1:
-            inner = np.arange(sizes[0], self.most + 1)
             # Rounding may leave a hair's breadth of a fall between two points.
-            table[sizes[0] :] = np.maximum.accumulate(PchipInterpolator(sizes, values)(inner))
+            table[sizes[0] :] = np.maximum.accumulate(pchip(sizes, values))
         table[0] = 0.0
         return table
 

@@ -94,15 +94,6 @@ def test_algorithms_lists_the_catalog() -> None:
     assert "ring" in mimatrix("algorithms").stdout
 
 
-def test_demo_has_a_table_and_a_picture(tmp_path: Path) -> None:
-    done = mimatrix("demo", "--picture", str(tmp_path / "demo.png"))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    for word in ("gdraa", "hdrm", "BiGraph", "no one can beat"):
-        assert word in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -130,7 +121,6 @@ def test_demo_has_a_table_and_a_picture(tmp_path: Path) -> None:
         (["topology", "star:4", "--toml", "--json"], "--toml"),
         (["topology", "star:4", "--picture", "tests.png/x.png"], "does not exist"),
         (["algorithms", "--ranks", "1"], "two ranks or more"),
-        (["demo", "--picture", "demo.txt"], "use .png or .svg"),
     ],
 )
 def test_bad_input_gets_one_sentence(words: list[str], sentence: str) -> None:

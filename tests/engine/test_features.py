@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from features import ALONE, PAIR, STAGES, STEPS, THREE, Case, Parameters, check, in_one, on_ranks, same
-from models import Perceptron, squared, vectors
+from models import Perceptron, pictures, squared, vectors
+from plain import plain_run
 from runs import in_runs
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from mimatrix.engine import reading, sharding
 from mimatrix.engine.passing import ParametersCut
@@ -458,3 +460,34 @@ def test_checkpointed_and_compiled_batch_norms() -> None:
 
     check(Case(lambda: Again().double(), vectors(STEPS * 5), squared), 3, WHOLE)
     check(Case(compiled, vectors(STEPS * 5), squared), 1, WHOLE)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "optimizer_of", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9)]
+)
+def test_parameters_may_lie_channels_last(stage: int, optimizer_of: Any) -> None:
+    def model_of() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            convolution = nn.Conv2d(2, 4, 3, padding=1)
+            made = nn.Sequential(convolution, nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1), nn.Flatten(), nn.Linear(48, 3))
+        return made.double().to(memory_format=torch.channels_last)
+
+    models = [model_of() for _ in range(3)]
+    data = pictures(20)
+
+    def each(run: Run) -> dict[str, torch.Tensor]:
+        model = models[run.rank]
+        _, optimizer, loader = run.prepare(model, optimizer_of(model.parameters(), lr=0.01), data, shuffle=False)
+        for batch in loader:
+            run.backward(squared(model, batch))
+            optimizer.step()
+        return run.full_state_dict(model)
+
+    found = in_runs(2, each, stage=stage, batch=[3, 1], unit_bytes=300)
+    batches = [default_collate(data[start : start + 4]) for start in range(0, 20, 4)]
+    plain_run(models[2], optimizer_of(models[2].parameters(), lr=0.01), batches, squared)
+    for one in found:
+        for name, value in models[2].state_dict().items():
+            torch.testing.assert_close(one[name], value, rtol=1e-10, atol=1e-10)

@@ -1,6 +1,7 @@
 """What a run tells: evaluation, logs, where the time went, weights; and how a loop may be left."""
 
 import copy
+import statistics
 import threading
 import time
 from collections import Counter
@@ -140,11 +141,12 @@ def test_stats_show_who_is_slow(stage: int) -> None:
 
     fast, slow = in_runs(2, each, stage=stage, batch=[2, 2], **UNITS)
     assert len(fast) == len(slow) == 5
+    # The usual step: a busy machine may hold up any one.
+    assert usual(slow, "compute_s") > 0.045
+    assert usual(slow, "waiting_s") < 0.03
+    assert usual(fast, "waiting_s") > 0.03
+    assert usual(fast, "compute_s") < 0.045
     for quick, late in zip(fast[1:], slow[1:], strict=True):
-        assert late.compute_s > 0.045
-        assert late.waiting_s < 0.03
-        assert quick.waiting_s > 0.03
-        assert quick.compute_s < 0.045
         for step in (quick, late):
             parts = step.compute_s + step.communication_s + step.waiting_s + step.data_s
             assert parts == pytest.approx(step.seconds, rel=0.02)
@@ -153,6 +155,10 @@ def test_stats_show_who_is_slow(stage: int) -> None:
             assert step.memory_bytes["optimizer"] > 0
             assert step.memory_bytes.get("units in flight", 0) == 0
     assert fast[0].seconds < 0.1
+
+
+def usual(stats: list[Any], name: str) -> float:
+    return statistics.median(getattr(step, name) for step in stats[1:])
 
 
 @in_stages

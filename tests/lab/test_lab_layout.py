@@ -202,5 +202,5 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
     found = find_groups([two])
     assert found is not None
     found.add("mmx-x-n0", 0.25)
-    assert (tmp_path / "mmx-x-n0" / "cpu.max").read_text() == "5000 20000"
+    assert (tmp_path / "mmx-x-n0" / "cpu.max").read_text() == "2500 10000"
     assert found.named("mmx-x-") == [tmp_path / "mmx-x-n0"]

@@ -61,6 +61,18 @@ def test_what_a_torchrun_outside_left_is_not_passed_on() -> None:
     assert (told["RANK"], told["MINE"], told["TORCHELASTIC_RESTART_COUNT"]) == ("0", "yes", "1")
 
 
+def test_workers_are_told_what_they_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_SPEED", "0.7")
+    monkeypatch.setenv("MIMATRIX_MEMORY", "77")
+    launch = Launch(python(TELL), ranks=2, speeds=(1.0, 0.5), slow_by="signals", timeout_s=30)
+    told = [json.loads(line[4:]) for line in run(launch)[1]]
+    assert [each.get("MIMATRIX_SPEED") for each in told] == [None, "0.5"]
+    assert [each.get("MIMATRIX_MEMORY") for each in told] == ["77", "77"], "what the person set outside stays"
+    launch = Launch(python(TELL), ranks=2, memory=(1 << 30, 2 << 30), timeout_s=30)
+    told = [json.loads(line[4:]) for line in run(launch)[1]]
+    assert [each["MIMATRIX_MEMORY"] for each in told] == [str(1 << 30), str(2 << 30)]
+
+
 def test_threads() -> None:
     assert threads_text(None, {}) == "1"
     assert threads_text(None, {"OMP_NUM_THREADS": "4"}) == "4"

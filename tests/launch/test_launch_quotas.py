@@ -7,13 +7,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.lab import CpuGroups, this_machine
-from mimatrix.launch.quotas import PREFIX, quotas, remove_remains
+from mimatrix.lab import CpuGroups, Groups, memory_groups, this_machine
+from mimatrix.lab.quota import PERIOD_US, period_us
+from mimatrix.launch import Launch, run_local
+from mimatrix.launch.memory import limit_memory
+from mimatrix.launch.quotas import PREFIX, memory_limits, quotas, remove_remains
 
 
 def _groups() -> CpuGroups | None:
@@ -25,12 +29,22 @@ def _groups() -> CpuGroups | None:
         return None
 
 
-GROUPS = _groups()
+def _memory_groups() -> Groups | None:
+    """The same for memory."""
+    try:
+        with memory_limits({0: 1 << 30}):
+            return memory_groups()
+    except UserError:
+        return None
+
+
+GROUPS, MEMORY = _groups(), _memory_groups()
 needs_groups = pytest.mark.skipif(GROUPS is None, reason="needs control groups for processors")
+needs_memory = pytest.mark.skipif(MEMORY is None, reason="needs control groups for memory")
 
 
 def named(pid: int) -> list[Path]:
-    return GROUPS.named(f"{PREFIX}{pid}-") if GROUPS else []
+    return [path for groups in (GROUPS, MEMORY) if groups for path in groups.named(f"{PREFIX}{pid}-")]
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +77,55 @@ def test_a_quota_that_the_kernel_refuses_is_refused_before() -> None:
         pass
 
 
+@pytest.mark.parametrize(("cpus", "period"), [(1.0, PERIOD_US), (0.25, PERIOD_US), (0.1, PERIOD_US), (0.05, 20_000)])
+def test_the_period_is_as_short_as_the_kernel_lets_it_be(cpus: float, period: int) -> None:
+    assert period_us(cpus) == period
+    assert round(cpus * period_us(cpus)) >= 1_000
+
+
+@needs_groups
+def test_the_least_quota_can_be_set() -> None:
+    with quotas({0: 0.05}):
+        pass
+
+
+@needs_memory
+def test_memory_groups_are_there_and_then_gone() -> None:
+    with memory_limits({0: 256 << 20, 1: 1 << 30}) as joins:
+        assert all(path.is_file() for path in joins.values())
+        limits = [path.parent / "memory.limit_in_bytes" for path in joins.values()]
+        limits = [path if path.exists() else path.with_name("memory.max") for path in limits]
+        assert [int(path.read_text()) for path in limits] == [256 << 20, 1 << 30]
+        remove_remains()
+        assert len(named(os.getpid())) == 2, "the groups of a launcher that lives stay"
+
+
+EAT = "import os; print(len(bytearray(b'x') * (600 << 20)))"
+
+
+@needs_memory
+def test_who_takes_too_much_is_killed_and_named() -> None:
+    words = (sys.executable, "-S", "-u", "-c", EAT)
+    out, err = BytesIO(), BytesIO()
+    ended = run_local(Launch(words, memory=(256 << 20,), timeout_s=60), os.environ, out, err, lambda _: None)
+    assert (ended.code, ended.reason) == (128 + signal.SIGKILL, "rank 0 ended by SIGKILL")
+    enough = run_local(Launch(words, memory=(2 << 30,), timeout_s=60), os.environ, out, err, lambda _: None)
+    assert (enough.code, out.getvalue()) == (0, f"[0] {600 << 20}\n".encode())
+
+
+def test_without_groups_workers_are_told_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mimatrix.launch.quotas.memory_groups", lambda: None)
+    said: list[str] = []
+    with limit_memory((1 << 30,), said.append) as joins:
+        assert joins == {}
+    assert len(said) == 1
+    assert "told their memory but not held to it" in said[0]
+
+
 LAUNCHER = """
 import sys, time
-from mimatrix.launch.quotas import quotas
-with quotas({0: 0.5, 1: 0.25}):
+from mimatrix.launch.quotas import memory_limits, quotas
+with quotas({0: 0.5, 1: 0.25}), memory_limits({0: 1 << 30} if len(sys.argv) > 1 else {}):
     print("up", flush=True)
     time.sleep(60)
 """
@@ -75,7 +134,7 @@ with quotas({0: 0.5, 1: 0.25}):
 @needs_groups
 def test_the_next_launcher_removes_what_a_killed_one_left() -> None:
     root = Path(__file__).resolve().parents[2]
-    words = [sys.executable, "-c", LAUNCHER]
+    words = [sys.executable, "-c", LAUNCHER, *(["memory"] if MEMORY else [])]
     with subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "up\n"
@@ -84,7 +143,7 @@ def test_the_next_launcher_removes_what_a_killed_one_left() -> None:
         while b"Z" not in Path(f"/proc/{launcher.pid}/stat").read_bytes().rpartition(b")")[2].split():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert len(named(launcher.pid)) == 2
+        assert len(named(launcher.pid)) == 2 + bool(MEMORY)
         # It is dead, though nobody has waited for it yet.
         remove_remains()
         assert named(launcher.pid) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.launch import Launch, check, module_words, parse_speeds, script_words
+from mimatrix.launch import Launch, check, module_words, parse_memory, parse_speeds, script_words
 
 
 def test_speeds() -> None:
@@ -19,12 +19,24 @@ def test_bad_speeds(text: str) -> None:
         parse_speeds(text)
 
 
+def test_memory() -> None:
+    assert parse_memory("2GB,512MiB", 2) == (2 * 10**9, 512 << 20)
+    assert parse_memory("1GB", 3) == (10**9,) * 3
+
+
+@pytest.mark.parametrize("text", ["0", "1GB,", "-1GB", "lots", "1GB;1GB", "1MB", "1e999GB"])
+def test_bad_memory(text: str) -> None:
+    with pytest.raises(UserError, match=r"; (use|write)"):
+        parse_memory(text, 2)
+
+
 @pytest.mark.parametrize(
     ("launch", "said"),
     [
         (Launch(("x",), ranks=0), "use -n 1"),
         (Launch(("x",), ranks=-3), "use -n 1"),
         (Launch(("x",), ranks=3, speeds=(1, 1)), "--speeds has 2 numbers for 3 ranks; give one for each"),
+        (Launch(("x",), ranks=3, memory=(1, 1)), "--memory has 2 sizes for 3 ranks; give one for each, or one for all"),
         (Launch(("x",), max_restarts=-1), "use --max-restarts 0"),
         (Launch(("x",), threads=0), "use --threads 1"),
         (Launch(("x",), slow_by="quotas"), 'did you mean "quota"'),

@@ -1,0 +1,128 @@
+"""docs/measurements/heterogeneous.md, from the figures that are kept beside it."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.heterogeneous.pictures import drift_line, fraction_bars
+from bench.heterogeneous.rounds import Rows
+from bench.heterogeneous.tasks import Task
+from bench.markdown import MEASUREMENTS, machine, table, write_page
+
+FOLDER = MEASUREMENTS / "heterogeneous"
+SPEEDS, DRIFT, MEMORY = "speeds", "drift", "memory"
+
+
+def keep(name: str, value: object) -> None:
+    """Figures of one part, for the page."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+
+
+def write() -> None:
+    """The page and its pictures anew, from all that is kept."""
+    parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory}
+    found = {name: _kept(name) for name in parts}
+    sections = [part(found[name]) for name, part in parts.items() if found[name]]
+    task = Task("", (1.0,))
+    write_page(
+        "heterogeneous.md",
+        f"""# Workers of unlike speed
+
+{machine()}, one thread for each rank, each slow rank in a control group with its part of a processor. The model is {task.depth} linear layers of
+{task.width} with ReLU between them, float32, SGD with momentum, a global batch of {task.global_batch} samples in memory; all read the same rows by index.
+
+{"".join(sections)}""",
+    )
+
+
+def _speeds(rows: Rows) -> str:
+    fraction_bars(rows).savefig(FOLDER / "fractions.png", dpi=150)
+    text = """## 1. Side by side
+
+Made by `python -m bench.heterogeneous --keep`. In every round each competitor has one turn, in rotated order, in fresh processes; figures are
+medians over the rounds, with the least and the most. A turn is timed on rank 0 over whole steps after the warm-up; ranks meet in each.
+
+The **ideal** is measured in every round too: each rank runs the plain loop (forward, backward, optimizer, no communication) at the micro-batch of 64,
+128, 256 or 512 that is fastest for it, all ranks at the same time under the same quotas, for the same seconds; the rates are summed. A fraction is taken
+within its round. *Planning*: seconds from when the ranks had met to the first step, in which MiMatrix measures the ranks and their collectives and
+plans, with an empty cache. *Loss*: the largest difference of a step's loss from DDP's, as a part of it: all do the same work.
+
+![Fraction of the ideal](heterogeneous/fractions.png)
+
+"""
+    headings = [
+        "speeds",
+        "who",
+        "samples/s",
+        "of the ideal",
+        "least to most",
+        "x DDP",
+        "step [s]",
+        "predicted [s]",
+        "planning [s]",
+        "loss",
+    ]
+    return text + table(headings, [_line(row) for row in rows]) + "\n"
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    low, high = row["fraction_spread"] or (None, None)
+    return [
+        row["speeds"],
+        row["who"],
+        _figure(row["samples_per_s"], "{:.0f}") or row["note"],
+        _figure(row["fraction_of_ideal"], "{:.3f}"),
+        f"{low:.3f} to {high:.3f}" if low is not None else "",
+        _figure(row["speedup_over_ddp"], "{:.2f}"),
+        *(_figure(row[key], "{:.3f}") for key in ("measured_step_s", "predicted_step_s", "planning_s")),
+        _figure(row["loss_apart"], "{:.0e}"),
+    ]
+
+
+def _drift(found: dict[str, Any]) -> str:
+    drift_line(found).savefig(FOLDER / "drift.png", dpi=150)
+    back = found["recovered_at"]
+    said = "never" if back is None else f"at step {back}, {back - found['dropped_at']} steps later"
+    return f"""## 2. A worker that slows down
+
+Made by `python -m bench.drift --keep`. Two workers of full speed; the quota of the second is rewritten to 0.3 of a processor while they train (float64).
+It dropped at step {found["dropped_at"]} and the throughput was back at 0.9 of the new ideal {said} (the median of five steps from there on). The
+ideals are measured as above, with both sets of quotas. Losses differ from those of a run that nobody disturbed by {found["loss_apart"]:.1e} at the most.
+
+![Samples a second of every step](heterogeneous/drift.png)
+
+"""
+
+
+def _memory(rows: Rows) -> str:
+    body: list[Sequence[str]] = [
+        [
+            row["case"],
+            str(row["stage"]),
+            " / ".join(str(max(sizes, default=0)) for sizes in row["micro"]),
+            " / ".join(f"{share:.2f}" for share in row["shares"]),
+            " / ".join(f"{room / 2**20:.0f}" for room in row["room_bytes"]),
+            f"{row['samples_per_s']:.0f}",
+            f"{row['fraction_of_ideal']:.2f}",
+        ]
+        for row in rows
+        if not row["died"]
+    ]
+    body += [[row["case"], row["died"], *[""] * 5] for row in rows if row["died"]]
+    headings = ["case", "stage", "largest micro-batch", "shares", "room [MiB]", "samples/s", "of the ideal"]
+    return f"""## 3. A worker with little memory
+
+Made by `python -m bench.uneven_memory --keep`. Two workers of equal speed, the second with less memory.
+
+{table(headings, body)}
+"""
+
+
+def _kept(name: str) -> Any:
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,138 @@
+"""Rounds in which every competitor has its turn, and the rows that come of them."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any
+
+from bench.heterogeneous.tasks import RanksFailedError, Record, Task, losses, train
+
+IDEAL = "ideal"
+OURS = "mimatrix"
+BASE = "ddp"
+NAMES = (BASE, "accelerate", "fabric", "fsdp2", "deepspeed", "hand-tuned ddp", "mimatrix even", OURS)
+"""In the order of tables. The ideal comes with them."""
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
+"""What must be installed for whom."""
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one competitor did in one round."""
+
+    who: str
+    round: int
+    samples_per_s: float
+    step_s: float = 0.0
+    planning_s: float = 0.0
+    plan: dict[str, Any] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+
+
+@dataclass
+class Comparison:
+    """All turns on workers of these speeds, and why somebody has none."""
+
+    speeds: tuple[float, ...]
+    turns: list[Turn] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def compare(
+    base: Task,
+    rounds: int,
+    names: Sequence[str],
+    show: Callable[[str], None],
+    start: Callable[[Task], list[Record]] = train,
+) -> Comparison:
+    """Each in turn, in another order in every round. Who fails is left out of the rounds that follow."""
+    found = Comparison(base.speeds, notes=_missing(names))
+    for number in range(rounds):
+        for who in _rotated([IDEAL, *names], number):
+            if who in found.notes:
+                continue
+            show(f"speeds {_text(base.speeds)}, round {number + 1} of {rounds}: {who}")
+            task = replace(base, who=who)
+            try:
+                found.turns.append(_turn(task, number, start(task)))
+            except RanksFailedError as failure:
+                found.notes[who] = f"failed: {failure}"
+                show(f"{who} {found.notes[who]}")
+    return found
+
+
+def rows_of(found: Comparison, names: Iterable[str] = NAMES) -> Rows:
+    """A row for the ideal and each competitor: medians over the rounds, with the least and the most beside them.
+
+    Fractions and speed-ups are taken within a round, where both ran under the same conditions.
+    """
+    return [_row(found, who) for who in (IDEAL, *names)]
+
+
+def _row(found: Comparison, who: str) -> dict[str, Any]:
+    turns = [turn for turn in found.turns if turn.who == who]
+    row = {"who": who, "speeds": _text(found.speeds), "rounds": len(turns), "note": found.notes.get(who, "")}
+    fractions, over_ddp = _against(found, turns, IDEAL), _against(found, turns, BASE)
+    return row | {
+        "samples_per_s": _median([turn.samples_per_s for turn in turns]),
+        "spread": _ends([turn.samples_per_s for turn in turns]),
+        "fraction_of_ideal": _median(fractions),
+        "fraction_spread": _ends(fractions),
+        "speedup_over_ddp": _median(over_ddp),
+        "measured_step_s": _median([turn.step_s for turn in turns if turn.step_s]),
+        "predicted_step_s": _median([turn.plan["step_s"] for turn in turns if turn.plan]),
+        "planning_s": _median([turn.planning_s for turn in turns if turn.plan]),
+        "batches": [[sum(micro) for micro in turn.plan["micro"]] for turn in turns if turn.plan],
+        "loss_apart": _apart(found, turns),
+    }
+
+
+def _turn(task: Task, number: int, records: Sequence[Record]) -> Turn:
+    if task.who == IDEAL:
+        return Turn(IDEAL, number, sum(record.rate for record in records))
+    first = records[0]
+    rate = task.global_batch / first.steady_s
+    curve = tuple(losses(records, task.global_batch))
+    return Turn(task.who, number, rate, first.steady_s, first.before_s, first.plan, curve)
+
+
+def _against(found: Comparison, turns: Sequence[Turn], other: str) -> list[float]:
+    """How many times as fast as `other` in the same round."""
+    rates = {turn.round: turn.samples_per_s for turn in found.turns if turn.who == other}
+    return [turn.samples_per_s / rates[turn.round] for turn in turns if turn.round in rates]
+
+
+def _apart(found: Comparison, turns: Sequence[Turn]) -> float | None:
+    """The largest difference of a loss from DDP's, as a part of it: all do the same work, or it is no comparison."""
+    curves = {turn.round: turn.losses for turn in found.turns if turn.who == BASE}
+    pairs = [
+        (ours, theirs)
+        for turn in turns
+        if turn.losses and turn.round in curves
+        for ours, theirs in zip(turn.losses, curves[turn.round], strict=False)
+    ]
+    return max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=None)
+
+
+def _missing(names: Sequence[str]) -> dict[str, str]:
+    wanted = {who: PACKAGES[who] for who in names if who in PACKAGES}
+    return {who: "not installed" for who, package in wanted.items() if find_spec(package) is None}
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _ends(values: Sequence[float]) -> list[float] | None:
+    return [min(values), max(values)] if values else None
+
+
+def _text(speeds: Sequence[float]) -> str:
+    return ",".join(f"{speed:g}" for speed in speeds)

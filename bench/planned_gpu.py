@@ -1,0 +1,216 @@
+"""Three unlike parts of one GPU (CUDA MPS, 60/25/10 % with 64/16/8 GB): the even split, the plan, and the ideal.
+
+`python -m bench.planned_gpu OUT.json [resnet] [gpt]` on a machine with an NVIDIA GPU, torchvision and transformers.
+The ideal is the sum of what the three do side by side without exchanging anything, each at its best batch size.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.allreduce.gpu import PERCENT, mps
+
+MEMORY = ("64G", "16G", "8G")
+ROUNDS = int(os.environ.get("ROUNDS", "2"))
+SECONDS = 8.0
+GLOBAL_BATCH = {"resnet": 1024, "gpt": 128}
+EVEN_MICRO = {"resnet": 64, "gpt": 4}
+ALONE = {"resnet": ((256, 128, 64), (384, 192, 96)), "gpt": ((16, 6, 2), (32, 7, 3))}
+"""Batch sizes that are tried for the ideal, one for each part."""
+WAYS = ("alone", "even", "planned")
+
+
+def main(out: Path, models: list[str]) -> None:
+    """Every way in turn, some rounds of it."""
+    result: dict[str, Any] = {"percent": PERCENT, "memory": MEMORY}
+    with mps() as settings:
+        for model in models:
+            ways = (*WAYS, "synchronised") if model == "resnet" else WAYS
+            rounds = [{way: ranks_of(settings, model, way) for way in ways} for _ in range(ROUNDS)]
+            result[model] = {"rounds": rounds, **summary(rounds, ways)}
+            print(model, json.dumps({key: result[model][key] for key in result[model] if key != "rounds"}), flush=True)
+            out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def summary(rounds: list[dict[str, Any]], ways: tuple[str, ...]) -> dict[str, Any]:
+    """Medians over rounds, and what they make."""
+    ideal = statistics.median(sum(each["samples_per_s"] for each in found["alone"]) for found in rounds)
+    rates = {way: statistics.median(found[way][0]["samples_per_s"] for found in rounds) for way in ways[1:]}
+    return {
+        "ideal": ideal,
+        "samples_per_s": rates,
+        "fraction_of_ideal": {way: rate / ideal for way, rate in rates.items()},
+        "planned_over_even": rates["planned"] / rates["even"],
+        "ideal_over_even": ideal / rates["even"],
+        "predicted_over_measured": [
+            found["planned"][0]["predicted_s"] / found["planned"][0]["measured_s"] for found in rounds
+        ],
+    }
+
+
+def ranks_of(settings: dict[str, str], model: str, way: str) -> list[dict[str, Any]]:
+    """One run of three ranks; what each said."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    cache, ranks = tempfile.mkdtemp(), []
+    for rank, (percent, memory) in enumerate(zip(PERCENT, MEMORY, strict=True)):
+        mine = settings | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(PERCENT)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
+            "MIMATRIX_ARENA": "768MiB",
+            "MIMATRIX_CACHE": cache,
+            "BEGIN": str(time.time() + 25),
+        }
+        words = [sys.executable, "-m", "bench.planned_gpu", "rank", model, way]
+        ranks.append(subprocess.Popen(words, env=mine, stdout=subprocess.PIPE, text=True))
+    try:
+        said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{model} {way}: exit codes {[rank.returncode for rank in ranks]}")
+    found = [json.loads(text.splitlines()[-1]) for text in said]
+    print(model, way, json.dumps(found), flush=True)
+    return found
+
+
+def rank_alone(model: str, way: str) -> dict[str, Any]:
+    """What one rank does; its figures."""
+    import torch
+
+    torch.cuda.set_device(0)
+    made, loss, collate = {"resnet": resnet, "gpt": gpt}[model]()
+    if way == "alone":
+        return plain(model, made, loss, collate)
+    return trained(model, way, made, loss, collate)
+
+
+def plain(model: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
+    """The loop of a single device, the others beside it; the best of some batch sizes."""
+    import torch
+
+    made.cuda()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=True)
+    rates = {}
+    for number, sizes in enumerate(ALONE[model]):
+        size = sizes[int(os.environ["RANK"])]
+        batch = collate(range(size))
+
+        def step(batch: Any = batch) -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                found = loss(made, batch)
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        # All begin together, however long one took to get here.
+        time.sleep(max(0.0, float(os.environ.get("BEGIN", "0")) + number * 2 * SECONDS - time.time()))
+        rates[size] = size * rate(step, torch.cuda.synchronize)
+    return {"samples_per_s": max(rates.values()), "rates": rates}
+
+
+def rate(step: Callable[[], None], settle: Callable[[], None]) -> float:
+    """Steps in a second, after some to warm up."""
+    for _ in range(5):
+        step()
+    settle()
+    started, steps = time.perf_counter(), 0
+    while time.perf_counter() - started < SECONDS:
+        for _ in range(3):
+            step()
+        settle()
+        steps += 3
+    return steps / (time.perf_counter() - started)
+
+
+def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
+    """The engine: even, or planned; with batch norm synchronised, or as everybody else has it."""
+    import torch
+
+    import mimatrix
+
+    batch = GLOBAL_BATCH[model]
+    more = {"micro_batch": EVEN_MICRO[model]} if way == "even" else {"plan": "profile"}
+    run = mimatrix.init(
+        global_batch=batch, precision="bf16", sync_batchnorm=way == "synchronised", timeout_s=120, **more
+    )
+    optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=True)
+    started = time.perf_counter()
+    made, optimizer, loader = run.prepare(made, optimizer, range(batch * 1000), loss=loss, collate=collate, pin=False)
+    prepared_s = time.perf_counter() - started
+    times: list[float] = []
+    began = time.perf_counter()
+    for each in loader:
+        run.backward(loss(made, each))
+        optimizer.step()
+        if run.in_batch:
+            continue
+        times.append(time.perf_counter())
+        # Rank 0 says when to stop; all hear it in the same step.
+        late = torch.tensor([float(time.perf_counter() - began > 3 * SECONDS)])
+        torch.distributed.broadcast(late, 0)
+        if bool(late):
+            break
+    steps = times[len(times) // 3 :]
+    measured = (steps[-1] - steps[0]) / (len(steps) - 1)
+    return {
+        "samples_per_s": batch / measured,
+        "measured_s": measured,
+        "predicted_s": run.plan.step_s if run.plan else None,
+        "prepared_s": prepared_s,
+        "stage": run.stage,
+        "micro": run.split.to_json()[run.rank],
+        "changes": [(step, plan.split.batches, why) for step, plan, why in run.plan_changes],
+        "compute_s": statistics.median(each.compute_s for each in run.stats()),
+        "reasons": list(run.plan.reasons) if run.plan else [],
+        "overflows": None,
+    }
+
+
+def resnet() -> tuple[Any, Any, Any]:
+    """ResNet-50 on pictures that are on the GPU already."""
+    import torch
+    from torchvision.models import resnet50
+
+    pictures = torch.randn(GLOBAL_BATCH["resnet"], 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (len(pictures),), device="cuda")
+
+    def loss(model: Any, pair: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(pair[0]).float(), pair[1])
+
+    model = resnet50(weights=None).to(memory_format=torch.channels_last)
+    return model, loss, lambda rows: (pictures[: len(rows)], labels[: len(rows)])
+
+
+def gpt() -> tuple[Any, Any, Any]:
+    """GPT-2 in its smallest size, sequences of 1024."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = torch.randint(0, 50257, (GLOBAL_BATCH["gpt"], 1024), device="cuda")
+
+    def loss(model: Any, rows: Any) -> Any:
+        logits = model(rows).logits[:, :-1].float()
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
+
+    return GPT2LMHeadModel(GPT2Config()), loss, lambda rows: tokens[: len(rows)]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        print(json.dumps(rank_alone(sys.argv[2], sys.argv[3])), flush=True)
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:] or ["resnet", "gpt"])

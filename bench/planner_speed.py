@@ -1,0 +1,109 @@
+"""How long planning takes on one core as devices grow in number and in kind: writes docs/measurements/planner_speed.md."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from bench.markdown import machine, table, write_page
+from mimatrix.planner.curve import Curve
+from mimatrix.planner.plan import Plan
+from mimatrix.planner.planning import Problem, make_plan
+from mimatrix.planner.profile import Communication, ModelSize, Profile
+
+REPEATS = 3
+GB = 10**9
+MODEL = ModelSize("gpt", "gpt", 1_300_000_000, 26 * GB // 10, 26 * GB // 10, 156 * GB // 10, GB // 20)
+"""1.3 billion parameters in half precision, with Adam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Devices and a global batch."""
+
+    name: str
+    devices: int
+    kinds: int
+    global_batch: int
+    rooms_gb: tuple[float, ...]
+    sizes: int = 64
+    """The largest micro-batch that was measured."""
+
+
+CASES = [
+    Case("8 devices", 8, 4, 1_024, (24, 40, 80)),
+    Case("64 devices", 64, 4, 65_536, (24, 40, 80)),
+    Case("1,024 devices of 4 kinds", 1_024, 4, 1_000_000, (24, 40, 80)),
+    Case("1,024 devices, all different", 1_024, 1_024, 1_000_000, (24, 40, 80)),
+    Case("1,024 of 4 kinds, micro-batches up to 512", 1_024, 4, 1_000_000, (60, 100, 200), 512),
+    Case("8 devices, memory short", 8, 4, 1_024, (3.6, 5, 8)),
+    Case("1,024 devices, all different, memory short", 1_024, 1_024, 1_000_000, (5.6, 6, 9)),
+]
+
+
+def problem(case: Case, seed: int) -> Problem:
+    """Devices whose times have a fixed part and a knee, up to ten times as fast as one another."""
+    draw = random.Random(seed)
+    kinds = [_profile(draw, case) for _ in range(case.kinds)]
+    profiles = tuple(kinds[rank % case.kinds] for rank in range(case.devices))
+    paid = Communication.of(0.2, 0.1, 0.1)
+    names = tuple(profile.device for profile in profiles)
+    return Problem(case.global_batch, MODEL, profiles, names, lambda _members: paid)
+
+
+def _profile(draw: random.Random, case: Case) -> Profile:
+    speed = draw.uniform(1, 10)
+    knee = draw.randint(4, 32)
+    sizes = sorted({1, 2, 3, 4, 6, *(2**power for power in range(3, 12) if 2**power <= case.sizes), case.sizes})
+    seconds = [(size, (0.02 + 0.01 * max(size, knee) + 0.002 * knee) / speed) for size in sizes]
+    memory = [(size, (0.2 + 0.25 * size) * GB) for size in sizes]
+    room = round(draw.choice(case.rooms_gb) * draw.uniform(0.9, 1.1) * GB)
+    return Profile(
+        f"gpu {speed:.3f}", "gpt", Curve.of(seconds), Curve.of(memory), room, 0.4 / speed, (0.0, 0.0, 0.001, 0.002)
+    )
+
+
+def timed(make: Callable[[], Problem]) -> tuple[float, Plan]:
+    """One plan from measured points, with nothing known from before."""
+    asked = make()
+    started = time.perf_counter()
+    plan = make_plan(asked)
+    return time.perf_counter() - started, plan
+
+
+def measure(case: Case) -> list[str]:
+    """A row of the page."""
+    found = [timed(lambda seed=seed: problem(case, seed)) for seed in range(REPEATS)]  # type: ignore[misc]
+    times = [taken for taken, _ in found]
+    within = max(plan.within for _, plan in found)
+    stages = "/".join(str(plan.stage) for _, plan in found)
+    print(f"{case.name:60} {median(times):6.2f} s  within {within:.2%}  stages {stages}", flush=True)
+    spread = f"{min(times):.2f}-{max(times):.2f}"
+    return [case.name, f"{case.global_batch:,}", f"**{median(times):.2f}**", spread, stages, f"{within:.2%}"]
+
+
+def main() -> None:
+    """Measure all cases on one core and write the page."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    timed(lambda: problem(CASES[0], 0))  # loads what is loaded late
+    rows = [measure(case) for case in CASES]
+    headings = ["devices", "global batch", "all stages [s]", "spread", "chosen", "proven within"]
+    write_page(
+        "planner_speed.md",
+        f"""# How long planning takes
+
+Made by `python -m bench.planner_speed` on one core ({machine()}); the medians of {REPEATS} clusters
+drawn at random, and their spread. From measured points to the finished plan: curves, all four stages priced, reasons. *Proven within* is the
+largest distance from the optimum of the cost model that the search could not rule out.
+
+{table(headings, rows)}
+Times have a fixed part and a knee; devices are up to ten times as fast as one another. Up to 64 devices the search also
+looks for one that the job would be better off without, which plans anew without each (above 16, each kind).
+""",
+    )
+
+
+if __name__ == "__main__":
+    main()

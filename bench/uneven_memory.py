@@ -1,0 +1,134 @@
+"""`python -m bench.uneven_memory`: two workers of equal speed, one with little memory (root).
+
+Memory is limited by control groups, so that who takes too much dies. The plan must keep that from happening: smaller
+micro-batches and shares where there is less room, and a higher stage where stage 0 fits nowhere.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench.heterogeneous.page import MEMORY, keep, write
+from bench.heterogeneous.rounds import IDEAL, OURS, Rows
+from bench.heterogeneous.tasks import NOTHING, RanksFailedError, Task, train
+from mimatrix.core.errors import UserError
+
+MIB = 1 << 20
+SPEEDS = (0.999, 0.999)
+LEAST_FRACTION = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained beside how much memory, over what the processes and their data take before."""
+
+    name: str
+    task: Task
+    room_bytes: tuple[int, int]
+    stages: tuple[int, ...]
+    """One of which the plan should choose."""
+
+
+def cases() -> list[Case]:
+    """A quarter of the memory where stage 0 fits, and so little on both that it does not."""
+    # Narrow and deep, so that a sample weighs much beside the model; then the other way round.
+    deep = Task(OURS, SPEEDS, global_batch=3840, width=256, depth=32, optimizer="adamw", batches=4)
+    wide = Task(OURS, SPEEDS, global_batch=384, width=2048, depth=8, optimizer="adamw", batches=4)
+    return [
+        Case("a quarter of the memory", deep, (400 * MIB, 100 * MIB), (0, 1, 2, 3)),
+        Case("stage 0 fits nowhere", wide, (480 * MIB, 400 * MIB), (1, 2, 3)),
+    ]
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
+    kept: Annotated[bool, typer.Option("--keep", help="Write the figures and the page to docs/measurements.")] = False,
+) -> None:
+    """Run each case beside its ideal; fail if a worker dies or a row is below what is promised."""
+    console = Console(stderr=True)
+    rows: Rows = []
+    for case in cases():
+        with console.status(case.name):
+            rows.append(measured(case))
+    if kept:
+        keep(MEMORY, rows)
+        write()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        for row in rows:
+            print(_sentence(row))
+    wrong = [problem for case, row in zip(cases(), rows, strict=True) if (problem := problem_of(case, row))]
+    sys.exit("; ".join(wrong) if wrong else 0)
+
+
+def measured(case: Case) -> dict[str, Any]:
+    """One row: the plan, what it reached, and the ideal of two workers with all the memory they want."""
+    base = before_bytes(case.task)
+    limits = tuple(base + room for room in case.room_bytes)
+    row: dict[str, Any] = {"who": OURS, "case": case.name, "room_bytes": case.room_bytes, "memory_bytes": limits}
+    ideal = sum(record.rate for record in train(replace(case.task, who=IDEAL)))
+    try:
+        records = train(replace(case.task, memory_bytes=limits))
+    except RanksFailedError as failure:
+        return row | {"died": str(failure), "ideal": ideal}
+    plan, step_s = records[0].plan, records[0].steady_s
+    rate = case.task.global_batch / step_s
+    return row | {
+        "died": "",
+        "ideal": ideal,
+        "samples_per_s": rate,
+        "fraction_of_ideal": rate / ideal,
+        "stage": plan["stage"],
+        "micro": plan["micro"],
+        "shares": plan["shares"],
+        "measured_step_s": step_s,
+        "predicted_step_s": plan["step_s"],
+        "planning_s": records[0].before_s,
+        "peak_bytes": [record.peak_bytes for record in records],
+        "reasons": plan["reasons"],
+    }
+
+
+def before_bytes(task: Task) -> int:
+    """What a rank takes before it has a model: Python, torch, and its rows."""
+    records = train(replace(task, who=NOTHING))
+    return max(record.peak_bytes for record in records)
+
+
+def problem_of(case: Case, row: dict[str, Any]) -> str:
+    """What is below the promise, in a few words; empty if nothing is."""
+    if row["died"]:
+        return f"{case.name}: {row['died']}"
+    if row["stage"] not in case.stages:
+        return f"{case.name}: stage {row['stage']} was chosen, wanted one of {list(case.stages)}"
+    roomy, tight = (max(sizes, default=0) for sizes in row["micro"])
+    if tight >= roomy:
+        return f"{case.name}: the small worker has micro-batches of {tight}, the large one of {roomy}"
+    if row["stage"] and row["shares"][1] >= row["shares"][0]:
+        return f"{case.name}: shares are {row['shares']}"
+    if row["fraction_of_ideal"] < LEAST_FRACTION:
+        return f"{case.name}: {row['fraction_of_ideal']:.2f} of the ideal, wanted {LEAST_FRACTION}"
+    return ""
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    if row["died"]:
+        return f"{row['case']}: {row['died']}"
+    micro = " and ".join(str(max(sizes, default=0)) for sizes in row["micro"])
+    shares = " and ".join(f"{share:.2f}" for share in row["shares"])
+    return (
+        f"{row['case']}: stage {row['stage']}, micro-batches up to {micro}, shares {shares}, "
+        f"{row['samples_per_s']:.0f} samples/s, {row['fraction_of_ideal']:.2f} of the ideal"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        sys.exit(f"mimatrix: {error}")

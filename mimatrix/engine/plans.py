@@ -1,0 +1,120 @@
+"""The plans of a run: the first, and those that follow while speeds change. Rank 0 decides, at the end of a batch.
+
+What it decided it says at the end of the next batch, with the global batch from which it holds: one past the furthest
+loader's head. All hear it together and see all heads, so either all change there or none does.
+"""
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.engine.exchange import Message
+from mimatrix.engine.feed import Feed, Position
+from mimatrix.engine.surveying import Ground, asked_file, planned, problem_of, store_and_end, stored, survey
+from mimatrix.planner.drift import Change, Drift, learned
+from mimatrix.planner.plan import Plan
+from mimatrix.planner.split import Split
+
+_START = Position(0, 0)
+_LEARNT_FROM = 3
+"""Steps from which the first plan of a run that did not measure is made; the one before them is a warm-up."""
+
+
+class Plans:
+    """The plan that holds, those before it, and on rank 0 what may come next."""
+
+    def __init__(self, rank: int, feed: Feed, *, quiet: bool) -> None:
+        self._rank, self._feed, self._quiet = rank, feed, quiet
+        self.now: Plan | None = None
+        self.changes: list[tuple[int, Plan, str]] = []
+        """(step in which it was agreed, plan, why), in order."""
+        self._drift: Drift | None = None
+        self._learns: _Learning | None = None
+        self._offer: dict[str, Any] | None = None
+
+    def begin(self, ground: Ground) -> Plan | None:
+        """The first plan, if the settings ask for one; None: the split that they give. A collective.
+
+        Where only measurements are wanted (`mimatrix profile`), the process ends here.
+        """
+        settings, file = ground.settings, asked_file()
+        if file:
+            store_and_end(ground, survey(ground), file)
+        if settings.plan == "profile":
+            problem = problem_of(ground, survey(ground))
+            plan = planned(ground, problem)
+            self._drift = Drift(problem, plan) if settings.follows else None
+            return self._begun(plan)
+        if settings.plan == "online" or settings.plan is None:
+            stage, shares = settings.stage_for(), settings.shares_for(ground.ranks)
+            self._learns = _Learning(self._feed.split_at(_START), stage, shares) if settings.follows else None
+            return None
+        plan = stored(ground)
+        self._learns = _Learning(plan.split, plan.stage, plan.shares) if settings.follows else None
+        return self._begun(plan)
+
+    def _begun(self, plan: Plan) -> Plan:
+        self._feed.change(plan.split, _START)
+        self.now = plan
+        return plan
+
+    def tell(self, busy_s: float) -> Message:
+        """What a rank says at the end of a global batch."""
+        head, offer = self._feed.head(), self._offer
+        self._offer = None
+        return {"busy": busy_s, "head": [head.epoch, head.batch], "offer": offer}
+
+    def hear(self, messages: Sequence[Message], split: Split, step: int, steps_left: int | None) -> None:
+        """What all ranks said at the end of step number `step`, which was cut by `split`."""
+        heads = [Position(*message["head"]) for message in messages]
+        offer = messages[0]["offer"]
+        if offer and max(heads) <= Position(*offer["at"]):
+            self._adopt(offer, step)
+        elif self._rank == 0:
+            self._consider(split, [message["busy"] for message in messages], max(heads), steps_left)
+
+    def _adopt(self, offer: Mapping[str, Any], step: int) -> None:
+        plan = Plan.from_json(offer["plan"])
+        self._feed.change(plan.split, Position(*offer["at"]))
+        self.now = plan
+        self.changes.append((step, plan, offer["why"]))
+        if self._drift:
+            self._drift.changed(plan)
+        if self._rank == 0 and not self._quiet:
+            shown = " + ".join(map(str, plan.split.batches))
+            sys.stderr.write(f"mimatrix: from step {step + 2} on the batches are {shown}: {offer['why']}\n")
+
+    def _consider(self, split: Split, busy_s: Sequence[float], head: Position, steps_left: int | None) -> None:
+        if self._learns and not self._drift:
+            self._drift = self._learns.seen(split, busy_s)
+        if self._drift is None:
+            return
+        self._drift.observe(split, busy_s)
+        found = self._drift.decide(steps_left)
+        if isinstance(found, Change):
+            at = [head.epoch, head.batch + 1]
+            self._offer = {"plan": found.plan.to_json(), "at": at, "why": found.reason}
+
+
+class _Learning:
+    """The first steps of a run that measured nothing."""
+
+    def __init__(self, split: Split, stage: int, shares: Shares) -> None:
+        self._split, self._stage, self._shares = split, stage, shares
+        self._seen: list[Sequence[float]] = []
+
+    def seen(self, split: Split, busy_s: Sequence[float]) -> Drift | None:
+        """One more step; enough of them make a beginning."""
+        if split == self._split:
+            self._seen.append(busy_s)
+        if len(self._seen) <= _LEARNT_FROM:
+            return None
+        usual = [statistics.median(column) for column in zip(*self._seen[1:], strict=True)]
+        # Nothing is known of memory, so no rank gets more at once than it had.
+        most = [max(sizes, default=1) for sizes in split.micro]
+        drift = learned(usual, split, most, self._stage, self._shares)
+        for busy in self._seen[1:]:
+            drift.observe(split, busy)
+        return drift

@@ -1,0 +1,255 @@
+"""Before training: every rank measures itself, all measure what moving the model takes, and rank 0 makes the plan."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mimatrix.comm.group import Group
+from mimatrix.core.errors import UserError
+from mimatrix.engine.binding import check_elementwise
+from mimatrix.engine.exchange import Exchange
+from mimatrix.engine.feed import Feed, Position
+from mimatrix.engine.moving import measure_communication
+from mimatrix.engine.settings import Settings
+from mimatrix.engine.units import is_compiled, units_of
+from mimatrix.planner.plan import Plan
+from mimatrix.planner.planning import Problem, make_plan
+from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
+from mimatrix.profiler import Limits, Subject, cached_measure, model_size
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What is to be trained, and where: the model is whole and on its device."""
+
+    settings: Settings
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss | None
+    feed: Feed
+    exchange: Exchange
+    group: Group | None
+    rank: int
+    devices: Sequence[str]
+    device: torch.device
+    precision: str
+    context: Callable[[], AbstractContextManager[Any]]
+    norms: int
+    """Synchronised batch norms."""
+    whole: tuple[type[nn.Module], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.devices)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.feed.split_at(Position(0, 0)).total
+
+
+def survey(ground: Ground) -> Measurements:
+    """What all ranks measured. A collective: what goes wrong on one is raised on all."""
+    if ground.loss is None:
+        raise UserError("measuring runs the model on its own; give run.prepare the loss: loss=loss_fn")
+    size = size_of(ground)
+    started = time.perf_counter()
+    said = together(ground, lambda: _profile(ground, size).to_json())
+    profiles = tuple(Profile.from_json(each) for each in said)
+    paid = _communication(ground, size)
+    _say(ground, f"measured {ground.ranks} ranks in {time.perf_counter() - started:.1f} s")
+    return Measurements(size, profiles, paid, equal_counts=bool(ground.norms))
+
+
+def problem_of(ground: Ground, found: Measurements) -> Problem:
+    """What the planner is asked about these measurements."""
+    settings = ground.settings
+    return Problem(
+        ground.global_batch,
+        found.model,
+        found.profiles,
+        tuple(ground.devices),
+        lambda _: found.communication,
+        stages=_stages(ground),
+        shares=settings.shares_for(ground.ranks) if settings.shares is not None else None,
+        equal_counts=found.equal_counts,
+    )
+
+
+def planned(ground: Ground, problem: Problem) -> Plan:
+    """The plan that rank 0 makes, on every rank."""
+    said = together(ground, lambda: make_plan(problem).to_json() if ground.rank == 0 else None)
+    plan = Plan.from_json(said[0])
+    shown = " + ".join(map(str, plan.split.batches))
+    _say(ground, f"stage {plan.stage}, batches {shown}, a step should take {plan.step_s * 1e3:.0f} ms")
+    return plan
+
+
+def stored(ground: Ground) -> Plan:
+    """The plan that was given, or is in the file that was named; rank 0 reads it."""
+    given = ground.settings.plan
+    if isinstance(given, Plan):
+        plan = given
+    else:
+        name = str(given)
+        said = together(ground, lambda: _read(name).to_json() if ground.rank == 0 else None)
+        plan = Plan.from_json(said[0])
+    _check_stored(ground, plan)
+    return plan
+
+
+def size_of(ground: Ground) -> ModelSize:
+    """What the model holds, and its fingerprint."""
+    unit_bytes = ground.settings.unit_bytes_for(3, ground.devices)
+    units = units_of(ground.model, unit_bytes, ground.whole)
+    largest = max(unit.bytes for unit in units)
+    precision = str(ground.settings.described()["precision"])
+    return model_size(ground.model, ground.optimizer, largest, ground.feed.sample(), precision)
+
+
+def store_and_end(ground: Ground, found: Measurements, file: Path) -> None:
+    """Where only measurements were asked for: rank 0 stores them, and all ranks end well."""
+    together(ground, lambda: _write(found, file) if ground.rank == 0 else None)
+    raise SystemExit(0)
+
+
+def together(ground: Ground, act: Callable[[], Any]) -> list[Any]:
+    """What each rank's `act` gives, on every rank; a sentence of one is raised by all."""
+    error, found = "", None
+    try:
+        found = act()
+    except UserError as raised:
+        error = str(raised)
+    messages = ground.exchange.all({"error": error, "found": found})
+    for rank, message in enumerate(messages):
+        if message["error"]:
+            where = f"rank {rank}: " if ground.ranks > 1 and not message["error"].startswith("rank") else ""
+            raise UserError(where + message["error"])
+    return [message["found"] for message in messages]
+
+
+def _profile(ground: Ground, size: ModelSize) -> Profile:
+    assert ground.loss
+    # Samples that other processes make ahead cost nothing here; those made in the loop are a part of its time.
+    fetch = lru_cache(maxsize=2)(ground.feed.sample) if ground.feed.hides_loading else ground.feed.sample
+    subject = Subject(
+        ground.model,
+        ground.optimizer,
+        ground.loss,
+        fetch,
+        ground.device,
+        ground.context,
+        size.fingerprint,
+        ground.precision,
+        size.unit_bytes,
+    )
+    return cached_measure(subject, Limits(_most(ground), neighbours=_neighbours(ground)), _progress(ground))
+
+
+def _neighbours(ground: Ground) -> int:
+    """Ranks that share this one's memory."""
+    if ground.group is None or ground.device.type != "cpu":
+        return 1
+    hosts = [place.host for place in ground.group.endpoint.places]
+    return sum(host == hosts[ground.rank] for host in hosts)
+
+
+def _most(ground: Ground) -> int:
+    """No micro-batch of this rank can be larger."""
+    given = ground.settings.micro_batch
+    limit = given[ground.rank] if isinstance(given, Sequence) else given
+    return min(ground.global_batch, limit or ground.global_batch)
+
+
+def _communication(ground: Ground, size: ModelSize) -> Communication:
+    if ground.group is None:
+        return Communication((0.0,) * 4, reason="nothing moves: one rank")
+    dtype = next(parameter.dtype for parameter in ground.model.parameters() if parameter.requires_grad)
+    return measure_communication(
+        ground.group, ground.exchange, size.gradient_bytes, dtype, ground.device, norms=ground.norms
+    )
+
+
+def _stages(ground: Ground) -> tuple[int, ...]:
+    """Those that this model and this optimizer can be trained in."""
+    if ground.ranks == 1:
+        return (0,)
+    if ground.settings.stage != "auto":
+        return (int(ground.settings.stage),)
+    try:
+        check_elementwise(ground.optimizer, 1)
+    except UserError:
+        return (0,)
+    return STAGES[:3] if is_compiled(ground.model) else STAGES
+
+
+def _read(name: str) -> Plan:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        words = '"profile", "online" or the name of a file that `mimatrix plan --output` wrote'
+        raise UserError(f'plan="{name}" cannot be read ({error}); use {words}') from None
+    return Plan.from_text(text, f'plan="{name}"')
+
+
+def _check_stored(ground: Ground, plan: Plan) -> None:
+    if plan.split.ranks != ground.ranks:
+        raise UserError(
+            f"the plan is for {plan.split.ranks} ranks and there are {ground.ranks}; make another with mimatrix plan"
+        )
+    if plan.global_batch != ground.global_batch:
+        raise UserError(
+            f"the plan is for a global batch of {plan.global_batch} and global_batch is {ground.global_batch}; "
+            "make them agree"
+        )
+    if plan.model and plan.model != size_of(ground).fingerprint:
+        raise UserError(
+            "the plan was made for another model, optimizer or precision; measure this one: mimatrix profile script.py"
+        )
+    if plan.stage not in _stages(ground):
+        raise UserError(f"the plan is for stage {plan.stage}, which this run cannot be trained in; make another plan")
+
+
+def _write(found: Measurements, file: Path) -> None:
+    try:
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(found.to_text(), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(f'the profile cannot be written to "{file}" ({error.strerror}); choose another file') from None
+
+
+def _say(ground: Ground, sentence: str) -> None:
+    if ground.rank == 0 and not ground.settings.quiet:
+        sys.stderr.write(f"mimatrix: {sentence}\n")
+
+
+def _progress(ground: Ground) -> Callable[[float], None]:
+    """A line that moves, for a person who watches."""
+    if ground.rank or ground.settings.quiet or not sys.stderr.isatty():
+        return lambda _: None
+
+    def show(done: float) -> None:
+        sys.stderr.write(f"\rmimatrix: measuring {done:4.0%}" + ("\r\033[K" if done >= 1 else ""))
+        sys.stderr.flush()
+
+    return show
+
+
+def asked_file() -> Path | None:
+    """Where measurements go if only those are wanted: `mimatrix profile` says so."""
+    name = os.environ.get("MIMATRIX_PROFILE")
+    return Path(name) if name else None

@@ -1,0 +1,256 @@
+"""Micro-batches of ranks that do not wait for one another: stages 0 and 1."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mimatrix.planner.tables import Floats, Integers, Tables
+
+Micro = tuple[tuple[int, ...], ...]
+
+# How many sums the exact search may form for one table.
+_WORK = 120_000_000
+_HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way to compute a global batch."""
+
+    micro: Micro
+    """The micro-batches of each rank."""
+    seconds: float
+    bound_s: float
+    """No way with these largest micro-batches takes less."""
+
+
+class Shortest:
+    """For rows of micro-batch times, the least time for n samples in micro-batches of any sizes.
+
+    Exactly, by adding one micro-batch to what is known for fewer samples; beyond the table's end, micro-batches of
+    the best rate are added, so what it says there may be more than the least time, but a time that can be had.
+    """
+
+    def __init__(self, seconds: Floats, most: Integers) -> None:
+        """`most` is how many samples of each row are asked for at most."""
+        self.seconds = seconds
+        self.most = most
+        self.rates, self.best = best_rates(seconds)
+        self.lengths = np.minimum(most, _longest(most, seconds.shape[1]))
+        self.times = self._table()
+        """By samples and row."""
+
+    def _table(self) -> Floats:
+        rows, width = self.seconds.shape
+        longest = int(self.lengths.max())
+        # Before the first line stand as many infinite ones as the largest micro-batch reaches back. Rows with the
+        # longest way to go come first, so that those still under way are a range.
+        order = np.argsort(-self.lengths, kind="stable")
+        under_way = np.searchsorted(-self.lengths[order], -np.arange(1, longest + 1), side="right")
+        times = np.full((width - 1 + longest + 1, rows), np.inf)
+        times[width - 1] = 0.0
+        backwards = np.ascontiguousarray(self.seconds[order, :0:-1].T)
+        for line, count in enumerate(under_way.tolist(), start=width):
+            np.min(times[line - width + 1 : line, :count] + backwards[:, :count], axis=0, out=times[line, :count])
+        found = np.empty((longest + 1, rows))
+        found[:, order] = times[width - 1 :]
+        return found
+
+    def within(self, limits: Floats) -> Integers:
+        """The most samples of each row within its limit of time."""
+        rows = np.arange(len(limits))
+        counts, high = np.zeros(len(limits), np.int64), self.lengths
+        for _ in range(int(self.lengths.max()).bit_length()):
+            middle = (counts + high + 1) // 2
+            enough = self.times[middle, rows] <= limits
+            counts, high = np.where(enough, middle, counts), np.where(enough, high, middle - 1)
+        ended = (counts == self.lengths) & np.isfinite(self.rates) & (self.lengths < self.most)
+        for row in np.nonzero(ended)[0]:
+            best, length = int(self.best[row]), int(self.lengths[row])
+            tail = self.times[length + 1 - best : length + 1, row]
+            more = np.floor((limits[row] - tail) / self.seconds[row, best])
+            counts[row] = int(np.max(np.arange(length + 1 - best, length + 1) + more * best))
+        return counts
+
+    def cut(self, rows: Integers, samples: Integers) -> list[tuple[int, ...]]:
+        """The micro-batches for so many samples of each of `rows`, the larger ones first."""
+        best = self.best[rows]
+        beyond = np.maximum(0, -(-(samples - self.lengths[rows]) // best))
+        left = samples - beyond * best
+        sizes = [[int(size)] * int(times) for size, times in zip(best, beyond, strict=True)]
+        reach = np.arange(1, self.seconds.shape[1])
+        open_to = np.nonzero(left)[0]
+        while len(open_to):
+            before = left[open_to, None] - reach
+            times = np.where(before < 0, np.inf, self.times[np.maximum(before, 0), rows[open_to, None]])
+            chosen = np.argmin(times + self.seconds[rows[open_to], 1:], axis=1) + 1
+            for place, size in zip(open_to.tolist(), chosen.tolist(), strict=True):
+                sizes[place].append(size)
+            left[open_to] -= chosen
+            open_to = open_to[left[open_to] > 0]
+        return [tuple(sorted(each, reverse=True)) for each in sizes]
+
+
+def _longest(most: Integers, width: int) -> int:
+    """How long a table may be that is worth its work, and never so short that the best micro-batch reaches beyond."""
+    low, high = 4 * width, max(4 * width, int(most.max()))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if int(np.minimum(most, middle).sum()) * width <= _WORK else (low, middle - 1)
+    return low
+
+
+def trimmed(full: Integers, samples: int) -> Integers:
+    """`samples` in the proportion of `full`, which has no fewer; equal ones stay equal within one."""
+    total = int(full.sum())
+    parts, left = np.divmod(full.astype(np.int64) * samples, total)
+    # Stable: of equal remainders the first rank's comes first.
+    parts[np.argsort(-left, kind="stable")[: samples - int(parts.sum())]] += 1
+    return parts
+
+
+class Alone:
+    """Ranks that meet only at the end of a step: each cuts its samples as suits it."""
+
+    def __init__(self, tables: Tables, samples: int, ahead_s: Floats) -> None:
+        """`ahead_s` is what each kind has to do beside its micro-batches before it is done."""
+        self.tables = tables
+        self.samples = samples
+        self.ahead_s = ahead_s
+
+    def best(self, caps: Integers) -> Found:
+        """The shortest way with micro-batches of at most `caps`; one of them must be 1 or more."""
+        rows, row_of = np.unique(np.stack([self.tables.kind_of, caps], axis=1), axis=0, return_inverse=True)
+        row_of = row_of.reshape(-1)
+        counts = np.bincount(row_of)
+        seconds = _limited(self.tables.seconds[rows[:, 0]], rows[:, 1])
+        ahead = self.ahead_s[rows[:, 0]]
+        low, high = _bracket(seconds, ahead, counts, self.samples)
+        rates, _ = best_rates(seconds)
+        most = np.clip(np.ceil((high - ahead) / rates), 1, self.samples).astype(np.int64)
+        shortest = Shortest(seconds, most)
+        limit = least(lambda t: int(counts @ shortest.within(t - ahead)) >= self.samples, low, high)
+        full = shortest.within(limit - ahead)[row_of]
+        wanted = np.stack([row_of, trimmed(full, self.samples)], axis=1)
+        pairs, pair_of = np.unique(wanted, axis=0, return_inverse=True)
+        cuts = shortest.cut(pairs[:, 0], pairs[:, 1])
+        taken = max(
+            float(ahead[row] + seconds[row, list(sizes)].sum()) for row, sizes in zip(pairs[:, 0], cuts, strict=True)
+        )
+        # Where the tables were long enough it is the optimum.
+        bound = taken if (full <= shortest.lengths[row_of]).all() else min(taken, low)
+        return Found(tuple(cuts[pair] for pair in pair_of.reshape(-1)), taken, bound)
+
+
+class Reach:
+    """For each kind (row) and largest micro-batch (column): how many samples it can do in a time."""
+
+    def __init__(self, tables: Tables, most: int) -> None:
+        self.tables = tables
+        self.most = most
+        self.kinds, self.width = tables.seconds.shape
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether both bounds are the same."""
+        return bool(self.kinds * self.width * self.width * self.most <= _WORK // 4)
+
+    @cached_property
+    def _shortest(self) -> Shortest:
+        seconds = np.repeat(self.tables.seconds, self.width, axis=0)
+        caps = np.tile(np.arange(self.width), self.kinds)
+        return Shortest(_limited(seconds, caps), np.full(len(caps), self.most))
+
+    @cached_property
+    def _rates(self) -> Floats:
+        sizes = np.arange(1, self.width)
+        rates = np.full((self.kinds, self.width), np.inf)
+        rates[:, 1:] = np.minimum.accumulate(self.tables.seconds[:, 1:] / sizes, axis=1)
+        return rates
+
+    def times(self) -> Floats:
+        """The least time by kind, largest micro-batch and samples. Only where `exact`."""
+        return self._shortest.times.T.reshape(self.kinds, self.width, -1)
+
+    def surely(self, limit: float) -> Floats:
+        """What it can do at least."""
+        if self.exact:
+            counts = self._shortest.within(np.full(self.kinds * self.width, limit))
+            return counts.reshape(self.kinds, self.width).astype(np.float64)
+        return np.minimum(self._repeated(limit), self.most)
+
+    def at_most(self, limit: float) -> Floats:
+        """What it cannot do more than."""
+        if self.exact:
+            return self.surely(limit)
+        return np.minimum(np.floor(limit / self._rates * (1 + 1e-12)), self.most)
+
+    def _repeated(self, limit: float) -> Floats:
+        """As many micro-batches of one size as there is time for, and one more for what is left."""
+        seconds = self.tables.seconds
+        found = np.zeros(seconds.shape)
+        for row in range(self.kinds):
+            times = seconds[row, 1:]
+            turns = np.floor(limit / times)
+            left = limit - turns * np.where(np.isfinite(times), times, 0.0)
+            rest = np.searchsorted(times, left, side="right")
+            found[row, 1:] = np.maximum.accumulate(
+                np.where(np.isfinite(times), turns * np.arange(1, self.width) + rest, 0.0)
+            )
+        return found
+
+
+def _limited(seconds: Floats, caps: Integers) -> Floats:
+    """Rows of times, infinite beyond the cap of each."""
+    return np.where(np.arange(seconds.shape[1]) <= caps[:, None], seconds, np.inf)
+
+
+def best_rates(seconds: Floats) -> tuple[Floats, Integers]:
+    """The least seconds for a sample, and the micro-batch that has it."""
+    with np.errstate(invalid="ignore"):
+        rates = seconds[:, 1:] / np.arange(1, seconds.shape[1])
+    if not rates.shape[1]:
+        return np.full(len(seconds), np.inf), np.ones(len(seconds), np.int64)
+    best = np.argmin(rates, axis=1)
+    return np.maximum(rates[np.arange(len(rates)), best], 1e-15), best + 1
+
+
+def _bracket(seconds: Floats, ahead: Floats, counts: Integers, samples: int) -> tuple[float, float]:
+    """Times between which the shortest lies: at the best rates, and with whole micro-batches of the best rate."""
+    rates, best = best_rates(seconds)
+    able = np.isfinite(rates)
+    rates, best, weights, start = rates[able], best[able], counts[able], ahead[able]
+    top = float(start.max() + samples * rates.min() + (rates * best).max() * 2)
+
+    def by_rate(limit: float) -> bool:
+        return float(weights @ np.maximum(np.floor((limit - start) / rates * (1 + 1e-12)), 0)) >= samples
+
+    def by_whole(limit: float) -> bool:
+        return float(weights @ (np.maximum(np.floor((limit - start) / (rates * best)), 0) * best)) >= samples
+
+    floor = float(ahead.max())
+    low = least(by_rate, floor, top, lower=True)
+    return low, least(by_whole, low, top)
+
+
+def least(enough: Callable[[float], bool], low: float, high: float, close: float = 1e-13, lower: bool = False) -> float:
+    """The least time that is enough, from above (or from below); infinite where none is. `high` is a first guess."""
+    if enough(low):
+        return low
+    for _ in range(_HALVINGS):
+        if enough(high):
+            break
+        high *= 2
+    else:
+        return np.inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+        if high - low <= close * high:
+            break
+    return low if lower else high

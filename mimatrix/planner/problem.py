@@ -1,0 +1,44 @@
+"""What the planner is asked, and a priced answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.planner.cost import Cost
+from mimatrix.planner.profile import STAGES, Communication, ModelSize, Profile
+from mimatrix.planner.split import Split
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the planner is asked."""
+
+    global_batch: int
+    model: ModelSize
+    profiles: tuple[Profile, ...]
+    """One for each rank."""
+    names: tuple[str, ...]
+    """Of the ranks, for people."""
+    network: Callable[[tuple[int, ...]], Communication]
+    """What a subset of the ranks pays."""
+    stages: tuple[int, ...] = STAGES
+    """Those that may be chosen."""
+    shares: Shares | None = None
+    """Given (states are in place already), not to be chosen."""
+    equal_counts: bool = False
+    """Batch norm: ranks meet in every micro-step, also in stages 0 and 1."""
+    may_leave_out: bool = False
+    """Whether devices that slow the job may be left out."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The best that some ranks can do in one stage."""
+
+    members: tuple[int, ...]
+    stage: int
+    split: Split
+    shares: Shares
+    cost: Cost
+    bound_s: float
+    """No choice in this stage takes less."""

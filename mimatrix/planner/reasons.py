@@ -1,0 +1,129 @@
+"""Sentences that say why a plan is as it is."""
+
+from mimatrix.core.units import format_seconds
+from mimatrix.planner.problem import Priced, Problem
+from mimatrix.planner.room import bytes_shown, lacks
+
+# From here on a rank's speed explains its samples; below, memory has a part in it.
+_EXPLAINS = 0.9
+
+
+def reasons(problem: Problem, priced: tuple[Priced, ...]) -> tuple[str, ...]:
+    """Why this stage and none of the others, why these batches, why these shares. The first is the winner."""
+    best = priced[0]
+    return (
+        _winner(priced),
+        *(_loser(best, each) for each in priced[1:]),
+        *_unfit(problem, priced),
+        *_uneven(problem, best),
+        *_shaped(problem, best),
+    )
+
+
+def left_out_reason(rank: int, before: tuple[Priced, ...], after: tuple[Priced, ...], problem: Problem) -> str:
+    """Why the job is better off without `rank`."""
+    without_s = after[0].cost.step_s
+    if not before:
+        return f"nothing fits with it, and the step takes {seconds_shown(without_s)} without"
+    with_s = before[0].cost.step_s
+    return (
+        f"the step takes {seconds_shown(with_s)} with it and {seconds_shown(without_s)} without: "
+        f"{_brake(rank, before[0], after[0], problem)}"
+    )
+
+
+def seconds_shown(seconds: float) -> str:
+    """With a space, as in a sentence: `212 ms`."""
+    text = format_seconds(seconds)
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    return f"{digits} {text[len(digits) :]}"
+
+
+def _brake(rank: int, before: Priced, after: Priced, problem: Problem) -> str:
+    """What makes a device a brake: what it adds to moving data, or to computing."""
+    saved = before.cost.communication_s - after.cost.communication_s
+    if saved > (before.cost.step_s - after.cost.step_s) / 2:
+        return f"moving data takes {seconds_shown(saved)} longer with it"
+    if after.stage != before.stage:
+        return f"its {bytes_shown(problem.profiles[rank].room_bytes)} of memory force stage {before.stage}"
+    if before.stage == 0 and problem.profiles[rank].optimizer_s > after.cost.step_s / 2:
+        return f"its optimizer step alone takes {seconds_shown(problem.profiles[rank].optimizer_s)}"
+    return "it holds the others up for longer than it helps"
+
+
+def _winner(priced: tuple[Priced, ...]) -> str:
+    best = priced[0]
+    figures = f"{seconds_shown(best.cost.step_s)} a step, {seconds_shown(best.cost.communication_s)} of it moving data"
+    if len(priced) == 1:
+        return f"stage {best.stage}: {figures}"
+    if best.cost.step_s > min(each.cost.step_s for each in priced):
+        return f"stage {best.stage}: {figures}; no higher one is more than 0.1 % shorter"
+    return f"stage {best.stage} is the shortest: {figures}"
+
+
+def _loser(best: Priced, other: Priced) -> str:
+    moving = other.cost.communication_s - best.cost.communication_s
+    rest = other.cost.step_s - best.cost.step_s - moving
+    why = [
+        f"{'+' if more > 0 else '-'}{seconds_shown(abs(more))} for {what}"
+        for more, what in ((moving, "moving data"), (rest, "computing and waiting"))
+        if abs(more) > 5e-4 * best.cost.step_s
+    ]
+    return f"stage {other.stage} would take {seconds_shown(other.cost.step_s)}: {', '.join(why) or 'no gain'}"
+
+
+def _unfit(problem: Problem, priced: tuple[Priced, ...]) -> list[str]:
+    members = priced[0].members
+    fit = {each.stage for each in priced}
+    profiles = [problem.profiles[rank] for rank in members]
+    names = [problem.names[rank] for rank in members]
+    return [
+        f"stage {stage} does not fit: {lacks(stage, problem.model, profiles, names, problem.shares)}"
+        for stage in sorted(set(problem.stages) - fit)
+    ]
+
+
+def _uneven(problem: Problem, best: Priced) -> list[str]:
+    """The rank with most and the one with fewest samples, and how much faster the one is."""
+    batches = best.split.batches
+    most, fewest = batches.index(max(batches)), batches.index(min(batches))
+    if batches[most] <= batches[fewest] + 1:
+        return []
+    names = [problem.names[rank] for rank in best.members]
+    high, low = (f"rank {rank} ({names[rank]})" for rank in (most, fewest))
+    if not batches[fewest]:
+        return [f"{low} gets no samples: the others are done before it would be"]
+    times = batches[most] / batches[fewest]
+    faster = _rate(problem, best, most) / _rate(problem, best, fewest)
+    gets = f"{high} gets {times:.1f} times the samples of {low}"
+    if faster >= _EXPLAINS * times:
+        return [f"{gets}: it is {faster:.1f} times as fast"]
+    return [
+        f"{gets} and is {faster:.1f} times as fast: micro-batches of {max(best.split.micro[fewest])} suit {low} best"
+    ]
+
+
+def _rate(problem: Problem, best: Priced, rank: int) -> float:
+    """Samples a second of a rank at work on what the plan gives it."""
+    profile = problem.profiles[best.members[rank]]
+    handling = profile.handling_s[best.stage]
+    taken = sum(float(profile.seconds.table[size]) + handling for size in best.split.micro[rank])
+    return best.split.batches[rank] / max(taken, 1e-15)
+
+
+def _shaped(problem: Problem, best: Priced) -> list[str]:
+    """The rank whose share is furthest below what its optimizer's speed alone would give it."""
+    if best.stage == 0 or problem.shares is not None:
+        return []
+    speeds = [1.0 / max(problem.profiles[rank].optimizer_s, 1e-12) for rank in best.members]
+    wanted = [speed / sum(speeds) for speed in speeds]
+    short = [share / want for share, want in zip(best.shares.fractions, wanted, strict=True)]
+    rank = short.index(min(short))
+    if short[rank] > 0.98:
+        return []
+    name = problem.names[best.members[rank]]
+    room = bytes_shown(problem.profiles[best.members[rank]].room_bytes)
+    return [
+        f"rank {rank} ({name}) owns {best.shares.fractions[rank]:.1%} instead of {wanted[rank]:.1%}: "
+        f"its {room} have no room for more"
+    ]

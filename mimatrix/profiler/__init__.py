@@ -1,0 +1,25 @@
+"""Measurements: time and memory of a model against the batch, on this device; links between ranks."""
+
+from mimatrix.profiler.cache import cached_measure
+from mimatrix.profiler.fingerprints import device_fingerprint, device_kind, model_fingerprint, model_size
+from mimatrix.profiler.links import Links, measure_links
+from mimatrix.profiler.measure import Limits, measure_device
+from mimatrix.profiler.network import remarks, to_cluster
+from mimatrix.profiler.passes import Subject
+from mimatrix.profiler.room import room
+
+__all__ = [
+    "Limits",
+    "Links",
+    "Subject",
+    "cached_measure",
+    "device_fingerprint",
+    "device_kind",
+    "measure_device",
+    "measure_links",
+    "model_fingerprint",
+    "model_size",
+    "remarks",
+    "room",
+    "to_cluster",
+]

@@ -1,0 +1,53 @@
+"""Profiles that were measured before, as files: the same model on the same device is not measured twice."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from mimatrix.comm.tuner import cache_folder
+from mimatrix.core.errors import MiMatrixError
+from mimatrix.planner.profile import VERSION, Profile
+from mimatrix.profiler.fingerprints import device_fingerprint
+from mimatrix.profiler.measure import Limits, measure_device, room_for
+from mimatrix.profiler.passes import Subject
+
+
+def cached_measure(subject: Subject, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
+    """What was measured before under the same circumstances, in no time; otherwise measured now and kept."""
+    room_bytes = room_for(subject, limits)
+    file = _file(subject, limits.most, room_bytes)
+    if found := recalled(file):
+        say(1.0)
+        return replace(found, room_bytes=room_bytes, took_s=0.0)
+    profile = measure_device(subject, replace(limits, room_bytes=room_bytes), say)
+    keep(file, profile)
+    return profile
+
+
+def recalled(file: Path) -> Profile | None:
+    """The profile of a file; None where there is none that can be believed."""
+    try:
+        return Profile.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MiMatrixError):
+        return None
+
+
+def keep(file: Path, profile: Profile) -> None:
+    """Write a profile, all of it or nothing. One that cannot be written is measured anew next time."""
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(profile.to_json(), indent=1), encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        return
+
+
+def _file(subject: Subject, most: int, room_bytes: int) -> Path:
+    device = device_fingerprint(subject.device, room_bytes)
+    facts = [subject.fingerprint, device, most, subject.precision, subject.unit_bytes, VERSION]
+    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    return cache_folder().parent / "profiles" / f"{name}.json"

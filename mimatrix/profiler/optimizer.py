@@ -1,0 +1,122 @@
+"""What an optimizer costs, found on a small twin of it: the user's own has not stepped and does not."""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mimatrix.profiler.timing import Timing, timed
+
+TWIN_ELEMENTS = 4 << 20
+_LARGEST_PIECE = 0.25
+"""Of all elements of a twin."""
+_FEW_ELEMENTS = 1 << 16
+"""Enough to see what is kept for each."""
+_PASSES = 3
+"""Over the parameters, in a step of an optimizer that has no twin: read, read the gradient, write."""
+_STATES = 2
+"""Tensors like the parameters that such an optimizer keeps: as Adam does, and few keep more."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """One step over all elements, and what is kept from step to step."""
+
+    seconds: float
+    state_bytes: int
+
+
+def learning(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What an optimizer steps, each parameter once."""
+    found = {id(each): each for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    return list(found.values())
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """What it will keep for all that it steps."""
+    parameters = learning(optimizer)
+    pieces = _pieces(parameters, device, _FEW_ELEMENTS)
+    twin = _twin(optimizer, pieces)
+    return _scaled_state(twin, pieces, parameters)
+
+
+def optimizer_cost(
+    optimizer: torch.optim.Optimizer, device: torch.device, elements: int = TWIN_ELEMENTS
+) -> OptimizerCost:
+    """What one step takes on this device, and what it keeps, by a twin of about so many elements."""
+    parameters = learning(optimizer)
+    if not parameters:
+        return OptimizerCost(0.0, 0)
+    pieces = _pieces(parameters, device, elements)
+    twin = _twin(optimizer, pieces)
+    scale = _elements(parameters) / max(1, _elements(pieces))
+    took = timed(twin.step, device, _expected(twin, device)) if twin else _three_passes(pieces, device)
+    return OptimizerCost(took.seconds * scale, _scaled_state(twin, pieces, parameters))
+
+
+def _expected(twin: torch.optim.Optimizer, device: torch.device) -> float:
+    """One step, to know how many fill a window; on a CPU nobody asks."""
+    return 0.0 if device.type == "cpu" else timed(twin.step, device).seconds
+
+
+def _pieces(parameters: Iterable[nn.Parameter], device: torch.device, elements: int) -> list[nn.Parameter]:
+    """Fresh parameters that stand for all: every n-th by size, large ones cut, so that they stay few and small."""
+    ordered = sorted(parameters, key=lambda each: -each.numel())
+    largest = max(1, int(_LARGEST_PIECE * elements))
+    shapes = [(_cut(each.shape, largest), each.dtype) for each in ordered]
+    every = max(1, -(-sum(shape.numel() for shape, _ in shapes) // elements))
+    found = []
+    for shape, dtype in shapes[::every]:
+        piece = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        piece.grad = torch.full_like(piece, 1e-3)
+        found.append(piece)
+    return found
+
+
+def _cut(shape: torch.Size, largest: int) -> torch.Size:
+    """The same in all but the first dimension, which is shortened where that is needed."""
+    if shape.numel() <= largest:
+        return shape
+    return torch.Size((max(1, largest // max(1, shape[1:].numel())), *shape[1:]))
+
+
+def _twin(optimizer: torch.optim.Optimizer, pieces: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """One of the same kind and settings that has stepped once; None where it cannot be made that way."""
+    kind = type(optimizer)
+    try:
+        known = inspect.signature(kind).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+        twin = kind(pieces, **settings)
+        twin.step()
+    except Exception:  # noqa: BLE001 (it is anybody's code, and there is another way)
+        return None
+    return twin
+
+
+def _scaled_state(
+    twin: torch.optim.Optimizer | None, pieces: list[nn.Parameter], parameters: list[nn.Parameter]
+) -> int:
+    """For all parameters what the twin keeps for its own; numbers such as a count of steps do not grow."""
+    elements = _elements(parameters)
+    if twin is None:
+        return _STATES * sum(each.numel() * each.element_size() for each in parameters)
+    kept = sum(
+        value.numel() * value.element_size()
+        for piece in pieces
+        for value in twin.state.get(piece, {}).values()
+        if isinstance(value, torch.Tensor) and value.numel() == piece.numel() and value.dim() == piece.dim()
+    )
+    return round(kept * elements / max(1, _elements(pieces)))
+
+
+def _three_passes(pieces: list[nn.Parameter], device: torch.device) -> Timing:
+    flat = torch.zeros(max(1, _elements(pieces)), device=device)
+    other = torch.zeros_like(flat)
+    took = timed(lambda: other.copy_(flat), device)
+    return Timing(took.seconds * _PASSES, took.noise)
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(each.numel() for each in parameters)

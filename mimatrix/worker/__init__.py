@@ -1,0 +1,1 @@
+"""One process on one device."""

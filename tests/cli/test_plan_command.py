@@ -1,0 +1,140 @@
+"""`mimatrix plan` as people use it: tables, files, pictures, and one sentence for bad input."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_commands import mimatrix
+
+from mimatrix.planner.curve import Curve
+from mimatrix.planner.plan import Plan
+from mimatrix.planner.profile import Communication, Measurements, ModelSize, Profile
+
+LAB = ("plan", "--cluster", "examples/lab.toml", "--profiles", "examples/lab_profiles.json")
+MB = 10**6
+MODEL = ModelSize("m-1", "small", 10**6, 4 * MB, 4 * MB, 8 * MB, MB)
+
+
+def profile(device: str, rate: float, room: int = 1000 * MB, model: str = "m-1") -> Profile:
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    seconds = Curve.of((size, 0.002 + size / rate) for size in sizes)
+    return Profile(device, model, seconds, Curve.of((size, MB * size) for size in sizes), room, 0.001)
+
+
+def stored(folder: Path, *profiles: Profile, name: str = "profile.json", model: ModelSize = MODEL) -> str:
+    paid = Communication.of(0.004, 0.002, 0.002, "measured")
+    path = folder / name
+    path.write_text(Measurements(model, profiles, paid).to_text())
+    return str(path)
+
+
+def refused(*words: str) -> str:
+    done = mimatrix(*words)
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("mimatrix: ")
+    return line
+
+
+def test_a_described_cluster_is_planned_drawn_and_stored(tmp_path: Path) -> None:
+    picture, output = tmp_path / "plan.svg", tmp_path / "plan.json"
+    done = mimatrix(*LAB, "--global-batch", "512", "--picture", str(picture), "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for word in ("big/0 A40", "memory of room", "samples/s", "left out: old/0 2080 Ti", "would take"):
+        assert word in done.stdout
+    assert "communication" in picture.read_text()
+    plan = Plan.from_text(output.read_text())
+    assert plan.global_batch == 512
+    assert [part.name for part in plan.parts] == ["pair/0 3090", "pair/1 3090", "big/0 A40"]
+    assert all(part.memory_bytes <= part.room_bytes for part in plan.parts)
+    # The memory of the cluster file counts: an A40 has 48 GB.
+    assert plan.parts[2].room_bytes == int(0.92 * 48e9)
+
+
+def test_everyone_may_be_kept_and_the_stage_be_given() -> None:
+    done = mimatrix(*LAB, "--global-batch", "512", "--keep-all", "--stage", "3", "--json")
+    plan = Plan.from_text(done.stdout)
+    assert (plan.stage, len(plan.parts), plan.left_out) == (3, 4, ())
+    assert len({len(sizes) for sizes in plan.split.micro}) == 1
+
+
+def test_what_if_there_were_two_more() -> None:
+    done = mimatrix(*LAB, "--global-batch", "512", "--add", "RTX 3090:2")
+    assert done.returncode == 0, done.stderr
+    assert "2 x RTX 3090 added as node added on switch desk" in done.stdout.replace("\n", " ")
+    assert "Now and then" in done.stdout
+    fields = json.loads(mimatrix(*LAB, "--global-batch", "512", "--add", "RTX 3090:2", "--json").stdout)
+    assert len(fields["ranks"]) == len(fields["now"]["ranks"]) + 2
+    assert fields["samples_per_s"] > 1.2 * fields["now"]["samples_per_s"]
+
+
+def test_measured_ranks_without_a_cluster(tmp_path: Path) -> None:
+    """Four times as fast: about four times as many samples; and what a third one would bring."""
+    file = stored(tmp_path, profile("cpu fast", 4000), profile("cpu slow", 1000))
+    found = json.loads(mimatrix("plan", "--profiles", file, "--global-batch", "500", "--json").stdout)
+    batches = [sum(sizes) for sizes in found["micro"]]
+    assert sum(batches) == 500
+    assert 3 < batches[0] / batches[1] < 5
+    done = mimatrix("plan", "--profiles", file, "--global-batch", "500", "--add", "cpu fast:1")
+    assert "1 x cpu fast added to the 2 measured ranks, communication scaled" in done.stdout.replace("\n", " ")
+
+
+def test_several_files_of_one_model(tmp_path: Path) -> None:
+    one, other = (
+        stored(tmp_path, profile("A", 1000), name="a.json"),
+        stored(tmp_path, profile("B", 3000), name="b.json"),
+    )
+    done = mimatrix("plan", "--profiles", one, "--profiles", other, "--global-batch", "128", "--json")
+    assert [part["name"] for part in json.loads(done.stdout)["ranks"]] == ["rank 0 A", "rank 1 B"]
+
+
+def test_a_family_without_kinds_is_of_the_one_kind_measured(tmp_path: Path) -> None:
+    file = stored(tmp_path, profile("NVIDIA A40", 3000))
+    done = mimatrix("plan", "--cluster", "star:4", "--profiles", file, "--global-batch", "256", "--json")
+    assert [sum(sizes) for sizes in json.loads(done.stdout)["micro"]] == [64] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--global-batch", "0"), "use 1 or more"),
+        (("--global-batch", "8", "--stage", "4"), "use auto, 0, 1, 2 or 3"),
+        (("--global-batch", "8", "--add", "3090:0"), "write a kind and a number"),
+        (("--global-batch", "8", "--add", ":2"), "write a kind and a number"),
+        (("--global-batch", "8", "--add", "RTX 3080"), 'did you mean "RTX 3090"?'),
+        (("--global-batch", "8", "--add", "H200"), "or measure it: mimatrix profile"),
+        (("--global-batch", "8", "--picture", "x.gif"), "use .png or .svg"),
+        (("--global-batch", "8", "--output", "x.txt"), "use .json"),
+        (("--global-batch", "8", "--profiles", "nowhere.json"), 'there is no file "nowhere.json"; make it with'),
+        (("--global-batch", "8", "--profiles", "examples/lab.toml"), "is no profile; make one with"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused(*LAB, *words)
+
+
+def test_a_profile_for_another_model_is_refused(tmp_path: Path) -> None:
+    one = stored(tmp_path, profile("A", 1000), name="a.json")
+    model = replace(MODEL, fingerprint="m-2", name="large")
+    other = stored(tmp_path, profile("B", 1000, model="m-2"), name="b.json", model=model)
+    said = refused("plan", "--profiles", one, "--profiles", other, "--global-batch", "8")
+    assert "is a profile for another model (large)" in said
+    assert said.endswith("measure both with the same script: mimatrix profile script.py")
+
+
+def test_a_cluster_with_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    text = Path("examples/lab.toml").read_text().replace("A40", "A4000")
+    (tmp_path / "lab.toml").write_text(text)
+    words = ("--cluster", str(tmp_path / "lab.toml"), "--profiles", "examples/lab_profiles.json")
+    said = refused("plan", *words, "--global-batch", "8")
+    assert 'the device "A4000" was not measured (measured: NVIDIA A40, ' in said
+
+
+def test_what_does_not_fit_names_who_lacks_what(tmp_path: Path) -> None:
+    file = stored(tmp_path, profile("A", 1000, room=5 * MB), profile("B", 1000, room=6 * MB))
+    said = refused("plan", "--profiles", file, "--global-batch", "64")
+    assert "rank " in said
+    assert "B" in said

@@ -1,0 +1,285 @@
+"""Plans: never worse than what trying everything finds, within memory, and with reasons that are true."""
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import brute_force
+import pytest
+from brute_force import Case, random_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import UserError
+from mimatrix.planner.curve import Curve
+from mimatrix.planner.plan import Plan
+from mimatrix.planner.planning import Problem, make_plan, predicted
+from mimatrix.planner.profile import Communication, ModelSize, Profile
+
+CASES = int(os.environ.get("MIMATRIX_CASES", "60"))
+MB = 1_000_000
+MODEL = ModelSize("m", "net", 10 * MB, 40 * MB, 40 * MB, 80 * MB, MB)
+
+
+def asked(case: Case, **more: Any) -> Problem:
+    model = ModelSize("m", "net", 1, case.parameter_bytes, case.gradient_bytes, case.optimizer_bytes, case.unit_bytes)
+    profiles = tuple(
+        Profile("d", "m", _curve(rank.seconds), _curve(rank.memory), rank.room, rank.optimizer_s, rank.handling_s)
+        for rank in case.ranks
+    )
+    paid = Communication(case.once_s, case.round_s)
+    names = tuple("abc"[: len(profiles)])
+    return Problem(
+        case.global_batch, model, profiles, names, lambda _members: paid, equal_counts=case.equal_counts, **more
+    )
+
+
+def _curve(values: tuple[float, ...]) -> Curve:
+    return Curve(tuple((size, value) for size, value in enumerate(values) if size))
+
+
+def plan_or_none(problem: Problem) -> Plan | None:
+    try:
+        return make_plan(problem)
+    except UserError:
+        return None
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stages", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
+def test_never_above_what_trying_everything_finds(stages: tuple[int, ...]) -> None:
+    """Both ways: not above the optimum by more than 1 %, and, as a plan is a way too, not below it either."""
+    worst, found = 0.0, 0
+    for seed in range(CASES):
+        case = random_case(seed)
+        plan = plan_or_none(asked(case, stages=stages))
+        best = min(brute_force.shortest(case, stage) for stage in stages)
+        assert (plan is None) == (best == float("inf")), f"case {seed}"
+        if plan is None:
+            continue
+        found += 1
+        own = brute_force.price(case, plan.stage, plan.split.micro, plan.shares.fractions)
+        assert own == pytest.approx(plan.step_s, rel=1e-9), f"case {seed}"
+        assert plan.split.total == case.global_batch
+        assert best * (1 - 1e-9) <= plan.step_s <= best * (1 + plan.within) * (1 + 1e-9), f"case {seed}"
+        assert plan.step_s <= min(brute_force.shortest_on_grid(case, stage) for stage in stages) * 1.01
+        worst = max(worst, plan.step_s / best - 1)
+    assert found > CASES / 10
+    assert worst <= 0.01
+
+
+def test_the_brute_force_sees_a_bad_plan() -> None:
+    """Else one that says anything would pass."""
+    case = next(case for case in map(random_case, range(50)) if brute_force.shortest(case, 3) < float("inf"))
+    everything = [(1,) * case.global_batch, *[()] * (len(case.ranks) - 1)]
+    shares = [1.0, *[0.0] * (len(case.ranks) - 1)]
+    assert brute_force.price(case, 3, everything, shares) >= brute_force.shortest(case, 3)
+    tight = replace(case, ranks=tuple(replace(rank, room=10) for rank in case.ranks))
+    assert brute_force.price(tight, 3, everything, shares) == float("inf")
+
+
+def device(
+    slope: float = 0.01, fixed: float = 0.02, most: int = 16, room: float = 1000, optimizer_s: float = 0.004
+) -> Profile:
+    """A device with a fixed overhead; memory in MB, ten for each sample."""
+    sizes = sorted({1, 2, most // 2 or 1, most})
+    seconds = Curve.of([(size, fixed + slope * size) for size in sizes])
+    memory = Curve.of([(size, 10.0 * MB * size) for size in sizes])
+    return Profile("d", "m", seconds, memory, round(room * MB), optimizer_s)
+
+
+def problem(*profiles: Profile, batch: int = 64, **more: Any) -> Problem:
+    paid = Communication.of(0.02, 0.01, 0.01)
+    names = tuple(f"node/{rank}" for rank in range(len(profiles)))
+    return Problem(batch, MODEL, profiles, names, **{"network": lambda _members: paid, **more})
+
+
+def check(asked: Problem, plan: Plan) -> None:
+    """What holds for every plan of all ranks."""
+    assert plan.split.total == asked.global_batch
+    assert sum(plan.shares.fractions) == pytest.approx(1)
+    for sizes, share, part, profile in zip(
+        plan.split.micro, plan.shares.fractions, plan.parts, asked.profiles, strict=True
+    ):
+        largest = max(sizes, default=0)
+        assert largest <= profile.seconds.most
+        needed = asked.model.kept_bytes(plan.stage, share) + profile.memory.table[largest]
+        assert needed <= profile.room_bytes + 1
+        assert part.memory_bytes == pytest.approx(needed, abs=1)
+        assert list(sizes) == sorted(sizes, reverse=True)
+        assert part.busy_s + part.idle_s <= plan.step_s - plan.communication_s + 1e-9
+    assert plan.step_s == pytest.approx(predicted(asked, plan.stage, plan.split, plan.shares), rel=1e-12)
+    assert plan.within >= 0
+
+
+profiles = st.builds(
+    device,
+    slope=st.floats(0.001, 0.05),
+    fixed=st.floats(0, 0.1),
+    most=st.integers(1, 40),
+    room=st.floats(60, 700),
+    optimizer_s=st.floats(0.0001, 0.05),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(profiles, min_size=1, max_size=6),
+    st.integers(1, 600),
+    st.sampled_from([(0,), (1,), (2,), (3,), (0, 1, 2, 3)]),
+    st.booleans(),
+)
+def test_what_holds_for_every_plan(
+    found: list[Profile], batch: int, stages: tuple[int, ...], equal_counts: bool
+) -> None:
+    wanted = problem(*found, batch=batch, stages=stages, equal_counts=equal_counts)
+    plan = plan_or_none(wanted)
+    if plan is None:
+        return
+    check(wanted, plan)
+    turned = plan_or_none(replace(wanted, profiles=tuple(reversed(found))))
+    assert turned is not None
+    # Both are within what they say of the same optimum.
+    assert turned.step_s <= plan.step_s * (1 + turned.within) * (1 + 1e-9)
+    assert plan.step_s <= turned.step_s * (1 + plan.within) * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(profiles, st.integers(1, 5), st.integers(1, 200), st.sampled_from([0, 1, 2, 3]))
+def test_equal_devices_get_equal_batches(profile: Profile, count: int, batch: int, stage: int) -> None:
+    roomy = replace(profile, room_bytes=10_000 * MB)
+    plan = make_plan(problem(*[roomy] * count, batch=batch, stages=(stage,)))
+    assert max(plan.split.batches) - min(plan.split.batches) <= 1
+    assert plan.shares.fractions == pytest.approx([1 / count] * count)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("batch", [1, 2, 3, 100])
+def test_small_and_odd_batches(stage: int, batch: int) -> None:
+    wanted = problem(device(most=1), device(most=16), device(most=1, slope=0.03), batch=batch, stages=(stage,))
+    check(wanted, make_plan(wanted))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_larger_problems_are_proven_within_a_percent(seed: int) -> None:
+    draw = random.Random(seed)
+    found = [
+        device(draw.uniform(0.001, 0.02), draw.uniform(0, 0.1), draw.randint(4, 64), draw.uniform(200, 900))
+        for _ in range(12)
+    ]
+    for stage in range(4):
+        wanted = problem(*found, batch=draw.randint(1000, 5000), stages=(stage,))
+        plan = plan_or_none(wanted)
+        if plan is not None:
+            check(wanted, plan)
+            assert plan.within <= 0.01
+
+
+def test_a_faster_device_gets_more_and_the_reason_says_so() -> None:
+    plan = make_plan(problem(device(slope=0.01, fixed=0), device(slope=0.04, fixed=0), batch=100))
+    assert plan.split.batches == (80, 20)
+    assert any("rank 0 (node/0) gets 4.0 times the samples of rank 1" in reason for reason in plan.reasons)
+    assert any("4.0 times as fast" in reason for reason in plan.reasons)
+    assert plan.reasons[0].startswith(f"stage {plan.stage}")
+    assert sum(reason.startswith("stage") for reason in plan.reasons) == 4
+
+
+def test_states_go_where_there_is_room() -> None:
+    """A quarter of the memory: the small device gets smaller micro-batches and a smaller share."""
+    plan = make_plan(problem(device(room=400), device(room=60), stages=(3,), batch=64))
+    assert plan.shares.fractions[1] < plan.shares.fractions[0]
+    assert max(plan.split.micro[1]) < max(plan.split.micro[0])
+    assert any("rank 1 (node/1) owns" in reason and "no room" in reason for reason in plan.reasons)
+
+
+def test_the_stage_rises_where_a_lower_one_does_not_fit() -> None:
+    plan = make_plan(problem(device(room=150), device(room=150)))
+    assert plan.stage == 1
+    lacking = next(reason for reason in plan.reasons if reason.startswith("stage 0 does not fit"))
+    assert lacking == "stage 0 does not fit: rank 0 (node/0) lacks 10 MB"
+
+
+def test_given_shares_are_kept() -> None:
+    shares = Shares((0.9, 0.1))
+    wanted = problem(device(), device(), stages=(1,), shares=shares)
+    plan = make_plan(wanted)
+    assert plan.shares == shares
+    check(wanted, plan)
+
+
+def test_equal_counts_meet_in_every_micro_step() -> None:
+    found = (device(most=4), device(most=16, slope=0.001, fixed=0.001))
+    apart = make_plan(problem(*found, stages=(0,), batch=100))
+    met = make_plan(problem(*found, stages=(0,), batch=100, equal_counts=True))
+    assert met.step_s > apart.step_s
+    check(problem(*found, stages=(0,), batch=100, equal_counts=True), met)
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (5, "rank 1 (node/1) lacks 1 MB even if it owns nothing; leave it out, or use a smaller model"),
+        (40, "all ranks together lack 92 MB; add devices, or use a smaller model"),
+        (84, "all ranks together lack 4 MB; add devices, or use a smaller model"),
+        (88, "rank 0 (node/0) lacks 6 MB for one sample at a time; leave it out, or use a smaller model"),
+    ],
+)
+def test_what_cannot_fit_says_who_lacks_what(room: float, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(problem(device(room=max(room, 40)), device(room=room)))
+    assert str(caught.value) == f"no stage fits: in stage 3 {said}"
+
+
+def test_what_does_not_fit_in_the_only_stage_says_that_others_may() -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(problem(device(room=120), device(), stages=(0,)))
+    assert str(caught.value) == (
+        "stage 0 does not fit: rank 0 (node/0) lacks 40 MB; allow a higher stage, leave it out, or use a smaller model"
+    )
+
+
+def test_bad_questions_get_a_sentence() -> None:
+    with pytest.raises(UserError, match="no samples; use 1 or more"):
+        make_plan(problem(device(), batch=0))
+    with pytest.raises(UserError, match=r"is of another model \(other, and this is m\); measure this one"):
+        make_plan(problem(replace(device(), model="other")))
+    with pytest.raises(UserError, match=r"stages .* use some of 0, 1, 2, 3"):
+        make_plan(problem(device(), stages=(4,)))
+    with pytest.raises(UserError, match="one for each rank"):
+        make_plan(problem(device(), shares=Shares((0.5, 0.5))))
+
+
+def slow_link(members: tuple[int, ...]) -> Communication:
+    """Rank 2 hangs on a link that is a hundred times slower."""
+    seconds = 1.0 if 2 in members else 0.01
+    return Communication.of(2 * seconds, seconds, seconds)
+
+
+def test_a_device_on_a_slow_link_is_left_out_with_the_figure() -> None:
+    wanted = problem(device(), device(), device(), network=slow_link)
+    advised = make_plan(wanted)
+    assert len(advised.parts) == 3
+    assert not advised.left_out
+    assert any(reason.startswith("advice: leave out node/2: the step takes") for reason in advised.reasons)
+    plan = make_plan(replace(wanted, may_leave_out=True))
+    assert [part.name for part in plan.parts] == ["node/0", "node/1"]
+    assert [each.name for each in plan.left_out] == ["node/2"]
+    assert "moving data takes" in plan.left_out[0].reason
+    assert plan.step_s < advised.step_s / 1.01
+    assert plan.split.total == 64
+
+
+def test_who_has_no_room_at_all_is_left_out_where_that_is_allowed() -> None:
+    wanted = problem(device(), device(room=2), device())
+    with pytest.raises(UserError, match=r"rank 1 \(node/1\) lacks"):
+        make_plan(wanted)
+    plan = make_plan(replace(wanted, may_leave_out=True))
+    assert [each.name for each in plan.left_out] == ["node/1"]
+
+
+def test_nobody_is_left_out_who_helps() -> None:
+    plan = make_plan(problem(device(), device(slope=0.05), device(), may_leave_out=True))
+    assert not plan.left_out
+    assert not any("advice" in reason for reason in plan.reasons)

@@ -1,0 +1,41 @@
+"""Measure with less memory than is believed: `overflowing.py MEGABYTES SIDE`, one line of JSON.
+
+Beyond so much more than it has already the kernel gives this process nothing, and torch says so.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from subjects import convolutions
+
+from mimatrix.core.errors import UserError
+from mimatrix.profiler import Limits, measure_device
+from mimatrix.profiler.passes import Passes
+
+
+def main(megabytes: float, side: int) -> None:
+    torch.set_num_threads(1)
+    measure_device(convolutions(), Limits(2, room_bytes=1 << 30, seconds=1))
+    subject = convolutions(side)
+    data = Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]
+    resource.setrlimit(resource.RLIMIT_DATA, (int(data) * 1024 + int(megabytes * 1e6),) * 2)
+    try:
+        profile = measure_device(subject, Limits(100_000, room_bytes=1 << 40, seconds=300))
+    except UserError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return
+    # Everything was given back: what was measured last runs again.
+    passes = Passes(subject)
+    with passes.hooked():
+        passes.run(profile.memory.most // 2)
+    found = {"most": profile.memory.most, "overflows": profile.overflows, "bytes": profile.memory.points[-1][1]}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,58 @@
+"""Memory: readings against tensors that are counted, and running out of it for real."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MB = 1_000_000
+# So that the C library gives every tensor pages of its own, and loses nothing between them.
+OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def said_by(script: str, *words: str, **variables: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | variables,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_readings_are_what_tensors_hold() -> None:
+    found = said_by("readings.py", **OWN_PAGES)
+    for rows in found.values():
+        for read, saved, held in rows:
+            assert 0.9 * held - 1 * MB <= read <= 1.25 * held + 4 * MB, rows
+            assert saved <= 3 * held + 1 * MB, rows
+        reads = [read for read, _, _ in rows]
+        assert reads == sorted(reads)
+    # Where the kernel does not tell, counting what is saved comes close for batches that matter.
+    assert all(0.6 <= rows[-1][1] / rows[-1][2] <= 1.5 for rows in found.values()), found
+
+
+def test_readings_hold_what_the_c_library_loses() -> None:
+    for rows in said_by("readings.py").values():
+        for read, _, held in rows:
+            assert 0.9 * held - 1 * MB <= read <= 2.2 * held + 4 * MB, rows
+
+
+@pytest.mark.parametrize("megabytes", [40, 120])
+def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
+    found = said_by("overflowing.py", str(megabytes), "32", **OWN_PAGES)
+    assert 1 <= found["overflows"] <= 2
+    assert 0.3 * megabytes * MB <= found["bytes"] <= 1.3 * megabytes * MB
+
+
+def test_not_even_one_sample_fits() -> None:
+    found = said_by("overflowing.py", "40", "1024")
+    assert "cpu (cpu) lacks at least " in found["error"]
+    assert found["error"].endswith("leave it out")
