@@ -4,7 +4,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from bench.markdown import machine, table, write_page
@@ -30,6 +30,8 @@ class Case:
     rooms_gb: tuple[float, ...]
     sizes: int = 64
     """The largest micro-batch that was measured."""
+    optimizer_gb: float = 15.6
+    """What the optimizer keeps; where it fills the memory, room for samples and room for states are traded."""
 
 
 CASES = [
@@ -40,6 +42,9 @@ CASES = [
     Case("1,024 of 4 kinds, micro-batches up to 512", 1_024, 4, 1_000_000, (60, 100, 200), 512),
     Case("8 devices, memory short", 8, 4, 1_024, (3.6, 5, 8)),
     Case("1,024 devices, all different, memory short", 1_024, 1_024, 1_000_000, (5.6, 6, 9)),
+    Case("16 devices, filled by states", 16, 16, 16_384, (8, 9, 10), optimizer_gb=16 * 1.5),
+    Case("1,024 devices of 4 kinds, filled by states", 1_024, 4, 1_000_000, (8, 9, 10), optimizer_gb=1_024 * 1.5),
+    Case("1,024, all different, filled by states", 1_024, 1_024, 1_000_000, (8, 9, 10), optimizer_gb=1_024 * 1.5),
 ]
 
 
@@ -50,7 +55,8 @@ def problem(case: Case, seed: int) -> Problem:
     profiles = tuple(kinds[rank % case.kinds] for rank in range(case.devices))
     paid = Communication.of(0.2, 0.1, 0.1)
     names = tuple(profile.device for profile in profiles)
-    return Problem(case.global_batch, MODEL, profiles, names, lambda _members: paid)
+    model = replace(MODEL, optimizer_bytes=round(case.optimizer_gb * GB))
+    return Problem(case.global_batch, model, profiles, names, lambda _members: paid)
 
 
 def _profile(draw: random.Random, case: Case) -> Profile:

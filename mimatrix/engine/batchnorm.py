@@ -4,7 +4,8 @@ Every rank brings the mean, the sum of squared deviations and the count of its s
 that takes part without data (a ghost) brings a count of zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,33 @@ def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], wa
         if compiled:  # ranks meet in it, which cannot be traced
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]
     return len(found)
+
+
+@contextmanager
+def alone(model: nn.Module, watch: Watch) -> Iterator[None]:
+    """While this lasts, batch norms compute as synchronised ones do, but nobody else comes: for measuring."""
+    kinds = {module: type(module) for module in model.modules() if isinstance(module, _BatchNorm)}
+    for module in kinds:
+        module.__class__ = SyncBatchNorm
+        module.meeting = Meeting(_Nobody(), lambda: False, watch)  # type: ignore[assignment,arg-type]
+    try:
+        yield
+    finally:
+        for module, kind in kinds.items():
+            del module.meeting
+            module.__class__ = kind
+
+
+class _Nobody:
+    """In the place of a group: one rank, and nothing to exchange."""
+
+    size, me = 1, 0
+
+    def all_gather(self, tensor: torch.Tensor, shares: Shares) -> None:
+        """All of it is here."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum is here."""
 
 
 def count(model: nn.Module) -> int:

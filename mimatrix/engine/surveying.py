@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
+from mimatrix.engine import batchnorm
 from mimatrix.engine.binding import check_elementwise
 from mimatrix.engine.exchange import Exchange
 from mimatrix.engine.feed import Feed, Position
 from mimatrix.engine.moving import measure_communication
 from mimatrix.engine.settings import Settings
+from mimatrix.engine.stats import Watch
 from mimatrix.engine.units import is_compiled, units_of
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.planning import Problem, make_plan
@@ -67,9 +69,12 @@ def survey(ground: Ground) -> Measurements:
         raise UserError("measuring runs the model on its own; give run.prepare the loss: loss=loss_fn")
     size = size_of(ground)
     started = time.perf_counter()
+    # First, since it takes memory that is kept for as long as the run lasts: devices are measured with what is left.
+    paid = _communication(ground, size)
     said = together(ground, lambda: _profile(ground, size).to_json())
     profiles = tuple(Profile.from_json(each) for each in said)
-    paid = _communication(ground, size)
+    if ground.device.type == "cuda":
+        torch.cuda.empty_cache()
     _say(ground, f"measured {ground.ranks} ranks in {time.perf_counter() - started:.1f} s")
     return Measurements(size, profiles, paid, equal_counts=bool(ground.norms))
 
@@ -156,7 +161,9 @@ def _profile(ground: Ground, size: ModelSize) -> Profile:
         ground.precision,
         size.unit_bytes,
     )
-    return cached_measure(subject, Limits(_most(ground), neighbours=_neighbours(ground)), _progress(ground))
+    limits = Limits(_most(ground), neighbours=_neighbours(ground))
+    with batchnorm.alone(ground.model, Watch()) if ground.norms else nullcontext():
+        return cached_measure(subject, limits, _progress(ground))
 
 
 def _neighbours(ground: Ground) -> int:

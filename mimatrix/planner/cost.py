@@ -39,7 +39,7 @@ def cost_of(
 
     Where ranks meet only at the end (stages 0 and 1) each is as long at work as its own micro-batches take, and the
     step waits for the longest. Where they meet in every micro-step (stages 2 and 3, and everywhere with
-    `equal_counts`) each round takes as long as its slowest rank, and moves data of its own in stages 2 and 3.
+    `equal_counts`) each round takes as long as its slowest rank, and moves data of its own.
     A rank steps the optimizer over its share, and all wait for the longest. In stage 0 it steps everything and goes
     on alone; unless there are rounds to meet in, its own sum of both is what counts.
     """
@@ -49,7 +49,7 @@ def cost_of(
     busy = tuple(sum(each) + step for each, step in zip(times, stepping, strict=True))
     paid = communication.once_s[stage]
     if meets(stage, equal_counts):
-        paid += split.rounds * (communication.round_s[stage] if stage >= 2 else 0.0)
+        paid += split.rounds * communication.round_s[stage]
         computing = sum(max(each[turn] for each in times if turn < len(each)) for turn in range(split.rounds))
         computing += max(stepping)
     elif stage == 0:

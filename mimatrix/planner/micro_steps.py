@@ -12,6 +12,8 @@ Micro = tuple[tuple[int, ...], ...]
 
 # How many sums the exact search may form for one table.
 _WORK = 120_000_000
+# And how long a table may be: each line takes its moment, however short it is.
+LINES = 10_000
 _HALVINGS = 60
 
 
@@ -95,7 +97,7 @@ class Shortest:
 
 def _longest(most: Integers, width: int) -> int:
     """How long a table may be that is worth its work, and never so short that the best micro-batch reaches beyond."""
-    low, high = 4 * width, max(4 * width, int(most.max()))
+    low, high = 4 * width, max(4 * width, min(LINES, int(most.max())))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if int(np.minimum(most, middle).sum()) * width <= _WORK else (low, middle - 1)
@@ -155,7 +157,7 @@ class Reach:
     @cached_property
     def exact(self) -> bool:
         """Whether both bounds are the same."""
-        return bool(self.kinds * self.width * self.width * self.most <= _WORK // 4)
+        return self.most <= LINES and bool(self.kinds * self.width * self.width * self.most <= _WORK // 4)
 
     @cached_property
     def _shortest(self) -> Shortest:

@@ -1,6 +1,7 @@
 """Plans: stage, batches, micro-steps and shares that make a step shortest, each choice with its reason."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from mimatrix.planner.plan import LeftOut, Part, Plan
 from mimatrix.planner.problem import Priced, Problem
 from mimatrix.planner.profile import STAGES, Communication, Profile
 from mimatrix.planner.reasons import left_out_reason, reasons
-from mimatrix.planner.room import fits, lacks
+from mimatrix.planner.room import by_room, fits, lacks
 from mimatrix.planner.rounds import Together
 from mimatrix.planner.search import Choice, choose, with_shares
 from mimatrix.planner.split import Split
@@ -22,6 +23,8 @@ __all__ = ["Problem", "make_plan", "predicted"]
 
 # A higher stage must be better than this to be worth its traffic; a device must cost more to be worth leaving out.
 _SAME = 1e-3
+# States may lie where most room is left, if the step is not longer by more than this.
+_NEARLY = 2e-3
 _GAIN = 1e-2
 # Up to so many ranks the advice looks for devices to leave out; up to so many it asks
 # what each costs on the network, above that it tries one of each kind.
@@ -79,12 +82,13 @@ def _price(problem: Problem, members: tuple[int, ...], below_s: float = np.inf) 
     """The best of every stage that fits, the one to take first; stages that soon show `below_s` or more are left."""
     communication = problem.network(members)
     profiles = tuple(problem.profiles[rank] for rank in members)
-    found = []
+    found: list[Priced] = []
     for stage in sorted(set(problem.stages)):
         tables = Tables.of(stage, problem.model, profiles)
         given = _given_shares(problem, stage, len(members))
         if fits(tables, given):
-            choice = _choice(problem, stage, tables, given, communication, below_s)
+            beaten_s = min((each.cost.step_s for each in found), default=np.inf)
+            choice = _choice(problem, stage, tables, given, communication, (below_s, beaten_s))
             if choice is not None:
                 found.append(_priced(problem, members, profiles, stage, choice, communication))
     if not found:
@@ -102,18 +106,24 @@ def _given_shares(problem: Problem, stage: int, ranks: int) -> Floats | None:
 
 
 def _choice(
-    problem: Problem, stage: int, tables: Tables, given: Floats | None, communication: Communication, below_s: float
+    problem: Problem,
+    stage: int,
+    tables: Tables,
+    given: Floats | None,
+    communication: Communication,
+    limits_s: tuple[float, float],
 ) -> Choice | None:
+    """The best of a stage. From the first of `limits_s` on there is none, from the second on any will do."""
     together = meets(stage, problem.equal_counts)
     # Alone in stage 0 a rank steps everything itself and goes on: that is part of its own time.
     ahead = tables.optimizer_s if stage == 0 else np.zeros(len(tables.optimizer_s))
     work = (
-        Together(tables, problem.global_batch, communication.round_s[stage] if stage >= 2 else 0.0)
+        Together(tables, problem.global_batch, communication.round_s[stage])
         if together
         else Alone(tables, problem.global_batch, ahead)
     )
     if given is None:
-        return choose(work, tables, below_s - communication.once_s[stage])
+        return choose(work, tables, *(limit - communication.once_s[stage] for limit in limits_s))
     stepping = tables.optimizer_s[tables.kind_of] * (given if stage else 1.0)
     return with_shares(work, tables, given, 0.0 if stage == 0 and not together else float(stepping.max()))
 
@@ -127,10 +137,16 @@ def _priced(
     communication: Communication,
 ) -> Priced:
     split = Split(choice.micro)
+    price = partial(cost_of, stage, split, model=problem.model, profiles=profiles, communication=communication)
     shares = Shares(choice.shares) if problem.shares is None else problem.shares
-    cost = cost_of(stage, split, shares, problem.model, profiles, communication, problem.equal_counts)
+    cost = price(shares, equal_counts=problem.equal_counts)
     # What the search did not look at, it paid in full: the bound may be that much lower, and no more.
     bound = cost.step_s - (choice.seconds - choice.bound_s)
+    if problem.shares is None and stage:
+        roomy = by_room(stage, split, problem.model, profiles)
+        other = price(roomy, equal_counts=problem.equal_counts)
+        if other.step_s <= cost.step_s * (1 + _NEARLY):
+            shares, cost = roomy, other
     return Priced(members, stage, split, shares, cost, bound)
 
 

@@ -125,5 +125,5 @@ def _shaped(problem: Problem, best: Priced) -> list[str]:
     room = bytes_shown(problem.profiles[best.members[rank]].room_bytes)
     return [
         f"rank {rank} ({name}) owns {best.shares.fractions[rank]:.1%} instead of {wanted[rank]:.1%}: "
-        f"its {room} have no room for more"
+        f"of its {room} less is left beside its micro-batches than elsewhere"
     ]

@@ -142,9 +142,9 @@ def lanes(plan: Plan, profiles: Sequence[Profile], equal_counts: bool = False) -
         found.do("optimizer", [[each] for each in stepping])
     for number in range(rounds):
         found.do("computing", [each[number : number + 1] if together else each for each in micro])
-        if plan.stage >= 2:
+        if together:
             found.move(plan.communication_s / rounds)
-    if plan.stage < 2:
+    if not together:
         found.move(plan.communication_s)
     if not ahead:
         found.do("optimizer", [[each] for each in stepping])

@@ -6,6 +6,7 @@ import numpy as np
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.planner.profile import ModelSize, Profile
+from mimatrix.planner.split import Split
 from mimatrix.planner.tables import SLACK, Floats, Tables
 
 
@@ -59,3 +60,12 @@ def bytes_shown(count: float) -> str:
 
 def _named(rank: int, names: Sequence[str]) -> str:
     return f"rank {rank} ({names[rank]})"
+
+
+def by_room(stage: int, split: Split, model: ModelSize, profiles: Sequence[Profile]) -> Shares:
+    """Shares in the proportion of what is left on each rank beside its micro-batches and what nobody cuts."""
+    left = [
+        max(0.0, profile.room_bytes - model.kept_bytes(stage, 0.0) - profile.memory.at(max(sizes, default=0)))
+        for sizes, profile in zip(split.micro, profiles, strict=True)
+    ]
+    return Shares.of(left) if any(left) else Shares.equal(len(left))

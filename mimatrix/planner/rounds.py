@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mimatrix.planner.micro_steps import Found, Shortest, trimmed
+from mimatrix.planner.micro_steps import LINES, Found, Shortest, trimmed
 from mimatrix.planner.tables import Floats, Integers, Tables
 
 # How many sums the search over rounds may form; above it samples are counted by the unit, and the bound says so.
@@ -69,7 +69,7 @@ def fewest_seconds(times: Floats, samples: int) -> Sizes:
     repeated, taken = _repeated(times, samples)
     if taken <= lowest * (1 + (_CLOSE if samples * len(times) <= _WORK else _NEAR)):
         return Sizes(repeated, min(taken, lowest))
-    unit = int(np.ceil(np.sqrt(max(1.0, samples * len(times) / _WORK))))
+    unit = int(np.ceil(max(1.0, np.sqrt(samples * len(times) / _WORK), samples / LINES)))
     needed = -(-samples // unit)
     # Rounds counted by the unit: whole units can be had, and begun ones, each for the time of its first sample, are
     # a bound. With a unit of one they are the same.

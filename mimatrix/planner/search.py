@@ -51,10 +51,11 @@ def with_shares(work: Work, tables: Tables, shares: Floats, stepping_s: float) -
     return Choice(found.micro, tuple(shares.tolist()), found.seconds + stepping_s, found.bound_s + stepping_s)
 
 
-def choose(work: Alone | Together, tables: Tables, below_s: float = np.inf) -> Choice | None:
+def choose(work: Alone | Together, tables: Tables, below_s: float = np.inf, beaten_s: float = np.inf) -> Choice | None:
     """The best batches, micro-steps and shares; None where it is soon seen that they take `below_s` or longer.
 
-    There must be room for the states and for one sample.
+    Nor are they looked for to the end once it is sure that they take `beaten_s` or longer: what was found until then
+    is good enough to say so. There must be room for the states and for one sample.
     """
     free = work.best(tables.caps)
     search = _Search(work, tables, free.bound_s)
@@ -71,7 +72,7 @@ def choose(work: Alone | Together, tables: Tables, below_s: float = np.inf) -> C
         choice = replace(min(choice, found, key=_seconds), bound_s=max(choice.bound_s, tried.bound_s))
     if _is_near(choice, _NEAR if tried is None else _CLOSE):
         return choice
-    return search.trading(choice, least_s)
+    return search.trading(choice, least_s, min(below_s, beaten_s))
 
 
 def _seconds(choice: Choice) -> float:
@@ -122,18 +123,19 @@ class _Search:
         shares = share_out(self.tables.held(used(found.micro)), self.optimizer_s)
         return Choice(found.micro, tuple(shares.tolist()), found.seconds + stepping_s, 0.0)
 
-    def trading(self, best: Choice, least_s: float) -> Choice:
-        """The best that is found, with the bound that is proven."""
+    def trading(self, best: Choice, least_s: float, beaten_s: float) -> Choice:
+        """The best that is found, with the bound that is proven; no longer than until that is `beaten_s`."""
         order, proven = count(), best.bound_s
-        best = self._better(best, self._single())
         unbound = self._attempt_at(np.inf)
         best = self._better(best, unbound.caps)
         best = self._better(best, self._attempt_at(least_s).caps)
+        if not np.isfinite(best.seconds):
+            best = self._better(best, self._single())
         computing = max(self._free_s, unbound.bound_s)
         spans = [(least_s + computing, next(order), least_s, max(least_s, best.seconds - computing), computing)]
         for _ in range(self._tries):
             bound, _, low, high, computing = spans[0]
-            if best.seconds <= bound * (1 + _NEAR) or high - low <= 1e-6 * bound:
+            if best.seconds <= bound * (1 + _NEAR) or high - low <= 1e-6 * bound or bound >= beaten_s:
                 break
             heapq.heappop(spans)
             middle = (low + high) / 2 if high < 4 * low else float(np.sqrt(low * high))
@@ -142,7 +144,7 @@ class _Search:
             heapq.heappush(spans, (low + max(computing, attempt.bound_s), next(order), low, middle, attempt.bound_s))
             heapq.heappush(spans, (middle + computing, next(order), middle, high, computing))
         bound = max(proven, spans[0][0])
-        if best.seconds > bound * (1 + _NEAR) and self.hold.size < _SMALL:
+        if bound * (1 + _NEAR) < min(best.seconds, beaten_s) and self.hold.size < _SMALL:
             best = self._improved(best)
         return replace(best, bound_s=min(best.seconds, bound))
 

@@ -472,7 +472,8 @@ def test_parameters_may_lie_channels_last(stage: int, optimizer_of: Any) -> None
             torch.manual_seed(2)
             convolution = nn.Conv2d(2, 4, 3, padding=1)
             made = nn.Sequential(convolution, nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1), nn.Flatten(), nn.Linear(48, 3))
-        return made.double().to(memory_format=torch.channels_last)
+        last: nn.Module = made.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return last
 
     models = [model_of() for _ in range(3)]
     data = pictures(20)

@@ -158,7 +158,7 @@ def test_stats_show_who_is_slow(stage: int) -> None:
 
 
 def usual(stats: list[Any], name: str) -> float:
-    return statistics.median(getattr(step, name) for step in stats[1:])
+    return float(statistics.median(getattr(step, name) for step in stats[1:]))
 
 
 @in_stages

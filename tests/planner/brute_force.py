@@ -80,7 +80,7 @@ def price(case: Case, stage: int, micro: Sequence[Sequence[int]], shares: Sequen
             return total + max(sum(each) + step for each, step in zip(times, stepping, strict=True))
         return total + max(map(sum, times)) + max(stepping)
     for turn in range(max(map(len, times))):
-        total += max(each[turn] for each in times if turn < len(each)) + (case.round_s[stage] if stage >= 2 else 0)
+        total += max(each[turn] for each in times if turn < len(each)) + case.round_s[stage]
     return total + max(stepping)
 
 
@@ -179,7 +179,7 @@ def _in_rounds(case: Case, stage: int, caps: tuple[int, ...]) -> float:
     for sizes in product(*(range(cap + 1) for cap in caps)):
         longest = max(_time(rank, stage, size) for rank, size in zip(case.ranks, sizes, strict=True))
         rounds[sum(sizes)] = min(rounds.get(sum(sizes), float("inf")), longest)
-    paid = case.round_s[stage] if stage >= 2 else 0.0
+    paid = case.round_s[stage]
     best = [0.0]
     for left in range(1, case.global_batch + 1):
         ways = (rounds[size] + paid + best[left - size] for size in range(1, left + 1) if size in rounds)

@@ -152,7 +152,7 @@ def test_equal_devices_get_equal_batches(profile: Profile, count: int, batch: in
     roomy = replace(profile, room_bytes=10_000 * MB)
     plan = make_plan(problem(*[roomy] * count, batch=batch, stages=(stage,)))
     assert max(plan.split.batches) - min(plan.split.batches) <= 1
-    assert plan.shares.fractions == pytest.approx([1 / count] * count)
+    assert plan.shares.fractions == pytest.approx([1 / count] * count, rel=0.02)
 
 
 @pytest.mark.parametrize("stage", range(4))
