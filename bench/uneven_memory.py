@@ -18,8 +18,10 @@ from bench.heterogeneous.tasks import NOTHING, RanksFailedError, Task, train
 from mimatrix.core.errors import UserError
 
 MIB = 1 << 20
-SPEEDS = (0.999, 0.999)
+SPEEDS = (0.8, 0.8)
+"""Of a core: what else goes on has the rest, and does not disturb."""
 LEAST_FRACTION = 0.85
+ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ def cases() -> list[Case]:
     """A quarter of the memory where stage 0 fits, and so little on both that it does not."""
     # Narrow and deep, so that a sample weighs much beside the model; then the other way round.
     deep = Task(OURS, SPEEDS, global_batch=3840, width=256, depth=32, optimizer="adamw", batches=4)
-    wide = Task(OURS, SPEEDS, global_batch=384, width=2048, depth=8, optimizer="adamw", batches=4)
+    wide = Task(OURS, SPEEDS, global_batch=768, width=2048, depth=8, optimizer="adamw", batches=4)
     return [
-        Case("a quarter of the memory", deep, (400 * MIB, 100 * MIB), (0, 1, 2, 3)),
-        Case("stage 0 fits nowhere", wide, (480 * MIB, 400 * MIB), (1, 2, 3)),
+        Case("a quarter of the memory", deep, (256 * MIB, 64 * MIB), (0, 1, 2, 3)),
+        Case("stage 0 fits nowhere", wide, (560 * MIB, 480 * MIB), (1, 2, 3)),
     ]
 
 
@@ -71,6 +73,16 @@ def measured(case: Case) -> dict[str, Any]:
     base = before_bytes(case.task)
     limits = tuple(base + room for room in case.room_bytes)
     row: dict[str, Any] = {"who": OURS, "case": case.name, "room_bytes": case.room_bytes, "memory_bytes": limits}
+    turns = [_turn(case, limits, row) for _ in range(ROUNDS)]
+    died = [turn for turn in turns if turn["died"]]
+    if died:
+        return died[0]
+    fractions = sorted(turn["fraction_of_ideal"] for turn in turns)
+    middle = next(turn for turn in turns if turn["fraction_of_ideal"] == fractions[ROUNDS // 2])
+    return middle | {"fraction_spread": [fractions[0], fractions[-1]]}
+
+
+def _turn(case: Case, limits: tuple[int, ...], row: dict[str, Any]) -> dict[str, Any]:
     ideal = sum(record.rate for record in train(replace(case.task, who=IDEAL)))
     try:
         records = train(replace(case.task, memory_bytes=limits))

@@ -28,7 +28,7 @@ class Task:
 
     who: str
     speeds: tuple[float, ...]
-    global_batch: int = 960
+    global_batch: int = 1920
     width: int = 1024
     depth: int = 6
     batches: int = 16

@@ -27,7 +27,7 @@ from mimatrix.engine.units import is_compiled, units_of
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.planning import Problem, make_plan
 from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
-from mimatrix.profiler import Limits, Subject, cached_measure, model_size
+from mimatrix.profiler import Limits, Subject, cached_measure, give_back_at_once, is_limited, model_size
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -162,6 +162,8 @@ def _profile(ground: Ground, size: ModelSize) -> Profile:
         size.unit_bytes,
     )
     limits = Limits(_most(ground), neighbours=_neighbours(ground))
+    if is_limited(ground.device):
+        give_back_at_once()
     with batchnorm.alone(ground.model, Watch()) if ground.norms else nullcontext():
         return cached_measure(subject, limits, _progress(ground))
 

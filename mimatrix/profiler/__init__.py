@@ -4,9 +4,10 @@ from mimatrix.profiler.cache import cached_measure
 from mimatrix.profiler.fingerprints import device_fingerprint, device_kind, model_fingerprint, model_size
 from mimatrix.profiler.links import Links, measure_links
 from mimatrix.profiler.measure import Limits, measure_device
+from mimatrix.profiler.memory import give_back_at_once
 from mimatrix.profiler.network import remarks, to_cluster
 from mimatrix.profiler.passes import Subject
-from mimatrix.profiler.room import room
+from mimatrix.profiler.room import is_limited, room
 
 __all__ = [
     "Limits",
@@ -15,6 +16,8 @@ __all__ = [
     "cached_measure",
     "device_fingerprint",
     "device_kind",
+    "give_back_at_once",
+    "is_limited",
     "measure_device",
     "measure_links",
     "model_fingerprint",

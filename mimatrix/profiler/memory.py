@@ -24,6 +24,8 @@ _OVERFLOWS = re.compile(
 )
 _TRIED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 _RESETS_PEAK = "5"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 20
+"""Of malloc.h."""
 
 
 class Overflow:
@@ -68,6 +70,17 @@ def tidy(device: torch.device) -> None:
         return
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_at_once() -> None:
+    """From here on the C library gives large blocks back when they are freed, and does not lose room between them.
+
+    It costs a little time for each, and is worth it where memory is short: then what a pass needs is what it holds.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            library.mallopt(setting, _LARGE)
 
 
 def resident_bytes(word: str = "VmRSS") -> int:

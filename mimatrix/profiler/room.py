@@ -24,6 +24,11 @@ def room(device: torch.device, neighbours: int = 1) -> int:
     return max(0, int(left * (_GPU_HEADROOM if device.type == "cuda" else _CPU_HEADROOM)))
 
 
+def is_limited(device: torch.device) -> bool:
+    """Whether somebody set a limit to what this process may take beside the device's own."""
+    return device.type == "cpu" and (bool(os.environ.get("MIMATRIX_MEMORY")) or memory_left() is not None)
+
+
 def mps_limit(index: int, variables: Mapping[str, str]) -> int | None:
     """What `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` (`0=16G,1=8000M`) lets one process have of a GPU; None without one."""
     for part in variables.get(_MPS_LIMIT, "").split(","):
