@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.heterogeneous.page import keep, write
+from bench.heterogeneous.page import keep_speeds, write
 from bench.heterogeneous.rounds import NAMES, OURS, Rows, compare, rows_of
 from bench.heterogeneous.tasks import Task
 from mimatrix.core.errors import UserError, nearest
@@ -26,6 +26,9 @@ def main(
         list[str] | None, typer.Option(help="One run with these, as in 1,0.25; may be given often.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="How often each has its turn.")] = 5,
+    peer_rounds: Annotated[
+        int | None, typer.Option(help="How often those that split evenly, but for DDP; without, as often as all.")
+    ] = None,
     only: Annotated[str, typer.Option(help="Competitors, with commas; without, all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="One round of short turns, for a first look.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
@@ -44,9 +47,9 @@ def main(
 
         for text in speeds or SPEEDS:
             base = _task(text, quick)
-            rows += rows_of(compare(base, 1 if quick else rounds, names, show), names)
+            rows += rows_of(compare(base, 1 if quick else rounds, names, show, peer_rounds=peer_rounds), names)
     if kept:
-        keep("speeds", rows)
+        keep_speeds(rows)
         write()
     if as_json:
         print(json.dumps(rows, indent=1))

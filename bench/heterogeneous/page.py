@@ -19,6 +19,13 @@ def keep(name: str, value: object) -> None:
     (FOLDER / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
 
 
+def keep_speeds(rows: Rows) -> None:
+    """Rows of these speeds, in the place of earlier ones of the same; others stay."""
+    ours = {row["speeds"] for row in rows}
+    others = [row for row in _kept(SPEEDS) or [] if row["speeds"] not in ours]
+    keep(SPEEDS, sorted([*others, *rows], key=lambda row: len(row["speeds"])))
+
+
 def write() -> None:
     """The page and its pictures anew, from all that is kept."""
     parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory}

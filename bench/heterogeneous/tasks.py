@@ -39,7 +39,7 @@ class Task:
     """Steps before what is measured."""
     seconds: float = 6.0
     """How long to measure, about."""
-    most: int = 20
+    most: int = 12
     """Steps to measure at the most."""
     memory_bytes: tuple[int, ...] = ()
     """What each rank may use, itself included; nothing: no limit."""
