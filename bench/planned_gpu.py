@@ -22,7 +22,7 @@ MEMORY = ("64G", "16G", "8G")
 ROUNDS = int(os.environ.get("ROUNDS", "2"))
 SECONDS = 8.0
 GLOBAL_BATCH = {"resnet": 1024, "gpt": 128}
-EVEN_MICRO = {"resnet": 64, "gpt": 4}
+EVEN_MICRO = {"resnet": 64, "gpt": 2}
 ALONE = {"resnet": ((256, 128, 64), (384, 192, 96)), "gpt": ((16, 6, 2), (32, 7, 3))}
 """Batch sizes that are tried for the ideal, one for each part."""
 WAYS = ("alone", "even", "planned")
@@ -176,7 +176,7 @@ def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[st
         "changes": [(step, plan.split.batches, why) for step, plan, why in run.plan_changes],
         "compute_s": statistics.median(each.compute_s for each in run.stats()),
         "reasons": list(run.plan.reasons) if run.plan else [],
-        "overflows": None,
+        "profiled_s": prepared_s,
     }
 
 

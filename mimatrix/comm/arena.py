@@ -68,6 +68,12 @@ class Arena:
                     return self._slots[offset]
         raise UserError(f"the arena of {self._size} bytes has no room for {size}; set MIMATRIX_ARENA to a larger size")
 
+    @property
+    def largest_free(self) -> int:
+        """The most bytes that one slot could have now."""
+        with self._lock:
+            return max((room for _, room in self._free), default=0)
+
     def take_back(self, slot: Slot) -> None:
         """Join the slot's room with what is free beside it."""
         with self._lock:

@@ -89,6 +89,11 @@ class Group:
         """A tensor in the arena: collectives on it, or on parts of it, need no staging."""
         return self.endpoint.arenas[kind].allocate(count * dtype.itemsize).tensor(dtype, count)
 
+    def stages_fit(self, largest: int, kind: str = "host") -> bool:
+        """Whether the arena still has room for staging what lies elsewhere, up to messages of `largest` bytes."""
+        made = kind in self._stages
+        return self.endpoint.arenas[kind].largest_free >= largest + (0 if made else 3 * stages.STAGE_BYTES[kind])
+
     @property
     def maps_peers(self) -> bool:
         """Whether ranks see one another's host memory in place."""

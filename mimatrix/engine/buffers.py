@@ -29,9 +29,13 @@ class Buffers:
         where = self._group.where(torch.empty(0, device=device))
         if where == device.type.replace("cpu", "host"):
             try:
-                return self._group.empty(count, dtype, where)
+                placed = self._group.empty(count, dtype, where)
             except UserError:
                 pass  # a GPU's arena is small; what does not fit is staged
+            else:
+                if self._group.stages_fit(count * dtype.itemsize, where):
+                    return placed
+                self._group.free(placed)  # or nothing could be staged
         return torch.empty(count, dtype=dtype, device=device)
 
     def own(self, count: int, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:

@@ -56,7 +56,8 @@ def measure_device(subject: Subject, limits: Limits, say: Callable[[float], None
         device=device_kind(device),
         model=subject.fingerprint,
         seconds=Curve.of((point.samples, point.seconds) for point in search.points),
-        memory=Curve.of((point.samples, point.memory_bytes) for point in search.points),
+        # A step of the optimizer comes after the micro-batches, so the larger of the two must have room.
+        memory=Curve.of((point.samples, max(point.memory_bytes, cost.passing_bytes)) for point in search.points),
         room_bytes=room_bytes,
         optimizer_s=cost.seconds,
         handling_s=handling,

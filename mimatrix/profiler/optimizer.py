@@ -26,6 +26,8 @@ class OptimizerCost:
 
     seconds: float
     state_bytes: int
+    passing_bytes: int = 0
+    """What a step holds while it lasts, beside the state: some make tensors like all parameters, and drop them."""
 
 
 def learning(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -53,7 +55,18 @@ def optimizer_cost(
     twin = _twin(optimizer, pieces)
     scale = _elements(parameters) / max(1, _elements(pieces))
     took = timed(twin.step, device, _expected(twin, device)) if twin else _three_passes(pieces, device)
-    return OptimizerCost(took.seconds * scale, _scaled_state(twin, pieces, parameters))
+    passing = round(_passing(twin, device) * scale)
+    return OptimizerCost(took.seconds * scale, _scaled_state(twin, pieces, parameters), passing)
+
+
+def _passing(twin: torch.optim.Optimizer | None, device: torch.device) -> int:
+    """On a GPU parameters are stepped all at once; on a CPU one after the other, which holds next to nothing."""
+    if twin is None or device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    twin.step()
+    return max(0, torch.cuda.max_memory_allocated(device) - before)
 
 
 def _expected(twin: torch.optim.Optimizer, device: torch.device) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 SCRIPT = Path(__file__).parent / "scripts" / "limited.py"
+ROOT = Path(__file__).parents[2]
 MB = 1_000_000
 
 
@@ -35,7 +36,8 @@ def one(seed: int) -> dict[str, Any]:
         text=True,
         timeout=180,
         check=False,
-        env=os.environ | {"LIMIT": str(limit), "MIMATRIX_CACHE": tempfile.mkdtemp(), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"LIMIT": str(limit), "MIMATRIX_CACHE": tempfile.mkdtemp(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     said = [line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line]
     found = json.loads(said[-1]) if said and done.returncode == 0 else {"escaped": done.stderr[-600:]}
