@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: $(READY) ## see why topology and algorithm matter
+demo: $(READY) ## train on three workers of unlike speed: evenly, and as planned
 	@mkdir -p out && $(BIN)/mimatrix demo --picture out/demo.png
 
 test: $(READY) ## run the tests
@@ -30,9 +30,10 @@ check: $(READY) ## formatting, linting, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY) ## how long the command takes to start, and replays as ranks grow
+bench: $(READY) ## how long the command takes to start, replays as ranks grow, plans as devices do
 	$(BIN)/python -m bench.command_start
 	$(BIN)/python -m bench.replay_speed
+	$(BIN)/python -m bench.planner_speed
 
 study: $(READY) ## make docs/measurements/simulated.md with its pictures anew
 	$(BIN)/python -m bench.study
@@ -43,12 +44,22 @@ allreduce: $(READY) ## measure collectives on this host and in the lab (root): d
 engine: $(READY) ## measure the engine: docs/measurements/engine.md
 	$(BIN)/python -m bench.engine
 
-soak: $(READY) ## kill and stop ranks: a hundred times in collectives, where every survivor names the right one in time; twenty while saving
+heterogeneous: $(READY) ## workers of unlike speed and memory, side by side with what people use (root): docs/measurements/heterogeneous.md
+	$(BIN)/python -m bench.heterogeneous --peer-rounds 1 --keep
+	$(BIN)/python -m bench.drift --keep
+	$(BIN)/python -m bench.uneven_memory --keep
+
+peers: $(READY) ## install what the comparison compares with; torch stays as it is
+	$(BIN)/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.6 lightning-utilities==0.15.3 pyyaml==6.0.3 huggingface_hub==2.4.0 tqdm==4.70.1
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2 msgpack==1.2.4 ninja==1.13.2
+
+soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty random limits of memory (root)
 	$(BIN)/python tests/comm/soak.py --rounds 100
 	$(BIN)/python tests/engine/soak_saving.py --rounds 20
+	$(BIN)/python tests/profiler/soak_limits.py --runs 50
 
 docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py
 	$(MAKE) study
 
-.PHONY: help setup demo test check bench study allreduce engine soak docs
+.PHONY: help setup demo test check bench study allreduce engine heterogeneous peers soak docs

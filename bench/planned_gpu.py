@@ -26,33 +26,39 @@ EVEN_MICRO = {"resnet": 64, "gpt": 2}
 ALONE = {"resnet": ((256, 128, 64), (384, 192, 96)), "gpt": ((16, 6, 2), (32, 7, 3))}
 """Batch sizes that are tried for the ideal, one for each part."""
 WAYS = ("alone", "even", "planned")
+NAMES = {"resnet": "ResNet-50, bf16, channels last", "gpt": "GPT-2 124M, 1,024 tokens, bf16"}
 
 
 def main(out: Path, models: list[str]) -> None:
-    """Every way in turn, some rounds of it."""
-    result: dict[str, Any] = {"percent": PERCENT, "memory": MEMORY}
+    """Every way in turn, some rounds of it. The file is docs/measurements/heterogeneous/gpu.json."""
+    rows = []
     with mps() as settings:
         for model in models:
-            ways = (*WAYS, "synchronised") if model == "resnet" else WAYS
-            rounds = [{way: ranks_of(settings, model, way) for way in ways} for _ in range(ROUNDS)]
-            result[model] = {"rounds": rounds, **summary(rounds, ways)}
-            print(model, json.dumps({key: result[model][key] for key in result[model] if key != "rounds"}), flush=True)
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            rounds = [{way: ranks_of(settings, model, way) for way in WAYS} for _ in range(ROUNDS)]
+            rows.append(summary(model, rounds))
+            out.write_text(json.dumps({"percent": PERCENT, "memory": MEMORY, "models": rows}, indent=1) + "\n")
+    print(json.dumps(rows, indent=1))
 
 
-def summary(rounds: list[dict[str, Any]], ways: tuple[str, ...]) -> dict[str, Any]:
-    """Medians over rounds, and what they make."""
-    ideal = statistics.median(sum(each["samples_per_s"] for each in found["alone"]) for found in rounds)
-    rates = {way: statistics.median(found[way][0]["samples_per_s"] for found in rounds) for way in ways[1:]}
+def summary(model: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds; the plan of the last."""
+    alone = [
+        statistics.median(found["alone"][rank]["samples_per_s"] for found in rounds) for rank in range(len(PERCENT))
+    ]
+    last = rounds[-1]["planned"]
     return {
-        "ideal": ideal,
-        "samples_per_s": rates,
-        "fraction_of_ideal": {way: rate / ideal for way, rate in rates.items()},
-        "planned_over_even": rates["planned"] / rates["even"],
-        "ideal_over_even": ideal / rates["even"],
-        "predicted_over_measured": [
-            found["planned"][0]["predicted_s"] / found["planned"][0]["measured_s"] for found in rounds
-        ],
+        "name": NAMES[model],
+        "global_batch": GLOBAL_BATCH[model],
+        "alone": alone,
+        "ideal": sum(alone),
+        "even": statistics.median(found["even"][0]["samples_per_s"] for found in rounds),
+        "planned": statistics.median(found["planned"][0]["samples_per_s"] for found in rounds),
+        "stage": last[0]["stage"],
+        "micro": [each["micro"] for each in last],
+        "predicted_step_s": statistics.median(found["planned"][0]["predicted_s"] for found in rounds),
+        "measured_step_s": statistics.median(found["planned"][0]["measured_s"] for found in rounds),
+        "planning_s": statistics.median(found["planned"][0]["prepared_s"] for found in rounds),
+        "changes": len(last[0]["changes"]),
     }
 
 
@@ -137,16 +143,14 @@ def rate(step: Callable[[], None], settle: Callable[[], None]) -> float:
 
 
 def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
-    """The engine: even, or planned; with batch norm synchronised, or as everybody else has it."""
+    """The engine: even, or planned. Batch norm as everybody else has it, over the samples of a rank."""
     import torch
 
     import mimatrix
 
     batch = GLOBAL_BATCH[model]
     more = {"micro_batch": EVEN_MICRO[model]} if way == "even" else {"plan": "profile"}
-    run = mimatrix.init(
-        global_batch=batch, precision="bf16", sync_batchnorm=way == "synchronised", timeout_s=120, **more
-    )
+    run = mimatrix.init(global_batch=batch, precision="bf16", sync_batchnorm=False, timeout_s=120, **more)
     optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=True)
     started = time.perf_counter()
     made, optimizer, loader = run.prepare(made, optimizer, range(batch * 1000), loss=loss, collate=collate, pin=False)
@@ -174,9 +178,6 @@ def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[st
         "stage": run.stage,
         "micro": run.split.to_json()[run.rank],
         "changes": [(step, plan.split.batches, why) for step, plan, why in run.plan_changes],
-        "compute_s": statistics.median(each.compute_s for each in run.stats()),
-        "reasons": list(run.plan.reasons) if run.plan else [],
-        "profiled_s": prepared_s,
     }
 
 

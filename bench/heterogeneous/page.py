@@ -1,6 +1,7 @@
 """docs/measurements/heterogeneous.md, from the figures that are kept beside it."""
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from bench.heterogeneous.tasks import Task
 from bench.markdown import MEASUREMENTS, machine, table, write_page
 
 FOLDER = MEASUREMENTS / "heterogeneous"
-SPEEDS, DRIFT, MEMORY = "speeds", "drift", "memory"
+SPEEDS, DRIFT, MEMORY, GPU = "speeds", "drift", "memory", "gpu"
 
 
 def keep(name: str, value: object) -> None:
@@ -28,9 +29,9 @@ def keep_speeds(rows: Rows) -> None:
 
 def write() -> None:
     """The page and its pictures anew, from all that is kept."""
-    parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory}
+    parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory, GPU: _gpu}
     found = {name: _kept(name) for name in parts}
-    sections = [part(found[name]) for name, part in parts.items() if found[name]]
+    sections = [*(part(found[name]) for name, part in parts.items() if found[name]), _predictions(found)]
     task = Task("", (1.0,))
     write_page(
         "heterogeneous.md",
@@ -123,6 +124,62 @@ def _memory(rows: Rows) -> str:
 Made by `python -m bench.uneven_memory --keep`. Two workers of equal speed, the second with less memory.
 
 {table(headings, body)}
+"""
+
+
+def _gpu(found: dict[str, Any]) -> str:
+    parts = zip(found["percent"], found["memory"], strict=True)
+    body = [
+        [
+            row["name"],
+            str(row["global_batch"]),
+            " + ".join(f"{each:.0f}" for each in row["alone"]),
+            f"{row['even']:.0f}",
+            f"{row['planned']:.0f}",
+            f"{row['planned'] / row['ideal']:.3f}",
+            f"{row['planned'] / row['even']:.2f}",
+            str(row["stage"]),
+            " / ".join(f"{sum(sizes)} in {len(sizes)}" for sizes in row["micro"]),
+            f"{row['predicted_step_s']:.3f} / {row['measured_step_s']:.3f}",
+            f"{row['planning_s']:.0f}",
+        ]
+        for row in found["models"]
+    ]
+    headings = ["model", "global batch", "alone, samples/s", "even", "planned", "of the ideal", "x even", "stage"]
+    headings += ["samples in micro-steps", "step predicted / measured [s]", "planning [s]"]
+    return f"""## 4. Three parts of one GPU
+
+Made by `python -m bench.planned_gpu docs/measurements/heterogeneous/gpu.json` on an NVIDIA H200 under CUDA MPS: three processes with
+{", ".join(f"{percent} % and {memory}B" for percent, memory in parts)}. *Alone*: the three side by side, none exchanging anything, each at the better of two batch
+sizes; their sum is the ideal. *Even*: the same engine with equal batches, in micro-batches that fit the smallest part. One round.
+
+{table(headings, body)}
+"""
+
+
+def _predictions(found: dict[str, Any]) -> str:
+    """Every predicted step beside the measured one."""
+    pairs = {f"speeds {row['speeds']}": row["steps_s"] for row in found[SPEEDS] or [] if row.get("steps_s")}
+    pairs |= {
+        row["case"]: [[row["predicted_step_s"], row["measured_step_s"]]]
+        for row in found[MEMORY] or []
+        if not row["died"]
+    }
+    if found[GPU]:
+        pairs |= {row["name"]: [[row["predicted_step_s"], row["measured_step_s"]]] for row in found[GPU]["models"]}
+    errors = [abs(predicted / measured - 1) for steps in pairs.values() for predicted, measured in steps]
+    if not errors:
+        return ""
+    body = [
+        [name, ", ".join(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in steps)]
+        for name, steps in pairs.items()
+    ]
+    return f"""## 5. Predicted beside measured
+
+Steps in seconds, predicted / measured, of every run above with a plan: what the plan in force at the end said, and what its steady steps took. The
+median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(errors):.1f} %, over {len(errors)} runs.
+
+{table(["run", "predicted / measured"], body)}
 """
 
 

@@ -90,6 +90,7 @@ def _row(found: Comparison, who: str) -> dict[str, Any]:
         "planning_s": _median([turn.planning_s for turn in turns if turn.plan]),
         "batches": [[sum(micro) for micro in turn.plan["micro"]] for turn in turns if turn.plan],
         "loss_apart": _apart(found, turns),
+        "steps_s": [[turn.plan["step_s"], turn.step_s] for turn in turns if turn.plan],
     }
 
 

@@ -164,6 +164,10 @@ class Feed:
         """The first global batch that is not yet asked for. Loaders run ahead of what `epoch` has yielded."""
         return self._head
 
+    def restart(self, split: Split) -> None:
+        """Wherever the next epoch begins, `split` holds: all that was agreed before is forgotten. On all ranks."""
+        self._splits, self._head = [(Position(0, 0), split)], Position(0, 0)
+
     def change(self, split: Split, at: Position) -> None:
         """From global batch `at` on `split` holds, in place of whatever was agreed for later ones.
 

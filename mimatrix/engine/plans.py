@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import UserError
 from mimatrix.engine.exchange import Message
 from mimatrix.engine.feed import Feed, Position
 from mimatrix.engine.surveying import Ground, asked_file, planned, problem_of, store_and_end, stored, survey
@@ -40,6 +41,7 @@ class Plans:
         Where only measurements are wanted (`mimatrix profile`), the process ends here.
         """
         settings, file = ground.settings, asked_file()
+        learns = settings.follows and not self._refuses_to_learn(ground)
         if file:
             store_and_end(ground, survey(ground), file)
         if settings.plan == "profile":
@@ -49,11 +51,21 @@ class Plans:
             return self._begun(plan)
         if settings.plan == "online" or settings.plan is None:
             stage, shares = settings.stage_for(), settings.shares_for(ground.ranks)
-            self._learns = _Learning(self._feed.split_at(_START), stage, shares) if settings.follows else None
+            self._learns = _Learning(self._feed.split_at(_START), stage, shares) if learns else None
             return None
         plan = stored(ground)
-        self._learns = _Learning(plan.split, plan.stage, plan.shares) if settings.follows else None
+        self._learns = _Learning(plan.split, plan.stage, plan.shares) if learns else None
         return self._begun(plan)
+
+    def _refuses_to_learn(self, ground: Ground) -> bool:
+        """Where memory was not measured, a fast rank gets more micro-batches, not larger ones: batch norm minds."""
+        refuses = ground.norms > 0 and ground.settings.plan not in (None, "profile")
+        if refuses and ground.settings.follows and self._rank == 0 and not self._quiet:
+            sys.stderr.write(
+                'mimatrix: the model has batch norm, so batches stay as they are; use plan="profile", which knows how '
+                "large they may be\n"
+            )
+        return refuses
 
     def _begun(self, plan: Plan) -> Plan:
         self._feed.change(plan.split, _START)
@@ -84,15 +96,22 @@ class Plans:
             self._drift.changed(plan)
         if self._rank == 0 and not self._quiet:
             shown = " + ".join(map(str, plan.split.batches))
-            sys.stderr.write(f"mimatrix: from step {step + 2} on the batches are {shown}: {offer['why']}\n")
+            epoch, batch = offer["at"]
+            sys.stderr.write(
+                f"mimatrix: from batch {batch} of epoch {epoch} on the batches are {shown}: {offer['why']}\n"
+            )
 
     def _consider(self, split: Split, busy_s: Sequence[float], head: Position, steps_left: int | None) -> None:
-        if self._learns and not self._drift:
+        if self._drift:
+            self._drift.observe(split, busy_s)
+        elif self._learns:
             self._drift = self._learns.seen(split, busy_s)
         if self._drift is None:
             return
-        self._drift.observe(split, busy_s)
-        found = self._drift.decide(steps_left)
+        try:
+            found = self._drift.decide(steps_left)
+        except UserError:
+            return  # there is no better plan than the one that holds
         if isinstance(found, Change):
             at = [head.epoch, head.batch + 1]
             self._offer = {"plan": found.plan.to_json(), "at": at, "why": found.reason}

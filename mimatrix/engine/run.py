@@ -297,6 +297,8 @@ class Run:
         found = self._checkpoints.load(str(folder))
         if found:
             self.step, self.position = found
+            if self.plan and self._loader is not None:
+                self._loader.feed.restart(self.plan.split)
             if self._knobs:
                 self._knobs.renew()
         return found is not None

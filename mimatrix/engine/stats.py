@@ -49,6 +49,9 @@ class Watch:
     _begun: torch.cuda.Event | None = None
     _ran: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     _busy: float | None = None
+    _inside: float = 0.0
+    """Waited for others inside of micro-steps."""
+    _before: float = 0.0
 
     def begin_micro(self) -> None:
         """A micro-batch is there, and its computation begins."""
@@ -56,6 +59,7 @@ class Watch:
         if self.device.type == "cuda" and self.groups:
             self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._begun.record()
+            self._before = self._exposed
 
     def end_micro(self) -> None:
         """Its backward pass is done, or at least asked for."""
@@ -63,6 +67,7 @@ class Watch:
             ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ended.record()
             self._ran.append((self._begun, ended))
+            self._inside += self._exposed - self._before
             self._begun = None
 
     def busy_s(self) -> float:
@@ -73,7 +78,8 @@ class Watch:
         if not self._ran:
             return time.perf_counter() - self._started - self._exposed
         self._ran[-1][1].synchronize()
-        self._busy = sum(begun.elapsed_time(ended) for begun, ended in self._ran) / 1e3
+        ran = sum(begun.elapsed_time(ended) for begun, ended in self._ran) / 1e3
+        self._busy = max(0.0, ran - self._inside)
         return self._busy + self._data
 
     def waits(self, work: Work) -> None:
@@ -142,5 +148,5 @@ class Watch:
         self._started, self._exposed, self._data = now, 0.0, 0.0
         self._waited, self._moved = waited, moved
         self._ran.clear()
-        self._busy = None
+        self._busy, self._inside = None, 0.0
         return found

@@ -27,7 +27,16 @@ from mimatrix.engine.units import is_compiled, units_of
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.planning import Problem, make_plan
 from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
-from mimatrix.profiler import Limits, Subject, cached_measure, give_back_at_once, is_limited, model_size
+from mimatrix.profiler import (
+    Limits,
+    Subject,
+    cached_measure,
+    device_identity,
+    give_back_at_once,
+    is_limited,
+    limiting_group,
+    model_size,
+)
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -71,7 +80,8 @@ def survey(ground: Ground) -> Measurements:
     started = time.perf_counter()
     # First, since it takes memory that is kept for as long as the run lasts: devices are measured with what is left.
     paid = _communication(ground, size)
-    said = together(ground, lambda: _profile(ground, size).to_json())
+    neighbours, sharers = _around(ground)
+    said = together(ground, lambda: _profile(ground, size, neighbours, sharers).to_json())
     profiles = tuple(Profile.from_json(each) for each in said)
     if ground.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -122,7 +132,9 @@ def size_of(ground: Ground) -> ModelSize:
     units = units_of(ground.model, unit_bytes, ground.whole)
     largest = max(unit.bytes for unit in units)
     precision = str(ground.settings.described()["precision"])
-    return model_size(ground.model, ground.optimizer, largest, ground.feed.sample(), precision)
+    with torch.random.fork_rng(devices=[]):  # datasets may draw at random
+        sample = ground.feed.sample()
+    return model_size(ground.model, ground.optimizer, largest, sample, precision)
 
 
 def store_and_end(ground: Ground, found: Measurements, file: Path) -> None:
@@ -132,13 +144,17 @@ def store_and_end(ground: Ground, found: Measurements, file: Path) -> None:
 
 
 def together(ground: Ground, act: Callable[[], Any]) -> list[Any]:
-    """What each rank's `act` gives, on every rank; a sentence of one is raised by all."""
-    error, found = "", None
+    """What each rank's `act` gives, on every rank; what goes wrong on one is raised by all."""
+    raised: Exception | None = None
+    found = None
     try:
         found = act()
-    except UserError as raised:
-        error = str(raised)
-    messages = ground.exchange.all({"error": error, "found": found})
+    except Exception as error:  # noqa: BLE001 (the others wait for word of it, then it is raised)
+        raised = error
+    said = (str(raised) or type(raised).__name__) if raised else ""
+    messages = ground.exchange.all({"error": said, "found": found})
+    if raised and not isinstance(raised, UserError):
+        raise raised
     for rank, message in enumerate(messages):
         if message["error"]:
             where = f"rank {rank}: " if ground.ranks > 1 and not message["error"].startswith("rank") else ""
@@ -146,10 +162,10 @@ def together(ground: Ground, act: Callable[[], Any]) -> list[Any]:
     return [message["found"] for message in messages]
 
 
-def _profile(ground: Ground, size: ModelSize) -> Profile:
+def _profile(ground: Ground, size: ModelSize, neighbours: int, sharers: int) -> Profile:
     assert ground.loss
     # Samples that other processes make ahead cost nothing here; those made in the loop are a part of its time.
-    fetch = lru_cache(maxsize=2)(ground.feed.sample) if ground.feed.hides_loading else ground.feed.sample
+    fetch = lru_cache(maxsize=1)(ground.feed.sample) if ground.feed.hides_loading else ground.feed.sample
     subject = Subject(
         ground.model,
         ground.optimizer,
@@ -160,20 +176,39 @@ def _profile(ground: Ground, size: ModelSize) -> Profile:
         size.fingerprint,
         ground.precision,
         size.unit_bytes,
+        circumstances=_circumstances(ground),
     )
-    limits = Limits(_most(ground), neighbours=_neighbours(ground))
+    limits = Limits(_most(ground), neighbours=neighbours, sharers=sharers)
     if is_limited(ground.device):
         give_back_at_once()
     with batchnorm.alone(ground.model, Watch()) if ground.norms else nullcontext():
         return cached_measure(subject, limits, _progress(ground))
 
 
-def _neighbours(ground: Ground) -> int:
-    """Ranks that share this one's memory."""
-    if ground.group is None or ground.device.type != "cpu":
-        return 1
-    hosts = [place.host for place in ground.group.endpoint.places]
-    return sum(host == hosts[ground.rank] for host in hosts)
+def _circumstances(ground: Ground) -> str:
+    """What else changes the curves of a model, as far as one can see it."""
+    eager = [name for name, module in ground.model.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    defaults = {key: str(value) for key, value in ground.optimizer.defaults.items()}
+    loss = getattr(ground.loss, "__qualname__", type(ground.loss).__name__)
+    facts = [
+        str(ground.model),
+        eager,
+        is_compiled(ground.model),
+        ground.norms,
+        ground.feed.hides_loading,
+        loss,
+        defaults,
+    ]
+    return repr([*facts, torch.get_float32_matmul_precision()])
+
+
+def _around(ground: Ground) -> tuple[int, int]:
+    """How many ranks share this one's memory, and how many the limit that was set to it; itself included."""
+    host = ground.group.endpoint.places[ground.rank].host if ground.group else ""
+    memory = device_identity(ground.device)
+    said = ground.exchange.all({"memory": [host, memory], "limit": [host, memory, limiting_group()]})
+    mine = said[ground.rank]
+    return tuple(sum(each[key] == mine[key] for each in said) for key in ("memory", "limit"))
 
 
 def _most(ground: Ground) -> int:

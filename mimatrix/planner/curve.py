@@ -12,6 +12,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.planner.pchip import pchip
 
 Floats = NDArray[np.float64]
+_MOST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Curve:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes[0] < 1 or any(left >= right for left, right in pairwise(sizes)):
             raise UserError(f"a curve has batch sizes {sizes}; measure one or more, in rising order from 1")
+        if sizes[-1] > _MOST:
+            raise UserError(f"a curve goes to {sizes[-1]} samples; measure {_MOST} at the most")
         if not all(np.isfinite(value) and value >= 0 for _, value in self.points):
             raise UserError(f"a curve has the values {[value for _, value in self.points]}; they cannot be negative")
 

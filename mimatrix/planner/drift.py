@@ -59,6 +59,8 @@ class Drift:
         """How many times as long each rank takes as it was measured to."""
         self._known = list(self.factors)
         """The same, as the plan has it."""
+        self._looked = list(self.factors)
+        """The same, when another split was last looked for."""
         self._steps, self._patience = 0, _FEW
 
     def observe(self, split: Split, busy_s: Sequence[float]) -> None:
@@ -77,6 +79,8 @@ class Drift:
 
     def decide(self, steps_left: int | None = None) -> Keep | Change:
         """Whether another split pays, for as many steps as are left."""
+        if self._moved():
+            self._patience = _FEW
         if self._steps < max(_SEEN, self._patience):
             return Keep(f"the plan holds for {self._steps} steps only")
         if self._possible() < _LEAST_GAIN:
@@ -87,15 +91,20 @@ class Drift:
         gain = 1 - found.step_s / before_s
         if gain < _LEAST_GAIN or (steps_left is not None and gain * steps_left < _CHANGE_STEPS):
             # What seems possible from afar is not: look again after longer and longer times.
-            self._steps, self._patience = 0, min(_MANY, 2 * self._patience)
+            self._steps, self._patience, self._looked = 0, min(_MANY, 2 * self._patience), list(self.factors)
             return Keep(f"another split would gain {gain:.1%} of a step")
         return Change(found.following(self.plan.version + 1), self._because(before_s, found.step_s))
 
     def changed(self, plan: Plan) -> None:
         """Another plan holds from some step on."""
-        self.plan, self._steps, self._known = plan, 0, list(self.factors)
+        self.plan, self._steps, self._patience, self._known = plan, 0, _FEW, list(self.factors)
+        self._looked = list(self.factors)
         for recent in self._recent:
             recent.clear()
+
+    def _moved(self) -> bool:
+        """Whether a rank's speed has changed since another split was last looked for."""
+        return any(abs(math.log(now / then)) > _JUMP for now, then in zip(self.factors, self._looked, strict=True))
 
     def _should(self, rank: int, sizes: Sequence[int]) -> float:
         profile = self._problem.profiles[rank]

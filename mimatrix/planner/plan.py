@@ -118,10 +118,12 @@ class Plan:
             fields = json.loads(text)
             version = fields["mimatrix_plan"]
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{name} is no plan; make one with `mimatrix plan --json`") from None
+            raise UserError(f"{name} is no plan; make one with `mimatrix plan --output plan.json`") from None
         if version != VERSION:
-            raise UserError(f"{name} has version {version} and this is {VERSION}; make it again: mimatrix plan --json")
+            raise UserError(
+                f"{name} has version {version} and this is {VERSION}; make it again: mimatrix plan --output plan.json"
+            )
         try:
             return cls.from_json(fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{name} is damaged ({error}); make it again: mimatrix plan --json") from None
+            raise UserError(f"{name} is damaged ({error}); make it again: mimatrix plan --output plan.json") from None

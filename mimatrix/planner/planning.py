@@ -29,6 +29,7 @@ _GAIN = 1e-2
 # Up to so many ranks the advice looks for devices to leave out; up to so many it asks
 # what each costs on the network, above that it tries one of each kind.
 _ADVISED = 64
+_MOST_SAMPLES = 1 << 24
 _EACH = 16
 
 
@@ -64,6 +65,8 @@ def _check(problem: Problem) -> None:
     ranks = len(problem.profiles)
     if problem.global_batch < 1:
         raise UserError(f"global_batch = {problem.global_batch} has no samples; use 1 or more")
+    if problem.global_batch > _MOST_SAMPLES:
+        raise UserError(f"global_batch = {problem.global_batch} is beyond planning; use {_MOST_SAMPLES} at the most")
     if not ranks or len(problem.names) != ranks:
         raise UserError(f"{ranks} profiles came with {len(problem.names)} names; give one of each for every rank")
     if problem.shares is not None and len(problem.shares) != ranks:

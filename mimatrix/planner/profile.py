@@ -10,6 +10,8 @@ from mimatrix.planner.curve import Curve
 
 VERSION = 1
 STAGES = (0, 1, 2, 3)
+_BEYOND = 1e18
+"""No figure here is so large, and what is no number is not below it."""
 PerStage = tuple[float, ...]
 """One figure for each stage."""
 
@@ -84,6 +86,8 @@ class Profile:
     def from_json(cls, fields: Mapping[str, Any]) -> "Profile":
         """What `to_json` gave."""
         known = {name: fields[name] for name in cls.__slots__}
+        _check_figures(known, "room_bytes", "optimizer_s", "noise", "took_s", "overflows")
+        _check_each(known["handling_s"])
         curves = {name: Curve.of(known[name]) for name in ("seconds", "memory")}
         return cls(**{**known, **curves, "handling_s": tuple(known["handling_s"])})
 
@@ -141,11 +145,29 @@ class Measurements:
             raise UserError(f"{name} has version {version} and this is {VERSION}; measure again: mimatrix profile")
         try:
             paid = fields["communication"]
+            _check_each(paid["once_s"])
+            _check_each(paid["round_s"])
+            sizes = [name for name in ModelSize.__slots__ if name not in ("fingerprint", "name")]
+            _check_figures(fields["model"], *sizes)
+            if not fields["profiles"]:
+                raise ValueError("it has no profiles")
             return cls(
                 ModelSize(**fields["model"]),
                 tuple(Profile.from_json(each) for each in fields["profiles"]),
                 Communication(tuple(paid["once_s"]), tuple(paid["round_s"]), str(paid["reason"])),
                 bool(fields["equal_counts"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
             raise UserError(f"{name} is damaged ({error}); measure again: mimatrix profile script.py") from None
+
+
+def _check_figures(fields: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        value = fields[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _BEYOND:
+            raise ValueError(f"{name} is {value!r}")
+
+
+def _check_each(values: Any) -> None:
+    """One figure for each stage."""
+    _check_figures(dict(enumerate(values)), *range(len(STAGES)))  # type: ignore[arg-type]

@@ -77,10 +77,12 @@ def _unfit(problem: Problem, priced: tuple[Priced, ...]) -> list[str]:
     fit = {each.stage for each in priced}
     profiles = [problem.profiles[rank] for rank in members]
     names = [problem.names[rank] for rank in members]
-    return [
-        f"stage {stage} does not fit: {lacks(stage, problem.model, profiles, names, problem.shares)}"
+    said = {
+        stage: lacks(stage, problem.model, profiles, names, problem.shares)
         for stage in sorted(set(problem.stages) - fit)
-    ]
+    }
+    # One that fits was not looked at to the end, being surely longer.
+    return [f"stage {stage} does not fit: {why}" if why else f"stage {stage} is longer" for stage, why in said.items()]
 
 
 def _uneven(problem: Problem, best: Priced) -> list[str]:

@@ -1,7 +1,14 @@
 """Measurements: time and memory of a model against the batch, on this device; links between ranks."""
 
 from mimatrix.profiler.cache import cached_measure
-from mimatrix.profiler.fingerprints import device_fingerprint, device_kind, model_fingerprint, model_size
+from mimatrix.profiler.cgroups import limiting_group
+from mimatrix.profiler.fingerprints import (
+    device_fingerprint,
+    device_identity,
+    device_kind,
+    model_fingerprint,
+    model_size,
+)
 from mimatrix.profiler.links import Links, measure_links
 from mimatrix.profiler.measure import Limits, measure_device
 from mimatrix.profiler.memory import give_back_at_once
@@ -15,9 +22,11 @@ __all__ = [
     "Subject",
     "cached_measure",
     "device_fingerprint",
+    "device_identity",
     "device_kind",
     "give_back_at_once",
     "is_limited",
+    "limiting_group",
     "measure_device",
     "measure_links",
     "model_fingerprint",

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from mimatrix import __version__
 from mimatrix.comm.tuner import cache_folder
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.planner.profile import VERSION, Profile
@@ -48,6 +51,7 @@ def keep(file: Path, profile: Profile) -> None:
 
 def _file(subject: Subject, most: int, room_bytes: int) -> Path:
     device = device_fingerprint(subject.device, room_bytes)
-    facts = [subject.fingerprint, device, most, subject.precision, subject.unit_bytes, VERSION]
+    versions = [torch.__version__, __version__, VERSION]
+    facts = [subject.fingerprint, device, most, subject.precision, subject.unit_bytes, subject.circumstances, versions]
     name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
     return cache_folder().parent / "profiles" / f"{name}.json"

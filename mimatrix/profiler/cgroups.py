@@ -14,6 +14,12 @@ def memory_left(process: Path = _SELF) -> int | None:
     return max(0, min(left)) if left else None
 
 
+def limiting_group(process: Path = _SELF) -> str:
+    """The control group with the tightest limit of memory, by its path; empty where there is none."""
+    limits = {group: limit for group in _groups("memory", process) if (limit := _memory_limit(group)) is not None}
+    return str(min(limits, key=lambda group: limits[group] - _memory_used(group))) if limits else ""
+
+
 def cpu_quota(process: Path = _SELF) -> float | None:
     """Processors that it may use at the most; None where there is no limit."""
     found = [quota for group in _groups("cpu", process) if (quota := _quota(group)) is not None]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mimatrix import __version__
 from mimatrix.planner.profile import ModelSize
 from mimatrix.profiler.cgroups import cpu_quota
 from mimatrix.profiler.optimizer import learning, state_bytes
@@ -44,8 +43,7 @@ def model_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer, sample
     tensors = [[name, list(each.shape), str(each.dtype), each.requires_grad] for name, each in named]
     optimizer_class = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     name = f"{type(model).__module__}.{type(model).__qualname__}"
-    versions = [torch.__version__, __version__]
-    return _digest([name, tensors, optimizer_class, precision, _shapes(sample), versions])
+    return _digest([name, tensors, optimizer_class, precision, _shapes(sample)])
 
 
 def device_fingerprint(device: torch.device, room_bytes: int) -> str:
@@ -59,6 +57,11 @@ def device_fingerprint(device: torch.device, room_bytes: int) -> str:
 def device_kind(device: torch.device) -> str:
     """For people: `NVIDIA A40`, `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def device_identity(device: torch.device) -> str:
+    """Which one it is on its host: ranks with the same share its memory."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 def _hardware(device: torch.device) -> str:

@@ -39,6 +39,8 @@ class Limits:
     """About how long it may take."""
     neighbours: int = 1
     """Ranks that share this device's memory, this one included."""
+    sharers: int = 1
+    """Ranks that share the limit of a control group, this one included."""
 
 
 def measure_device(subject: Subject, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
@@ -71,7 +73,7 @@ def room_for(subject: Subject, limits: Limits) -> int:
     """Bytes for all that this rank may hold of the job: what is left, and the parameters that are there already."""
     if limits.room_bytes is not None:
         return limits.room_bytes
-    return room(subject.device, limits.neighbours) + _parameter_bytes(subject)
+    return room(subject.device, limits.neighbours, limits.sharers) + _parameter_bytes(subject)
 
 
 def handling_s(subject: Subject, unit_bytes: int) -> PerStage:

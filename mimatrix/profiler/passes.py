@@ -31,6 +31,8 @@ class Subject:
     """What this rank computes in."""
     unit_bytes: int = DEFAULT_UNIT_BYTES
     """Of the largest part of the model that moves at once."""
+    circumstances: str = ""
+    """Whatever else must be the same for earlier measurements to hold."""
 
 
 class Passes:

@@ -17,10 +17,13 @@ _GPU_HEADROOM, _CPU_HEADROOM = 0.92, 0.9
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
-def room(device: torch.device, neighbours: int = 1) -> int:
-    """Bytes that this rank may take beside what it has; `neighbours` ranks share the memory, itself included."""
+def room(device: torch.device, neighbours: int = 1, sharers: int = 1) -> int:
+    """Bytes that this rank may take beside what it has.
+
+    `neighbours` ranks share the memory and `sharers` the limit of a control group, itself included.
+    """
     tidy(device)
-    left = _gpu_room(device, neighbours) if device.type == "cuda" else _cpu_room(neighbours)
+    left = _gpu_room(device, neighbours) if device.type == "cuda" else _cpu_room(neighbours, sharers)
     return max(0, int(left * (_GPU_HEADROOM if device.type == "cuda" else _CPU_HEADROOM)))
 
 
@@ -52,13 +55,13 @@ def _gpu_room(device: torch.device, neighbours: int) -> float:
     return min(bounds)
 
 
-def _cpu_room(neighbours: int) -> float:
+def _cpu_room(neighbours: int, sharers: int) -> float:
     bounds = [_available() / neighbours]
     if setting := os.environ.get("MIMATRIX_MEMORY"):
         bounds.append(_parsed(setting) - resident_bytes())
     limited = memory_left()
     if limited is not None:
-        bounds.append(limited)
+        bounds.append(limited / sharers)
     return min(bounds)
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -145,3 +146,16 @@ def test_learning_needs_no_measurements() -> None:
         world.step((1.0, 0.25))
     assert world.longest((1.0, 0.25)) < 1.06 * optimum((1.0, 0.25))
     assert max(size for sizes in drift.plan.split.micro for size in sizes) <= 120
+
+
+@pytest.mark.parametrize("batch", [7, 16, 24])
+def test_a_drop_long_after_the_start_is_followed_at_once(batch: int) -> None:
+    """Small batches never finish at exactly the same moment, so there is something to look for in vain at all times."""
+    asked = replace(problem((1.0, 0.7)), global_batch=batch)
+    world = World(Drift(asked, make_plan(asked)))
+    for _ in range(60):
+        world.step((1.0, 0.7))
+    before = len(world.changes)
+    for _ in range(8):
+        world.step((0.3, 0.7))
+    assert len(world.changes) > before

@@ -191,7 +191,7 @@ def test_states_go_where_there_is_room() -> None:
     plan = make_plan(problem(device(room=400), device(room=60), stages=(3,), batch=64))
     assert plan.shares.fractions[1] < plan.shares.fractions[0]
     assert max(plan.split.micro[1]) < max(plan.split.micro[0])
-    assert any("rank 1 (node/1) owns" in reason and "no room" in reason for reason in plan.reasons)
+    assert any("rank 1 (node/1) owns" in reason and "less is left" in reason for reason in plan.reasons)
 
 
 def test_the_stage_rises_where_a_lower_one_does_not_fit() -> None:

@@ -48,7 +48,7 @@ def test_plans_come_back() -> None:
 def test_other_text_is_no_profile_and_no_plan(text: str) -> None:
     with pytest.raises(UserError, match=r"p\.json is no profile; make one with `mimatrix profile script\.py`"):
         Measurements.from_text(text, "p.json")
-    with pytest.raises(UserError, match=r"p\.json is no plan; make one with `mimatrix plan --json`"):
+    with pytest.raises(UserError, match=r"p\.json is no plan; make one with `mimatrix plan --output plan\.json`"):
         Plan.from_text(text, "p.json")
 
 

