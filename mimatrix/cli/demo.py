@@ -143,7 +143,7 @@ def _draw_workers(axes: "Axes", found: Result) -> None:
 def _draw_rates(axes: "Axes", found: Result) -> None:
     rates = [found.even.samples_per_s, found.planned.samples_per_s]
     bars = axes.bar(["even", "planned"], rates, 0.6, color=["#8d99ae", "#2a9d8f"])
-    axes.bar_label(bars, fmt="%.0f", padding=2)
+    axes.bar_label(bars, fmt="%.0f", label_type="center", color="white", fontweight="bold")
     axes.axhline(found.ideal_samples_per_s, color="crimson", linestyle="--", label="ideal")
     axes.set_ylim(0, 1.2 * max(*rates, found.ideal_samples_per_s))
     axes.set_ylabel("samples/s")
