@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bench.heterogeneous.page import MEMORY, keep, write
+from bench.heterogeneous.page import keep_cases, write
 from bench.heterogeneous.rounds import IDEAL, OURS, Rows
 from bench.heterogeneous.tasks import NOTHING, RanksFailedError, Task, train
 from mimatrix.core.errors import UserError
@@ -33,6 +33,8 @@ class Case:
     room_bytes: tuple[int, int]
     stages: tuple[int, ...]
     """One of which the plan should choose."""
+    least: float = LEAST_FRACTION
+    """Of the ideal, which has all the memory that it wants."""
 
 
 def cases() -> list[Case]:
@@ -41,30 +43,32 @@ def cases() -> list[Case]:
     deep = Task(OURS, SPEEDS, global_batch=3840, width=256, depth=32, optimizer="adamw", batches=4)
     wide = Task(OURS, SPEEDS, global_batch=768, width=2048, depth=8, optimizer="adamw", batches=4)
     return [
-        Case("a quarter of the memory", deep, (256 * MIB, 64 * MIB), (0, 1, 2, 3)),
-        Case("stage 0 fits nowhere", wide, (560 * MIB, 480 * MIB), (1, 2, 3)),
+        Case("a quarter of the memory", deep, (320 * MIB, 80 * MIB), (0, 1, 2, 3)),
+        Case("stage 0 fits nowhere", wide, (560 * MIB, 480 * MIB), (1, 2, 3), least=0.0),
     ]
 
 
 def main(
+    only: Annotated[str, typer.Option(help="A word of the one case to run; without, all.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
     kept: Annotated[bool, typer.Option("--keep", help="Write the figures and the page to docs/measurements.")] = False,
 ) -> None:
     """Run each case beside its ideal; fail if a worker dies or a row is below what is promised."""
     console = Console(stderr=True)
     rows: Rows = []
-    for case in cases():
+    asked = [case for case in cases() if only in case.name]
+    for case in asked:
         with console.status(case.name):
             rows.append(measured(case))
     if kept:
-        keep(MEMORY, rows)
+        keep_cases(rows)
         write()
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         for row in rows:
             print(_sentence(row))
-    wrong = [problem for case, row in zip(cases(), rows, strict=True) if (problem := problem_of(case, row))]
+    wrong = [problem for case, row in zip(asked, rows, strict=True) if (problem := problem_of(case, row))]
     sys.exit("; ".join(wrong) if wrong else 0)
 
 
@@ -119,12 +123,12 @@ def problem_of(case: Case, row: dict[str, Any]) -> str:
     if row["stage"] not in case.stages:
         return f"{case.name}: stage {row['stage']} was chosen, wanted one of {list(case.stages)}"
     roomy, tight = (max(sizes, default=0) for sizes in row["micro"])
-    if tight >= roomy:
+    if case.least and tight >= roomy:
         return f"{case.name}: the small worker has micro-batches of {tight}, the large one of {roomy}"
     if row["stage"] and row["shares"][1] >= row["shares"][0]:
         return f"{case.name}: shares are {row['shares']}"
-    if row["fraction_of_ideal"] < LEAST_FRACTION:
-        return f"{case.name}: {row['fraction_of_ideal']:.2f} of the ideal, wanted {LEAST_FRACTION}"
+    if row["fraction_of_ideal"] < case.least:
+        return f"{case.name}: {row['fraction_of_ideal']:.2f} of the ideal, wanted {case.least}"
     return ""
 
 

@@ -27,6 +27,12 @@ def keep_speeds(rows: Rows) -> None:
     keep(SPEEDS, sorted([*others, *rows], key=lambda row: len(row["speeds"])))
 
 
+def keep_cases(rows: Rows) -> None:
+    """Rows of these cases of little memory, in the place of earlier ones; others stay."""
+    ours = {row["case"] for row in rows}
+    keep(MEMORY, [*rows, *(row for row in _kept(MEMORY) or [] if row["case"] not in ours)])
+
+
 def write() -> None:
     """The page and its pictures anew, from all that is kept."""
     parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory, GPU: _gpu}
