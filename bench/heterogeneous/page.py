@@ -165,7 +165,11 @@ sizes; their sum is the ideal. *Even*: the same engine with equal batches, in mi
 
 def _predictions(found: dict[str, Any]) -> str:
     """Every predicted step beside the measured one."""
-    pairs = {f"speeds {row['speeds']}": row["steps_s"] for row in found[SPEEDS] or [] if row.get("steps_s")}
+    pairs = {
+        f"speeds {row['speeds']}": row.get("steps_s") or [[row["predicted_step_s"], row["measured_step_s"]]]
+        for row in found[SPEEDS] or []
+        if row["predicted_step_s"]
+    }
     pairs |= {
         row["case"]: [[row["predicted_step_s"], row["measured_step_s"]]]
         for row in found[MEMORY] or []
@@ -182,7 +186,7 @@ def _predictions(found: dict[str, Any]) -> str:
     ]
     return f"""## 5. Predicted beside measured
 
-Steps in seconds, predicted / measured, of every run above with a plan: what the plan in force at the end said, and what its steady steps took. The
+Steps in seconds, predicted / measured, of every run above with a plan (one pair for several rounds: their medians): what the plan in force at the end said, and what its steady steps took. The
 median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(errors):.1f} %, over {len(errors)} runs.
 
 {table(["run", "predicted / measured"], body)}
