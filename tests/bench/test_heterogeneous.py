@@ -109,10 +109,11 @@ def test_a_drop_is_over_when_several_steps_are_fast_again() -> None:
 
 
 def test_a_small_worker_with_the_larger_part_is_a_problem() -> None:
-    case = cases()[1]
+    case, stages = cases()
     row = {"died": "", "stage": 2, "micro": [[8], [4, 4]], "shares": [0.6, 0.4], "fraction_of_ideal": 0.9}
     assert not problem_of(case, row)
-    assert "stage 0 was chosen" in problem_of(case, row | {"stage": 0})
+    assert not problem_of(stages, row)
+    assert "stage 0 was chosen" in problem_of(stages, row | {"stage": 0})
     assert "micro-batches of 8" in problem_of(case, row | {"micro": [[8], [8]]})
     assert "shares are" in problem_of(case, row | {"shares": [0.4, 0.6]})
     assert "0.84 of the ideal" in problem_of(case, row | {"fraction_of_ideal": 0.84})
