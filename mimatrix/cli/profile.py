@@ -32,6 +32,9 @@ def profile(
     timeout: Timeout = "",
     threads: Threads = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the measurements go.")] = Path("profile.json"),
+    cluster: Annotated[
+        Path | None, typer.Option(help="Measure the links between workers, too, and store them as a cluster here.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw time and throughput against the batch here.")] = None,
     sizes: Annotated[bool, typer.Option("--sizes", help="Print every batch size that was timed, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
@@ -45,11 +48,13 @@ def profile(
     from mimatrix import launch as launches
 
     check_file(output, (".json",))
+    if cluster:
+        check_file(cluster, (".toml",))
     if picture:
         check_file(picture, (".png", ".svg", ".pdf"))
     launch = asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
     launches.check(launch)
-    found = _measured(launch, script)
+    found = _measured(launch, script, cluster)
     output.write_text(found.to_text(), encoding="utf-8")
     if picture:
         from mimatrix.planner.drawing import draw_measurements
@@ -62,12 +67,12 @@ def profile(
     _print(console, found)
     if sizes:
         _print_sizes(console, found)
-    for what, file in (("profile", output), ("picture", picture)):
+    for what, file in (("profile", output), ("cluster", cluster), ("picture", picture)):
         if file:
             console.print(f"{what}: {file}")
 
 
-def _measured(launch: "Launch", script: str) -> "Measurements":
+def _measured(launch: "Launch", script: str, cluster: Path | None) -> "Measurements":
     """What the workers found; they end by themselves once they have told."""
     from mimatrix import launch as launches
     from mimatrix.planner.profile import Measurements
@@ -75,6 +80,8 @@ def _measured(launch: "Launch", script: str) -> "Measurements":
     with TemporaryDirectory(prefix="mimatrix-profile-") as folder:
         told = Path(folder) / "profile.json"
         environment = os.environ | {"MIMATRIX_PROFILE": str(told)}
+        if cluster:
+            environment["MIMATRIX_PROFILE_CLUSTER"] = str(cluster.absolute())
         # Standard output is for the table, or for JSON and nothing else.
         outcome = launches.run_local(launch, environment, sys.stderr.buffer, sys.stderr.buffer, say)
         if outcome.code:

@@ -11,9 +11,10 @@ from typing import Any
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
+from mimatrix.engine import storing
 from mimatrix.engine.exchange import Message
 from mimatrix.engine.feed import Feed, Position
-from mimatrix.engine.surveying import Ground, asked_file, planned, problem_of, store_and_end, stored, survey
+from mimatrix.engine.surveying import Ground, planned, problem_of, stored, survey
 from mimatrix.planner.drift import Change, Drift, learned
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.split import Split
@@ -40,10 +41,10 @@ class Plans:
 
         Where only measurements are wanted (`mimatrix profile`), the process ends here.
         """
-        settings, file = ground.settings, asked_file()
+        settings = ground.settings
+        if storing.is_asked():
+            storing.store_and_end(ground)
         learns = settings.follows and not self._refuses_to_learn(ground)
-        if file:
-            store_and_end(ground, survey(ground), file)
         if settings.plan == "profile":
             problem = problem_of(ground, survey(ground))
             plan = planned(ground, problem)

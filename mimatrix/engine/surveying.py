@@ -1,6 +1,5 @@
 """Before training: every rank measures itself, all measure what moving the model takes, and rank 0 makes the plan."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -85,7 +84,7 @@ def survey(ground: Ground) -> Measurements:
     profiles = tuple(Profile.from_json(each) for each in said)
     if ground.device.type == "cuda":
         torch.cuda.empty_cache()
-    _say(ground, f"measured {ground.ranks} ranks in {time.perf_counter() - started:.1f} s")
+    say(ground, f"measured {ground.ranks} ranks in {time.perf_counter() - started:.1f} s")
     return Measurements(size, profiles, paid, equal_counts=bool(ground.norms))
 
 
@@ -109,7 +108,7 @@ def planned(ground: Ground, problem: Problem) -> Plan:
     said = together(ground, lambda: make_plan(problem).to_json() if ground.rank == 0 else None)
     plan = Plan.from_json(said[0])
     shown = " + ".join(map(str, plan.split.batches))
-    _say(ground, f"stage {plan.stage}, batches {shown}, a step should take {plan.step_s * 1e3:.0f} ms")
+    say(ground, f"stage {plan.stage}, batches {shown}, a step should take {plan.step_s * 1e3:.0f} ms")
     return plan
 
 
@@ -137,10 +136,9 @@ def size_of(ground: Ground) -> ModelSize:
     return model_size(ground.model, ground.optimizer, largest, sample, precision)
 
 
-def store_and_end(ground: Ground, found: Measurements, file: Path) -> None:
-    """Where only measurements were asked for: rank 0 stores them, and all ranks end well."""
-    together(ground, lambda: _write(found, file) if ground.rank == 0 else None)
-    raise SystemExit(0)
+def hosts_of(ground: Ground) -> list[str]:
+    """The host of every rank."""
+    return [place.host for place in ground.group.endpoint.places] if ground.group else [""]
 
 
 def together(ground: Ground, act: Callable[[], Any]) -> list[Any]:
@@ -204,7 +202,7 @@ def _circumstances(ground: Ground) -> str:
 
 def _around(ground: Ground) -> tuple[int, int]:
     """How many ranks share this one's memory, and how many the limit that was set to it; itself included."""
-    host = ground.group.endpoint.places[ground.rank].host if ground.group else ""
+    host = hosts_of(ground)[ground.rank]
     memory = device_identity(ground.device)
     said = ground.exchange.all({"memory": [host, memory], "limit": [host, memory, limiting_group()]})
     mine = said[ground.rank]
@@ -267,16 +265,8 @@ def _check_stored(ground: Ground, plan: Plan) -> None:
         raise UserError(f"the plan is for stage {plan.stage}, which this run cannot be trained in; make another plan")
 
 
-def _write(found: Measurements, file: Path) -> None:
-    try:
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(found.to_text(), encoding="utf-8")
-        partial.replace(file)
-    except OSError as error:
-        raise UserError(f'the profile cannot be written to "{file}" ({error.strerror}); choose another file') from None
-
-
-def _say(ground: Ground, sentence: str) -> None:
+def say(ground: Ground, sentence: str) -> None:
+    """A line for the person, once."""
     if ground.rank == 0 and not ground.settings.quiet:
         sys.stderr.write(f"mimatrix: {sentence}\n")
 
@@ -291,9 +281,3 @@ def _progress(ground: Ground) -> Callable[[float], None]:
         sys.stderr.flush()
 
     return show
-
-
-def asked_file() -> Path | None:
-    """Where measurements go if only those are wanted: `mimatrix profile` says so."""
-    name = os.environ.get("MIMATRIX_PROFILE")
-    return Path(name) if name else None

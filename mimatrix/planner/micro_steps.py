@@ -80,6 +80,7 @@ class Shortest:
         """The micro-batches for so many samples of each of `rows`, the larger ones first."""
         best = self.best[rows]
         beyond = np.maximum(0, -(-(samples - self.lengths[rows]) // best))
+        beyond += self._of_best(rows, samples - beyond * best)
         left = samples - beyond * best
         sizes = [[int(size)] * int(times) for size, times in zip(best, beyond, strict=True)]
         reach = np.arange(1, self.seconds.shape[1])
@@ -93,6 +94,15 @@ class Shortest:
             left[open_to] -= chosen
             open_to = open_to[left[open_to] > 0]
         return [tuple(sorted(each, reverse=True)) for each in sizes]
+
+    def _of_best(self, rows: Integers, samples: Integers) -> Integers:
+        """How many micro-batches of the best rate can be taken away at once: those of all but the last few samples."""
+        best = self.best[rows]
+        turns = np.maximum(0, (samples - 2 * self.seconds.shape[1]) // best)
+        with np.errstate(invalid="ignore"):  # rows that can do nothing
+            taken = self.times[samples - turns * best, rows] + turns * self.seconds[rows, best]
+            same = np.abs(taken - self.times[samples, rows]) <= 1e-12 * taken
+        return np.where(same, turns, 0)
 
 
 def _longest(most: Integers, width: int) -> int:
@@ -191,16 +201,18 @@ class Reach:
 
     def _repeated(self, limit: float) -> Floats:
         """As many micro-batches of one size as there is time for, and one more for what is left."""
-        seconds = self.tables.seconds
-        found = np.zeros(seconds.shape)
-        for row in range(self.kinds):
-            times = seconds[row, 1:]
-            turns = np.floor(limit / times)
-            left = limit - turns * np.where(np.isfinite(times), times, 0.0)
-            rest = np.searchsorted(times, left, side="right")
-            found[row, 1:] = np.maximum.accumulate(
-                np.where(np.isfinite(times), turns * np.arange(1, self.width) + rest, 0.0)
-            )
+        times = self.tables.seconds[:, 1:]
+        able = np.isfinite(times)
+        turns = np.floor(limit / times)
+        left = limit - turns * np.where(able, times, 0.0)
+        # All rows in one search: each is moved beyond the one before it.
+        rows = np.arange(self.kinds)[:, None]
+        apart = 2 * limit + 1.0
+        ladder = (np.minimum(times, 1.5 * limit + 0.5) + apart * rows).reshape(-1)
+        rest = np.searchsorted(ladder, (left + apart * rows).reshape(-1), side="right").reshape(times.shape)
+        rest -= rows * (self.width - 1)
+        found = np.zeros((self.kinds, self.width))
+        found[:, 1:] = np.maximum.accumulate(np.where(able, turns * np.arange(1, self.width) + rest, 0.0), axis=1)
         return found
 
 

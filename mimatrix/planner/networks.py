@@ -75,8 +75,8 @@ def _candidates(fabric: Fabric, members: Sequence[int]) -> list[tuple[str, str, 
 
 
 def _uneven(fabric: Fabric, members: Sequence[int]) -> Shares | None:
-    """Shares by bandwidth, where NICs are unlike."""
+    """Shares by bandwidth, where NICs are unlike. One node alone has none, or none that matter."""
     rates = [float(rate) for rate in nic_rates(fabric, members)]
-    if not np.isfinite(rates).all() or max(rates) < _UNLIKE * min(rates):
+    if not np.isfinite(rates).all() or min(rates) <= 0 or max(rates) < _UNLIKE * min(rates):
         return None
     return shares_by_bandwidth(rates, _SEGMENTS).shares

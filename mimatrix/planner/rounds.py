@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mimatrix.planner.micro_steps import LINES, Found, Shortest, trimmed
+from mimatrix.planner.micro_steps import LINES, Found, Micro, Shortest, trimmed
 from mimatrix.planner.tables import Floats, Integers, Tables
 
 # How many sums the search over rounds may form; above it samples are counted by the unit, and the bound says so.
 _WORK = 2_000_000
+# Remainders among which a shortest way is looked for.
+_RESIDUES = 1_000
 # Where the simple way is so near to what is possible at all, nothing more is searched for.
 _CLOSE, _NEAR = 1e-6, 2e-3
 
@@ -40,13 +42,18 @@ class Together:
         levels = np.sort(seconds[:, 1:][open_to])
         found = fewest_seconds(levels + self.round_s, self.samples)
         micro = self._filled(found.sizes, levels, np.where(open_to, seconds[:, 1:], np.inf))
-        taken = sum(
-            max(seconds[rank, sizes[turn]] for rank, sizes in enumerate(micro) if turn < len(sizes)) + self.round_s
-            for turn in range(max(map(len, micro)))
-        )
-        return Found(micro, float(taken), min(float(taken), found.bound_s))
+        taken = self._taken(micro, seconds)
+        return Found(micro, taken, min(taken, found.bound_s))
 
-    def _filled(self, sizes: tuple[int, ...], levels: Floats, seconds: Floats) -> tuple[tuple[int, ...], ...]:
+    def _taken(self, micro: Micro, seconds: Floats) -> float:
+        turns = np.zeros((len(micro), max(map(len, micro))), np.int64)
+        for rank, sizes in enumerate(micro):
+            turns[rank, : len(sizes)] = sizes
+        # A rank without samples takes no time.
+        times = np.where(turns > 0, seconds[np.arange(len(micro))[:, None], turns], 0.0)
+        return float((times.max(axis=0) + self.round_s).sum())
+
+    def _filled(self, sizes: tuple[int, ...], levels: Floats, seconds: Floats) -> Micro:
         """The micro-batches of each rank. All rounds but the last are as full as their time allows.
 
         So a rank's micro-batches never grow from round to round, and one that has none in a round has none after it.
@@ -69,26 +76,80 @@ def fewest_seconds(times: Floats, samples: int) -> Sizes:
     repeated, taken = _repeated(times, samples)
     if taken <= lowest * (1 + (_CLOSE if samples * len(times) <= _WORK else _NEAR)):
         return Sizes(repeated, min(taken, lowest))
-    unit = int(np.ceil(max(1.0, np.sqrt(samples * len(times) / _WORK), samples / LINES)))
+    fine = -(-len(times) // _RESIDUES)
+    coarse = int(np.ceil(max(1.0, np.sqrt(samples * len(times) / _WORK), samples / LINES)))
+    found = _by_unit(times, samples, fine) or _by_unit(times, samples, max(fine, coarse))
+    if found is None:
+        return Sizes(repeated, lowest)
+    cut_s = float(sum(times[size - 1] for size in found.sizes)) if found.sizes else np.inf
+    return Sizes(found.sizes if cut_s < taken else repeated, min(max(lowest, found.bound_s), cut_s, taken))
+
+
+def _by_unit(times: Floats, samples: int, unit: int) -> Sizes | None:
+    """With rounds counted by the unit: whole units can be had, and begun ones, each for the time of its first sample,
+    are a bound. With a unit of one they are the same. None where that would take too long.
+    """
     needed = -(-samples // unit)
-    # Rounds counted by the unit: whole units can be had, and begun ones, each for the time of its first sample, are
-    # a bound. With a unit of one they are the same.
-    begun = Shortest(np.concatenate(([0.0], times[::unit]))[None], np.array([needed]))
-    lowest = max(lowest, float(begun.times[needed, 0]))
-    cut = tuple(size * unit for size in _cut(begun, needed)) if unit == 1 else _whole(times, unit, needed)
-    cut_s = float(sum(times[size - 1] for size in cut))
-    return Sizes(cut, min(lowest, cut_s)) if cut and cut_s < taken else Sizes(repeated, min(lowest, taken))
+    begun = _exactly(times[::unit], needed)
+    if begun is None:
+        return None
+    bound_s = float(sum(times[(size - 1) * unit] for size in begun))
+    whole = begun if unit == 1 else _exactly(times[unit - 1 :: unit], needed)
+    return Sizes(tuple(size * unit for size in whole or ()), bound_s)
 
 
-def _whole(times: Floats, unit: int, needed: int) -> tuple[int, ...]:
-    if unit > len(times):
-        return ()
-    by_unit = Shortest(np.concatenate(([0.0], times[unit - 1 :: unit]))[None], np.array([needed]))
-    return tuple(size * unit for size in _cut(by_unit, needed))
+def _exactly(times: Floats, samples: int) -> tuple[int, ...] | None:
+    """Sizes that sum to `samples` in the least time; None where that would take too long."""
+    if not len(times):
+        return None
+    found = _by_residue(times, samples)
+    if found is None and samples <= LINES and samples * len(times) <= 2 * _WORK:
+        row = np.concatenate(([0.0], times))[None]
+        found = Shortest(row, np.array([samples])).cut(np.zeros(1, np.int64), np.array([samples]))[0]
+    return found
 
 
-def _cut(shortest: Shortest, samples: int) -> tuple[int, ...]:
-    return shortest.cut(np.zeros(1, np.int64), np.array([samples]))[0]
+def _by_residue(times: Floats, samples: int) -> tuple[int, ...] | None:
+    """The same, as rounds of the best rate and some others, whose sum leaves the right remainder.
+
+    Every other round costs more than its samples would at the best rate. Which of them are worth it depends on the
+    remainder alone, if they are no more than `samples` in all; else None. So it is a shortest way among remainders.
+    """
+    sizes = np.arange(1, len(times) + 1)
+    best = int(np.argmin(times / sizes)) + 1
+    rate = times[best - 1] / best
+    # Of ways that cost the same the one of fewer samples.
+    extra = np.maximum(times - rate * sizes, 0.0) + 1e-13 * rate * sizes
+    edges, chosen = _cheapest(extra, best)
+    around = np.concatenate((edges, edges))
+    costs, through = np.full(best, np.inf), np.zeros(best, np.int64)
+    costs[0], goal, here = 0.0, samples % best, 0
+    open_to = np.ones(best, bool)
+    while here != goal:
+        open_to[here] = False
+        onward = costs[here] + around[best - here : 2 * best - here]
+        better = open_to & (onward < costs)
+        costs[better], through[better] = onward[better], here
+        here = int(np.argmin(np.where(open_to, costs, np.inf)))
+        if not open_to[here] or not np.isfinite(costs[here]):
+            return None
+    others = []
+    while here:
+        others.append(int(chosen[(here - through[here]) % best]))
+        here = int(through[here])
+    left = samples - sum(others)
+    return None if left < 0 else tuple(sorted([best] * (left // best) + others, reverse=True))
+
+
+def _cheapest(extra: Floats, count: int) -> tuple[Floats, Integers]:
+    """For each remainder by `count`, the least of `extra` among the sizes that leave it, and that size."""
+    lines = -(-(len(extra) + 1) // count)
+    padded = np.full(lines * count, np.inf)
+    padded[1 : len(extra) + 1] = extra
+    table = padded.reshape(lines, count)
+    line = np.argmin(table, axis=0)
+    places = np.arange(count)
+    return table[line, places], line * count + places
 
 
 def _repeated(times: Floats, samples: int) -> tuple[tuple[int, ...], float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from test_commands import ROOT, mimatrix
 
+from mimatrix.cluster import load_cluster
 from mimatrix.planner.profile import Measurements
 
 # What the engine does in `run.prepare`, without torch: rank 0 stores, all end.
@@ -85,13 +86,19 @@ def test_a_worker_that_fails_is_named_and_nothing_is_stored(script: Path) -> Non
 
 
 def test_the_example_is_measured_and_not_trained(tmp_path: Path) -> None:
-    stored = tmp_path / "profile.json"
-    done = mimatrix("profile", "-n", "2", "-o", str(stored), "--timeout", "90s", "examples/train.py")
+    stored, cluster = tmp_path / "profile.json", tmp_path / "cluster.toml"
+    words = ("-n", "2", "-o", str(stored), "--cluster", str(cluster), "--timeout", "90s")
+    done = mimatrix("profile", *words, "examples/train.py")
     assert done.returncode == 0, done.stderr
     assert "ranks, " not in done.stderr, "the script's last line"
     found = Measurements.from_text(stored.read_text())
     assert len(found.profiles) == 2
     assert found.model.parameters == 5634
     assert all(profile.seconds.most >= 32 for profile in found.profiles)
-    planned = mimatrix("plan", "--profiles", str(stored), "--global-batch", "64", "--json")
-    assert sum(map(sum, json.loads(planned.stdout)["micro"])) == 64
+    (node,) = load_cluster(str(cluster)).nodes
+    assert [device.kind for device in node.devices] == ["cpu", "cpu"]
+    assert node.bus
+    assert node.bus.rate_bytes_per_s > 1e7
+    for where in ((), ("--cluster", str(cluster))):
+        planned = mimatrix("plan", "--profiles", str(stored), "--global-batch", "64", "--json", *where)
+        assert sum(map(sum, json.loads(planned.stdout)["micro"])) == 64
