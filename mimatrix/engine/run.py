@@ -23,6 +23,7 @@ from mimatrix.engine.exchange import Exchange, Message
 from mimatrix.engine.feed import Feed, Micro, Position, check_loading
 from mimatrix.engine.hooks import hear_gradients, hear_modules
 from mimatrix.engine.knobs import Knobs
+from mimatrix.engine.leaving import LEFT, Leaving
 from mimatrix.engine.loader import Loader
 from mimatrix.engine.logs import Logs
 from mimatrix.engine.passing import STAGES, ParametersCut
@@ -90,6 +91,8 @@ class Run:
         self._ended = self._backs = 0
         self._leader: int | None = None
         """Who says how it goes on after the last global batch, where a rank had no data in it."""
+        self._leaving: Leaving | None = None
+        self._phase = "starting"
 
     # What the user's loop calls
 
@@ -171,10 +174,13 @@ class Run:
         self._checkpoints = Checkpoints(group, subject, self._standing)
         self._watch.memory = partial(_memory, sharding, binding)
         self._patch(optimizer, model)
-        if scheduler is None:
-            return model, optimizer, self._loader
-        self._schedulers.append(Scheduler(scheduler, cycle))
-        return model, optimizer, self._loader, scheduler
+        if scheduler is not None:
+            self._schedulers.append(Scheduler(scheduler, cycle))
+        if self._leaving:
+            self.load(self._leaving.folder)
+        self._phase = "training"
+        found = (model, optimizer, self._loader)
+        return found if scheduler is None else (*found, scheduler)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Gradients of this micro-batch's mean loss. It counts by its samples, or by `weight` (of tokens, say)."""
@@ -325,6 +331,20 @@ class Run:
                 group.close()
             self._further.clear()
 
+    # What the worker of a job calls
+
+    def leave_when(self, is_asked: Callable[[], bool], folder: Path) -> None:
+        """Once `is_asked` says so on any rank, all save to `folder` and end with exit code 75; to be called first.
+
+        What is in the folder already is where `prepare` lets the run go on.
+        """
+        self._leaving = Leaving(is_asked, folder)
+
+    @property
+    def phase(self) -> str:
+        """What it is about: starting, profiling, training or saving."""
+        return "saving" if self._leaving and self._leaving.is_under_way else self._phase
+
     # What the loader calls
 
     def enter(self, micro: Micro) -> bool:
@@ -363,6 +383,9 @@ class Run:
         self._ended += 1
         busy = [rank for rank, samples in enumerate(batches) if samples]
         self._leader = busy[0] if len(busy) < self.ranks else None
+        if self._leaving and self._leaving.ends:
+            self.close()
+            raise SystemExit(LEFT)
 
     def end_epoch(self, epoch: int) -> None:
         """The loader has come to its end."""
@@ -387,6 +410,8 @@ class Run:
 
     def goes_on(self) -> bool:
         """Whether the loop goes on after a global batch; a rank without data in it does as the others do."""
+        if self._leaving:
+            self._leave_when_due(self._leaving)
         leader, self._leader = self._leader, None
         if leader is None or self._word is None:
             return True
@@ -401,6 +426,13 @@ class Run:
         if not found["goes"]:
             self._catch_up([found])
         return bool(found["goes"])
+
+    def _leave_when_due(self, leaving: Leaving) -> None:
+        last = self._ready().micro
+        assert self._checkpoints
+        if self.in_batch or last is None or not last.count or self._checkpoints.would_wait(str(leaving.folder)):
+            return
+        leaving.between_batches(self.save)
 
     def drawn(self, parts: Iterator[tuple[Micro, Any]]) -> tuple[Micro, Any] | None:
         """The next part, the time for which counts as waiting for the loader."""
@@ -437,10 +469,13 @@ class Run:
 
     def _tell_batch(self) -> Message:
         pace = self._plans.tell(self._watch.busy_s()) if self._plans and self.settings.follows else {}
-        return {**self._tell(), "pace": pace}
+        leaving = {"leaving": self._leaving.tell()} if self._leaving else {}
+        return {**self._tell(), "pace": pace, **leaving}
 
     def _hear_batch(self, messages: Sequence[Message]) -> None:
         self._hear(messages)
+        if self._leaving:
+            self._leaving.hear([message["leaving"] for message in messages])
         micro = self._ready().micro
         if self._plans and self.settings.follows and micro:
             paces = [message["pace"] for message in messages]
@@ -545,6 +580,7 @@ class Run:
             batchnorm.count(model) if synced else 0,
             whole,
         )
+        self._phase = "profiling" if self.settings.plan == "profile" else self._phase
         self._plans = Plans(self.rank, feed, quiet=self.settings.quiet)
         first = self._plans.begin(ground)
         if first:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mimatrix.comm.group import Group
 from mimatrix.comm.registration import register
 from mimatrix.comm.work import Worker
+from mimatrix.engine.observers import OBSERVERS
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Batch, Settings
 from mimatrix.planner.plan import Plan
@@ -66,12 +67,18 @@ def init(
         torch.cuda.set_device(where)
     torch.manual_seed(seed)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
-        return Run(settings, device=where)
+        return _observed(Run(settings, device=where))
     register()
     if not dist.is_initialized():
         dist.init_process_group("mimatrix", timeout=timedelta(seconds=timeout_s))
     groups = _Groups(timedelta(seconds=timeout_s))
-    return Run(settings, groups, rank=dist.get_rank(), ranks=dist.get_world_size(), device=where)
+    return _observed(Run(settings, groups, rank=dist.get_rank(), ranks=dist.get_world_size(), device=where))
+
+
+def _observed(run: Run) -> Run:
+    for observer in OBSERVERS:
+        observer(run)
+    return run
 
 
 class _Groups:

@@ -4,6 +4,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mimatrix.wire.torchrun import Place, torchrun_variables
+
 ADDRESS = "127.0.0.1"
 # Of a launcher that we ourselves may run under: its error file and its worker's speed are not our workers'.
 _FOREIGN = ("TORCHELASTIC_ERROR_FILE", "MIMATRIX_SPEED")
@@ -31,25 +33,11 @@ def environment(
     attempt: Attempt, rank: int, outside: Mapping[str, str], own: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """The whole environment of one worker: the one outside, torchrun's variables for a single machine, its own."""
-    size = str(attempt.ranks)
     kept = {name: value for name, value in outside.items() if name not in _FOREIGN}
-    return kept | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(attempt.port),
-        "TORCHELASTIC_RUN_ID": attempt.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
-        # Rank 0 opens the store on MASTER_PORT; there is no agent that holds one.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    place = Place(rank, attempt.ranks, rank, attempt.ranks, ADDRESS, attempt.port)
+    return {
+        **kept,
+        **torchrun_variables(place, attempt.run_id, attempt.restarts, attempt.max_restarts),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": outside.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OMP_NUM_THREADS": attempt.threads,
         **(own or {}),

@@ -14,6 +14,7 @@ from typing import TypeVar
 from mimatrix.core.errors import UserError
 from mimatrix.lab import LEAST_CPUS, Groups, memory_groups, this_machine
 from mimatrix.launch.interrupts import unheard
+from mimatrix.launch.trees import identify, lives
 
 PREFIX = "mimatrix-run-"
 _REMOVED_S = 5.0
@@ -78,11 +79,8 @@ def _add(
 
 def _prefix_of(pid: int) -> str:
     """Says which process, and when it began: numbers of processes come back. Of one that has ended: no group's."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return f"{PREFIX}{pid}-gone-"
-    return f"{PREFIX}{pid}-{'gone' if state == 'Z' else fields[18]}-"
+    who = identify(pid)
+    return f"{PREFIX}{pid}-{who.began if who and lives(who) else 'gone'}-"
 
 
 def _remove(group: Path) -> None:

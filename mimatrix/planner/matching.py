@@ -63,16 +63,21 @@ def kind_of(kind: str, measured: Sequence[str]) -> str:
     """The measured device that a cluster's `kind` means: `3090` is the `NVIDIA GeForce RTX 3090`."""
     if kind == _UNNAMED and len(measured) == 1:
         return measured[0]
-    for found in (_same(kind, measured), _whole_words(kind, measured), _parts(kind, measured)):
-        if len(found) == 1:
-            return found[0]
-        if found:
-            both = " or ".join(f'"{name}"' for name in found)
-            raise UserError(f'the device "{kind}" could be {both}; write which of them the cluster has')
+    found = meant(kind, measured)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        both = " or ".join(f'"{name}"' for name in found)
+        raise UserError(f'the device "{kind}" could be {both}; write which of them the cluster has')
     # People leave out the maker's name, so the ends of names are compared, too.
     close = nearest(kind, {end for name in measured for end in _ends(name)})
     fix = close if "did you mean" in close else "; name one of these, or measure it: mimatrix profile script.py"
     raise UserError(f'the device "{kind}" was not measured (measured: {", ".join(sorted(measured))}){fix}')
+
+
+def meant(kind: str, known: Sequence[str]) -> list[str]:
+    """Those of the `known` kinds that a person may mean by `kind`: by its whole name, by words of it, by a part."""
+    return _same(kind, known) or _whole_words(kind, known) or _parts(kind, known)
 
 
 def _same(kind: str, measured: Sequence[str]) -> list[str]:

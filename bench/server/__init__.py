@@ -1,0 +1,1 @@
+"""The job server measured: load, and what crosses its sockets."""

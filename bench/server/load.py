@@ -1,0 +1,254 @@
+"""Simulated workers against one server: `python -m bench.server.load [--workers 2000 --seconds 300 --database URL]`.
+
+The server is real, its jobs are not: two thousand processes do not fit this machine, so a launcher that only says that its
+teams run takes the place of the real one, and the workers are connections that send what workers send.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mimatrix.launch.launcher import (
+    DeviceFacts,
+    LogPart,
+    MemberState,
+    NodeFacts,
+    Phase,
+    Team,
+    TeamState,
+)
+
+JOBS = 20
+
+
+class StandingLauncher:
+    """Says that every team it is given runs; starts nothing."""
+
+    def __init__(self, workers: int) -> None:
+        self._teams: dict[str, Team] = {}
+        self._workers = workers
+
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """One large one."""
+        return (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * self._workers),)
+
+    def start(self, team: Team) -> None:
+        """Nothing happens. Its token goes to where the simulated workers look for it."""
+        self._teams[team.name] = team
+        folder = Path(os.environ["LOAD_TOKENS"])
+        (folder / team.name).write_text(team.environment["MIMATRIX_TOKEN"])
+
+    def states(self) -> Mapping[str, TeamState]:
+        """All run."""
+        return {
+            name: TeamState((MemberState(Phase.RUNNING),) * len(team.members)) for name, team in self._teams.items()
+        }
+
+    def end(self, team: str, *, now: bool = False) -> None:
+        """It does."""
+        del now
+        self._teams.pop(team, None)
+
+    def read_log(self, team: str, rank: int, offset: int, most: int = 65_536) -> LogPart:
+        """There is none."""
+        del team, rank, most
+        return LogPart(b"", offset)
+
+    def forget(self, team: str) -> None:
+        """It has."""
+        self._teams.pop(team, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass
+class Seen:
+    """What the workers saw."""
+
+    sent: int = 0
+    failed: int = 0
+    seconds: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+async def worker(port: int, job: int, rank: int, secret: str, every_s: float, ends: float, seen: Seen) -> None:
+    """One connection that reports, again and again; a broken one is made anew."""
+    await asyncio.sleep(every_s * ((rank * 37 + job * 11) % 1000) / 1000)
+    reader: asyncio.StreamReader | None = None
+    writer: asyncio.StreamWriter | None = None
+    step = 0
+    while time.monotonic() < ends:
+        step += 1
+        body = json.dumps(
+            {
+                "protocol": 1,
+                "generation": 1,
+                "rank": rank,
+                "state": "training",
+                "step": step,
+                "samples_per_s": 1234.5,
+                "step_s": 0.41,
+                "compute_s": 0.35,
+                "waiting_s": 0.04,
+                "communication_s": 0.02,
+                "metrics": {"loss": 1.25},
+            }
+        ).encode()
+        head = (
+            f"POST /api/jobs/{job}/report HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode()
+        began = time.perf_counter()
+        seen.sent += 1
+        try:
+            if writer is None:
+                reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 10)
+            assert reader
+            assert writer
+            writer.write(head + body)
+            answer = await asyncio.wait_for(_answer(reader), 10)
+            if not answer.startswith(b"HTTP/1.1 200"):
+                raise OSError(answer[:80])
+            seen.seconds.append(time.perf_counter() - began)
+            seen.sizes.append(len(head) + len(body) + len(answer))
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            seen.failed += 1
+            if writer:
+                writer.close()
+            writer = None
+        await asyncio.sleep(max(0.0, every_s - (time.perf_counter() - began)))
+    if writer:
+        writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(
+        int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+    )
+    return head + await reader.readexactly(length)
+
+
+def main(
+    workers: Annotated[int, typer.Option(help="How many.")] = 2000,
+    seconds: Annotated[float, typer.Option(help="For how long.")] = 300.0,
+    every: Annotated[float, typer.Option(help="Seconds between the reports of a worker.")] = 5.0,
+    database: Annotated[str, typer.Option(help="Instead of SQLite.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+) -> None:
+    """Measure, and print what was found as JSON."""
+    with tempfile.TemporaryDirectory(prefix="mimatrix-load-") as folder:
+        found = _measured(Path(folder), workers, seconds, every, database)
+    print(json.dumps(found, indent=1))
+    if out:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _measured(folder: Path, workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    tokens = folder / "tokens"
+    tokens.mkdir()
+    words = [sys.executable, "-m", "bench.server.load", "host", str(folder / "data"), str(port), str(workers), database]
+    process = subprocess.Popen(words, env={**os.environ, "LOAD_TOKENS": str(tokens)}, stderr=subprocess.DEVNULL)
+    try:
+        secrets = _submitted(folder / "data", port, tokens, workers)
+        before, cpu = _memory(process.pid), _processor_s(process.pid)
+        seen = Seen()
+        began = time.monotonic()
+        asyncio.run(_all(port, secrets, workers, every, seconds, seen))
+        took = time.monotonic() - began
+        after, used = _memory(process.pid), _processor_s(process.pid) - cpu
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+    ordered = sorted(seen.seconds)
+    return {
+        "workers": workers,
+        "seconds": took,
+        "database": "postgresql" if database else "sqlite",
+        "reports": seen.sent,
+        "lost": seen.failed,
+        "reports_per_s": len(ordered) / took,
+        "p50_ms": 1e3 * statistics.median(ordered),
+        "p99_ms": 1e3 * ordered[int(0.99 * len(ordered))],
+        "longest_ms": 1e3 * ordered[-1],
+        "bytes_per_report": statistics.mean(seen.sizes),
+        "server_processors": used / took,
+        "memory_before_mb": before / 1e6,
+        "memory_after_mb": after / 1e6,
+    }
+
+
+async def _all(port: int, secrets: list[str], workers: int, every: float, seconds: float, seen: Seen) -> None:
+    ends = time.monotonic() + seconds
+    each = workers // JOBS
+    await asyncio.gather(
+        *(
+            worker(port, job + 1, rank, secret, every, ends, seen)
+            for job, secret in enumerate(secrets)
+            for rank in range(each)
+        )
+    )
+
+
+def _submitted(data: Path, port: int, tokens: Path, workers: int) -> list[str]:
+    """Hand the jobs in, and wait until all of them run."""
+    from hashlib import sha256
+
+    from mimatrix.wire.client import Client
+    from mimatrix.wire.messages import Submission
+
+    deadline = time.monotonic() + 60
+    while not (data / "token").is_file() or not (data / "address").is_file():
+        assert time.monotonic() < deadline, "the server did not come up"
+        time.sleep(0.1)
+    archive = data / "nothing"
+    archive.write_bytes(b"nothing")
+    digest = sha256(b"nothing").hexdigest()
+    with Client(f"http://127.0.0.1:{port}", (data / "token").read_text().strip()) as client:
+        client.upload(digest, archive)
+        for number in range(JOBS):
+            client.submit(Submission(name=f"j{number}", script="x.py", snapshot=digest, devices=str(workers // JOBS)))
+    names = [tokens / f"job-{number + 1}.1" for number in range(JOBS)]
+    while not all(name.is_file() and name.read_text() for name in names):
+        assert time.monotonic() < deadline, "the jobs did not start"
+        time.sleep(0.1)
+    return [name.read_text() for name in names]
+
+
+def _memory(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def host(data: str, port: str, workers: str, database: str) -> None:
+    """The server."""
+    from mimatrix.server import Settings, serve
+
+    serve(Settings(Path(data), port=int(port), database=database), lambda _: StandingLauncher(int(workers)), print)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["host"]:
+        host(*sys.argv[2:])
+    else:
+        typer.run(main)

@@ -1,0 +1,242 @@
+"""The keeper of one team: a process of its own that outlives whoever started it.
+
+`python -m mimatrix.launch.keeper FOLDER` starts it. It unpacks the archive, has a guard start each member, keeps what
+they print, ends all when one fails or when it is told to, and writes every change down. It ends when no process of the
+team is left.
+"""
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from mimatrix.launch.accounts import Account, find_account
+from mimatrix.launch.guard import NOW, Charge, Post, Report, read_reports, start_guard
+from mimatrix.launch.ledger import Ending, Ledger
+from mimatrix.launch.output import Log
+from mimatrix.launch.records import Order, Record, TeamFolder
+from mimatrix.launch.trees import ENDS, Identity, adopt_orphans, descendants, identify, send
+from mimatrix.launch.unpacking import start_unpacking
+
+_CHUNK = 1 << 16
+_KILL_S, _AGAIN_S = 5.0, 0.02
+# How often, and for how long at the end, a record is tried again that a full disk did not take.
+_UNSAVED_S, _LAST_TRIES = 1.0, 60
+# By Python itself, which undoes it in what it starts.
+_IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
+
+
+def main() -> int:
+    """Start the keeper of a folder; return when its members have started, or when it is clear that they will not."""
+    settles, says = os.pipe()
+    if os.fork():
+        os.close(says)
+        os.read(settles, 1)
+        return 0
+    os.close(settles)
+    keep(TeamFolder(Path(sys.argv[1])), lambda: os.close(says))
+    return 0
+
+
+def keep(folder: TeamFolder, settle: Callable[[], None]) -> None:
+    """Keep the team of this folder until it has ended, unless somebody claimed it; `settle` when all have started."""
+    keeper = _Keeper(folder, folder.read_order(), _listen())
+    adopt_orphans()
+    if folder.claim(keeper.record):
+        keeper.run(settle)
+
+
+class _Keeper:
+    """The guards that are at work, and what is known of their members."""
+
+    def __init__(self, folder: TeamFolder, order: Order, heard: int) -> None:
+        self._folder = folder
+        self._order = order
+        self._heard = heard
+        self._me = identify(os.getpid())
+        self._ledger = Ledger(len(order.environments))
+        self._logs = [Log(folder.log(rank)) for rank in range(len(order.environments))]
+        self._posts: dict[int, Post] = {}
+        self._guards: tuple[Identity | None, ...] = ()
+        self._selector = selectors.DefaultSelector()
+        self._sent = Ending.NOT
+        self._saved: Record | None = None
+
+    @property
+    def record(self) -> Record:
+        """What is to be read of the team now."""
+        return Record(self._ledger.team, self._me, self._guards, self._ledger.refusal)
+
+    def run(self, settle: Callable[[], None]) -> None:
+        """Start all members and stay until nothing of them is left."""
+        account = find_account(self._order.run_as)
+        self._unpack(account)
+        if not self._ledger.team.has_ended:
+            self._start_members(account)
+        is_settled = False
+        while self._posts:
+            if self._ledger.has_started and not is_settled:
+                settle()
+                is_settled = True
+            self._turn()
+        for _ in range(_LAST_TRIES):
+            if self._save():
+                break
+            time.sleep(_UNSAVED_S)
+
+    def _unpack(self, account: Account | None) -> None:
+        """Fill the work folder; the ledger knows if there is no team to start after that."""
+        child, says = start_unpacking(Path(self._order.archive), self._folder.work, account)
+        refusal = self._hear_out(child, says)
+        os.close(says)
+        _, status = os.waitpid(child, 0)
+        if self._ledger.ending:
+            self._ledger.cancel()
+        elif refusal or status:
+            code = os.waitstatus_to_exitcode(status)
+            self._ledger.refuse(
+                refusal or f"{self._order.archive} was not unpacked (code {code}); start the team again"
+            )
+
+    def _hear_out(self, child: int, says: int) -> str:
+        """What the child says until it ends. If we are told to end the team, the child ends at once."""
+        said = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(says, selectors.EVENT_READ)
+            selector.register(self._heard, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if self._heard in ready:
+                    self._hear()
+                    os.kill(child, signal.SIGKILL)
+                if says in ready:
+                    came = os.read(says, _CHUNK)
+                    said += came
+                    if not came:
+                        return said.decode(errors="replace")
+
+    def _start_members(self, account: Account | None) -> None:
+        order = self._order
+        for rank, environment in enumerate(order.environments):
+            post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, account))
+            self._posts[rank] = post
+            self._guards = (*self._guards, post.guard)
+            self._selector.register(post.output, selectors.EVENT_READ, rank)
+            self._selector.register(post.reports, selectors.EVENT_READ, rank)
+        self._selector.register(self._heard, selectors.EVENT_READ)
+        self._save()
+
+    def _turn(self) -> None:
+        """Wait for whatever is next, deal with it, and write it down."""
+        reports: list[tuple[int, Report]] = []
+        gone: list[int] = []
+        for key, _ in self._selector.select(None if self._saved == self.record else _UNSAVED_S):
+            if key.fd == self._heard:
+                self._hear()
+            elif key.fd == self._posts[key.data].output:
+                self._read_output(key.data)
+            elif came := os.read(key.fd, _CHUNK):
+                reports += [(key.data, report) for report in read_reports(came)]
+            else:
+                gone.append(key.data)
+        self._ledger.take(reports)
+        for rank in gone:
+            self._relieve(rank)
+        self._pass_on()
+        self._save()
+
+    def _hear(self) -> None:
+        for number in os.read(self._heard, _CHUNK):
+            if number == NOW or number in ENDS:
+                self._ledger.tell(Ending.NOW if number == NOW else Ending.WITH_GRACE)
+
+    def _read_output(self, rank: int) -> bool:
+        """Take what a member has printed; False when there is nothing."""
+        output = self._posts[rank].output
+        try:
+            came = os.read(output, _CHUNK)
+        except BlockingIOError:
+            return False
+        self._logs[rank].write(came)
+        if not came:
+            with suppress(KeyError):
+                self._selector.unregister(output)
+        return bool(came)
+
+    def _relieve(self, rank: int) -> None:
+        """A guard has ended: kill whom it had to leave to us, and take the last that its member printed."""
+        post = self._posts[rank]
+        with suppress(ChildProcessError):
+            # Not before it can be waited for are its children ours.
+            os.waitpid(post.guard.pid, 0)
+        self._kill_strays(but={other.guard.pid for place, other in self._posts.items() if place != rank})
+        while self._read_output(rank):
+            pass
+        for line in (post.output, post.reports):
+            with suppress(KeyError):
+                self._selector.unregister(line)
+            os.close(line)
+        self._logs[rank].close()
+        del self._posts[rank]
+        self._ledger.leave(rank, time.monotonic())
+
+    def _kill_strays(self, but: set[int]) -> None:
+        """Kill all below us who are not below these guards, as far as that can be had soon."""
+        deadline = time.monotonic() + _KILL_S
+        while (strays := descendants(os.getpid(), but)) and time.monotonic() < deadline:
+            for who in strays:
+                with suppress(PermissionError):
+                    send(who, signal.SIGKILL)
+            time.sleep(_AGAIN_S)
+            _wait_for_ended()
+
+    def _pass_on(self) -> None:
+        """Tell the guards what they have not been told yet."""
+        if self._ledger.ending > self._sent:
+            self._sent = self._ledger.ending
+            for post in self._posts.values():
+                send(post.guard, NOW if self._sent == Ending.NOW else signal.SIGTERM)
+
+    def _save(self) -> bool:
+        """Write down what has changed; False where the disk does not take it."""
+        record = self.record
+        if record != self._saved:
+            try:
+                self._folder.save(record)
+            except OSError:
+                return False
+            self._saved = record
+        return True
+
+
+def _listen() -> int:
+    """A descriptor on which the signals to end arrive as bytes from now on, whatever our parent did with signals."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told)
+    for number in signal.valid_signals() - _IGNORED:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    for number in (*ENDS, NOW):
+        signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    return heard
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """The wakeup pipe has it."""
+
+
+def _wait_for_ended() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

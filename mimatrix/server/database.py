@@ -1,0 +1,109 @@
+"""The database: SQLite in a folder, or PostgreSQL by its address. An older one is upgraded, a newer one refused."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.orm import Session, sessionmaker
+
+from mimatrix.core.errors import UserError, WorldError
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_PATIENCE_S = 10
+
+
+class Sessions:
+    """Sessions on one database: `sessions()` to read, `sessions.begin()` to write, in one transaction each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reading = sessionmaker(engine, expire_on_commit=False)
+        # SQLite must know of a write when the transaction begins: later another one may have come first.
+        self._writing = sessionmaker(engine.execution_options(begin="IMMEDIATE"), expire_on_commit=False)
+
+    def __call__(self) -> Session:
+        """To read."""
+        return self._reading()
+
+    def begin(self) -> AbstractContextManager[Session]:
+        """To write: all of it when the context is left, or nothing if an error leaves it."""
+        return self._writing.begin()
+
+
+def address_in(folder: Path) -> str:
+    """Of the embedded database."""
+    return f"sqlite:///{folder / 'mimatrix.db'}"
+
+
+def opened(address: str) -> tuple[Engine, Sessions]:
+    """An engine on a database with today's tables."""
+    engine = _engine(address)
+    try:
+        _upgrade(engine)
+    except SQLAlchemyError as error:
+        first = str(error).splitlines()[0]
+        raise WorldError(
+            f"the database {_shown(address)} cannot be used ({first}); is it there, and writable?"
+        ) from None
+    return engine, Sessions(engine)
+
+
+def _engine(address: str) -> Engine:
+    try:
+        url = make_url(address)
+        if url.drivername == "postgresql":
+            url = url.set(drivername="postgresql+psycopg")
+        if url.get_backend_name() not in ("sqlite", "postgresql"):
+            raise UserError(
+                f"the database {_shown(address)} is of no kind that is known; use postgresql://user@host/name"
+            )
+        options: dict[str, Any] = {"pool_pre_ping": True}
+        if url.get_backend_name() == "sqlite":
+            options = {"connect_args": {"timeout": _PATIENCE_S, "check_same_thread": False}}
+        engine = create_engine(url, **options)
+    except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
+        raise UserError(f'"{_shown(address)}" is no database ({error}); write postgresql://user@host/name') from None
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: Any) -> None:
+    # Transactions are begun below, not by the driver, which would begin them only at the first write.
+    connection.isolation_level = None
+    for setting in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {setting}")
+
+
+def _begin_sqlite(connection: Any) -> None:
+    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('begin', 'DEFERRED')}")
+
+
+def _upgrade(engine: Engine) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    with engine.begin() as connection:
+        now = MigrationContext.configure(connection).get_current_revision()
+        if now is not None and now not in known:
+            raise UserError(
+                f"the database is of a newer version of MiMatrix (revision {now}); install that version, or use "
+                "another database"
+            )
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def _shown(address: str) -> str:
+    """Without its password."""
+    try:
+        return make_url(address).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "given"

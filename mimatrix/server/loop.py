@@ -1,0 +1,374 @@
+"""The loop of the server: see what the launcher knows, decide, act. Every turn starts from what is written down.
+
+A turn may be cut off anywhere. What is to be done is written before it is done, and doing it twice is doing it once: a
+team is started by its name, and a job that is `starting` without a team is started again.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.units import format_seconds
+from mimatrix.launch import Member, NodeFacts, Phase, Team, TeamState
+from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait, Wish, decide
+from mimatrix.scheduler.usage import later
+from mimatrix.server.context import Context, team_name
+from mimatrix.server.life import WAITING, is_active, may_move, move, note
+from mimatrix.server.tables import JobRow, NodeRow, UsageRow
+from mimatrix.server.tokens import issue, revoke_of_job
+from mimatrix.wire.messages import ACTIVE, JobState, Progress, Report, Role
+
+LEFT = 75
+"""The exit code of a worker that saved and left as it was told (EX_TEMPFAIL)."""
+BAD_INPUT = 2
+_LEAVING_S = 120.0
+"""Who has not begun to save by then is ended; who has gets as long again."""
+_SILENT_S = 30.0
+_MOST_DEVICES = 4096
+_WHEN = re.compile(r", at the latest in \S+")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What jobs are told, and how they are run."""
+
+    address: str
+    """Of this server."""
+    words: tuple[str, ...]
+    """What runs a script; the script and its arguments follow."""
+    environment: Mapping[str, str]
+    run_as: str = ""
+    checkpoints: str = ""
+    """The folder in which every job has one for its checkpoints; all nodes must see it."""
+    policy: Policy = field(default_factory=Policy)
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Of kinds of devices, beside one another."""
+
+
+class Loop:
+    """One server's."""
+
+    def __init__(self, context: Context, serving: Serving, say: Callable[[str], None]) -> None:
+        self._context, self._serving, self._say = context, serving, say
+        self._nodes: dict[str, NodeFacts] = {}
+        self._counted_at: float | None = None
+        self._trouble = ""
+
+    def recover(self) -> None:
+        """After a start of the server: running jobs are expected to report."""
+        with self._context.sessions() as session:
+            for job in _jobs(session, ACTIVE):
+                self._context.live.begin(job.id, job.generation, leave=bool(job.leaving))
+
+    def turn(self) -> None:
+        """One time around."""
+        self._see_nodes()
+        self._follow_teams()
+        self._count_usage()
+        self._schedule()
+
+    # Nodes
+
+    def _see_nodes(self) -> None:
+        now_s = self._context.clock()
+        try:
+            self._nodes = {node.name: node for node in self._context.launcher.nodes()}
+        except MiMatrixError as error:
+            self._complain(f"nodes cannot be listed: {error}")
+            return
+        with self._context.sessions.begin() as session:
+            for node in self._nodes.values():
+                devices = [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]
+                row = session.get(NodeRow, node.name) or NodeRow(name=node.name)
+                row.address, row.near, row.seen_at = node.address, node.near, now_s
+                row.devices = {"devices": devices}
+                session.add(row)
+
+    # Teams
+
+    def _follow_teams(self) -> None:
+        try:
+            states = self._context.launcher.states()
+        except MiMatrixError as error:
+            self._complain(f"teams cannot be listed: {error}")
+            return
+        with self._context.sessions() as session:
+            active = [(job.id, job.generation) for job in _jobs(session, ACTIVE)]
+        for number, generation in active:
+            state = states.get(team_name(number, generation))
+            if state is None:
+                self._start_team(number, generation)
+            elif state.has_ended:
+                self._conclude(number, generation, state)
+            else:
+                self._follow(number, generation)
+
+    def _start_team(self, number: int, generation: int) -> None:
+        """A job was given devices, and nobody has started it yet."""
+        context = self._context
+        with context.sessions.begin() as session:
+            job = session.get_one(JobRow, number, with_for_update=True)
+            if job.generation != generation or not is_active(job):
+                return
+            if job.leaving:
+                self._ended(session, job, 0, f"it was not started: {_LEAVING[job.leaving]}")
+                return
+            revoke_of_job(session, number, context.clock())
+            _, secret = issue(session, job.user, Role.WORKER, context.clock(), number)
+            archive = context.snapshots.path(job.snapshot)
+            if archive is None:
+                move(session, job, JobState.FAILED, "its snapshot is gone; submit it again", context.clock())
+                return
+            team = self._team(job, secret, archive)
+        context.live.begin(number, generation)
+        try:
+            context.launcher.start(team)
+        except MiMatrixError as error:
+            with context.sessions.begin() as session:
+                job = session.get_one(JobRow, number, with_for_update=True)
+                self._fail(session, job, None, f"it could not be started: {error}", is_lost=True)
+
+    def _team(self, job: JobRow, secret: str, archive: object) -> Team:
+        serving = self._serving
+        shared = {
+            **serving.environment,
+            **job.environment,
+            "MIMATRIX_SERVER": serving.address,
+            "MIMATRIX_TOKEN": secret,
+            "MIMATRIX_JOB": str(job.id),
+            "MIMATRIX_GENERATION": str(job.generation),
+            "MIMATRIX_CHECKPOINTS": f"{serving.checkpoints}/job-{job.id}",
+        }
+        members = []
+        for rank, seat in enumerate(job.seats):
+            node, _, device = seat.rpartition("/")
+            members.append(Member(node, int(device), {"MIMATRIX_RANK": str(rank)}))
+        name = team_name(job.id, job.generation)
+        words = (*serving.words, job.script, *job.arguments)
+        return Team(name, words, tuple(members), archive, shared, run_as=serving.run_as)  # type: ignore[arg-type]
+
+    def _follow(self, number: int, generation: int) -> None:
+        """It runs: what its rank 0 says becomes the job's state; who was told to go has so long for it."""
+        context, now_s = self._context, self._context.clock()
+        live = context.live.of(number, generation)
+        report = live.reports.get(0) if live else None
+        with context.sessions.begin() as session:
+            job = session.get_one(JobRow, number, with_for_update=True)
+            if job.generation != generation or not is_active(job):
+                return
+            if report:
+                _take_report(session, job, report, now_s)
+            if job.leaving and live:
+                live.leave = live.leave or job.leaving == "preempt"
+            late = _LEAVING_S * (2 if job.state == JobState.SAVING else 1)
+            is_over = job.leaving != "preempt" or now_s - (job.leaving_at or now_s) > late
+            ends = bool(job.leaving) and is_over
+        if ends:
+            context.launcher.end(team_name(number, generation))
+
+    def _conclude(self, number: int, generation: int, state: TeamState) -> None:
+        """No process of it is left."""
+        context = self._context
+        with context.sessions.begin() as session:
+            job = session.get_one(JobRow, number, with_for_update=True)
+            if job.generation != generation or not is_active(job):
+                return
+            codes = [member.code for member in state.members]
+            if state.first_failure is None and all(code == 0 for code in codes):
+                self._ended(session, job, 0, "all ranks ended well")
+                return
+            rank = state.first_failure
+            if rank is None:
+                rank = next(rank for rank, code in enumerate(codes) if code != 0)
+            member = state.members[rank]
+            where = job.seats[rank] if rank < len(job.seats) else "?"
+            how = f"ended with {member.code}" if member.phase is Phase.EXITED else "was lost"
+            said = f": {member.reason}" if member.reason else ""
+            reason = f"rank {rank} on {where} {how}{said}"
+            if job.leaving:
+                self._ended(session, job, member.code, reason)
+            else:
+                self._fail(session, job, member.code, reason, is_lost=member.phase is Phase.LOST)
+
+    def _ended(self, session: Session, job: JobRow, code: int | None, reason: str) -> None:
+        """As it should, or as it was told."""
+        now_s, why = self._context.clock(), job.leaving
+        job.exit_code = code
+        if why == "preempt" and code != 0:
+            saved = "saved, and is in line again" if code == LEFT else "ended without saving; it will begin anew"
+            move(session, job, JobState.PREEMPTED, saved, now_s)
+        elif why == "cancel":
+            move(session, job, JobState.CANCELLED, "cancelled", now_s)
+        elif why == "limit":
+            limit = format_seconds(job.max_time_s or 0.0)
+            move(session, job, JobState.FAILED, f"its time limit of {limit} was over", now_s)
+        else:
+            move(session, job, JobState.DONE, reason, now_s)
+        self._gone(session, job)
+
+    def _fail(self, session: Session, job: JobRow, code: int | None, reason: str, *, is_lost: bool) -> None:
+        """Once more, if that may help and was asked for."""
+        now_s = self._context.clock()
+        job.exit_code = code
+        if job.retried < job.retries and (is_lost or code != BAD_INPUT):
+            job.retried += 1
+            move(session, job, JobState.QUEUED, f"{reason}; retry {job.retried} of {job.retries}", now_s)
+        else:
+            move(session, job, JobState.FAILED, reason, now_s)
+        self._gone(session, job)
+
+    def _gone(self, session: Session, job: JobRow) -> None:
+        revoke_of_job(session, job.id, self._context.clock())
+        self._context.doorkeeper.forget()
+        self._context.live.forget(job.id)
+
+    # Usage
+
+    def _count_usage(self) -> None:
+        now_s = self._context.clock()
+        since_s = self._counted_at if self._counted_at is not None else now_s
+        self._counted_at = now_s
+        with self._context.sessions.begin() as session:
+            rows = {row.user: row for row in session.scalars(select(UsageRow))}
+            before = {user: row.amount for user, row in rows.items()}
+            running = self._running(session)
+            for user, amount in later(before, running, now_s - since_s).items():
+                row = rows.get(user) or UsageRow(user=user)
+                row.amount, row.at = amount, now_s
+                session.add(row)
+
+    # Decisions
+
+    def _schedule(self) -> None:
+        with self._context.sessions() as session:
+            state = self._state(session)
+        for decision in decide(state, self._context.clock(), self._serving.policy):
+            self._apply(decision)
+
+    def _state(self, session: Session) -> State:
+        return State(
+            tuple(self._seats().values()),
+            tuple(_queued(job) for job in _jobs(session, WAITING)),
+            tuple(self._running(session)),
+            {row.user: row.amount for row in session.scalars(select(UsageRow))},
+        )
+
+    def would(self, job: JobRow) -> Decision:
+        """What would be decided about a job that is not written down."""
+        with self._context.sessions() as session:
+            state = self._state(session)
+        asked = State(state.seats, (*state.queued, _queued(job)), state.running, state.used)
+        decisions = decide(asked, self._context.clock(), self._serving.policy)
+        return next(each for each in decisions if isinstance(each, Start | Wait) and each.job == _called(job.id))
+
+    def _seats(self) -> dict[str, Seat]:
+        found = {}
+        for node in self._nodes.values():
+            for number, device in enumerate(node.devices[:_MOST_DEVICES]):
+                seat = Seat(node.name, number, device.kind, self._serving.speeds.get(device.kind, 1.0), node.near)
+                found[seat.name] = seat
+        return found
+
+    def _running(self, session: Session) -> list[Running]:
+        known = self._seats()
+        return [
+            Running(
+                _called(job.id),
+                tuple(known.get(name) or _unseen(name) for name in job.seats),
+                job.user,
+                job.priority,
+                job.started_at or 0.0,
+                job.max_time_s,
+                job.preemptible,
+                bool(job.leaving),
+            )
+            for job in _jobs(session, ACTIVE)
+        ]
+
+    def _apply(self, decision: Decision) -> None:
+        now_s = self._context.clock()
+        number = int(decision.job.removeprefix(_called(0)[:-1]))
+        with self._context.sessions.begin() as session:
+            job = session.get_one(JobRow, number, with_for_update=True)
+            match decision:
+                case Start(_, seats, reason) if job.state in WAITING:
+                    job.seats = [seat.name for seat in seats]
+                    job.leaving = ""
+                    move(session, job, JobState.STARTING, reason, now_s)
+                    generation = job.generation
+                case Wait(_, reason) if job.state in WAITING:
+                    _take_reason(session, job, reason, now_s)
+                    return
+                case Preempt(_, _, reason) if is_active(job) and not job.leaving:
+                    job.leaving, job.leaving_at = "preempt", now_s
+                    note(session, job, f"told to save and go: {reason}", now_s)
+                    self._context.live.tell_to_leave(number)
+                    return
+                case End(_, reason) if is_active(job) and not job.leaving:
+                    job.leaving, job.leaving_at = "limit", now_s
+                    note(session, job, f"told to end: {reason}", now_s)
+                    return
+                case _:
+                    return
+        self._start_team(number, generation)
+
+    def _complain(self, sentence: str) -> None:
+        if sentence != self._trouble:
+            self._trouble = sentence
+            self._say(sentence)
+
+
+_LEAVING = {"preempt": "another job needed its devices", "cancel": "it was cancelled", "limit": "its time was over"}
+
+
+def _jobs(session: Session, states: tuple[JobState, ...]) -> list[JobRow]:
+    return list(session.scalars(select(JobRow).where(JobRow.state.in_(states)).order_by(JobRow.id)))
+
+
+def _called(number: int) -> str:
+    """As the scheduler's reasons name it."""
+    return f"job {number}"
+
+
+def _queued(job: JobRow) -> Queued:
+    return Queued(_called(job.id), Wish.parse(job.devices), job.user, job.priority, job.created_at, job.max_time_s)
+
+
+def _unseen(name: str) -> Seat:
+    """A device whose node does not answer now; the job has it all the same."""
+    node, _, number = name.rpartition("/")
+    return Seat(node, int(number))
+
+
+def _take_report(session: Session, job: JobRow, report: Report, now_s: float) -> None:
+    job.progress = Progress(
+        step=report.step,
+        epoch=report.epoch,
+        samples_per_s=report.samples_per_s,
+        step_s=report.step_s,
+        predicted_step_s=report.predicted_step_s,
+        metrics=report.metrics,
+    ).model_dump(mode="json")
+    old = JobState(job.state)
+    if report.state != old and report.state in ACTIVE and may_move(old, report.state):
+        move(session, job, report.state, _SAID[report.state], now_s)
+
+
+_SAID = {
+    JobState.STARTING: "starting",
+    JobState.PROFILING: "measuring its devices",
+    JobState.TRAINING: "training",
+    JobState.SAVING: "saving a checkpoint",
+}
+
+
+def _take_reason(session: Session, job: JobRow, reason: str, now_s: float) -> None:
+    """Why it waits. Time runs; an event is only worth writing when something else changed."""
+    if _WHEN.sub("", job.reason) != _WHEN.sub("", reason):
+        note(session, job, reason, now_s)
+    if job.reason != reason:
+        job.reason = reason

@@ -1,0 +1,142 @@
+"""The house itself: nodes, tokens, the audit log, and whether it is well."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from pydantic import BaseModel
+from sqlalchemy import select, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from mimatrix.server.access import Admin, Person, Shared
+from mimatrix.server.problems import Refusal
+from mimatrix.server.tables import AuditRow, JobRow, NodeRow, TokenRow
+from mimatrix.server.tokens import issue
+from mimatrix.wire import messages as m
+
+router = APIRouter(tags=["house"])
+_SILENT_S = 30.0
+
+
+class Well(BaseModel):
+    """All is well."""
+
+    status: str = "ok"
+
+
+class Entry(BaseModel):
+    """Of the audit log."""
+
+    id: int
+    at: datetime
+    user: str
+    role: str
+    action: str
+    status: int
+    address: str
+
+
+@router.get("/healthz")
+def healthz() -> Well:
+    """Whether the server answers."""
+    return Well()
+
+
+@router.get("/readyz", responses={503: {"model": m.Problem}})
+def readyz(shared: Shared) -> Well:
+    """Whether its database does."""
+    try:
+        with shared.sessions() as session:
+            session.execute(text("SELECT 1"))
+    except SQLAlchemyError:
+        raise Refusal(503, "the database does not answer; look at the server's log") from None
+    return Well()
+
+
+@router.get("/api/nodes")
+def nodes(shared: Shared, _: Person) -> list[m.Node]:
+    """The machines, their devices, and who has them."""
+    with shared.sessions() as session:
+        rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
+        active = session.scalars(select(JobRow).where(JobRow.state.in_(m.ACTIVE)))
+        holder = {seat: job.id for job in active for seat in job.seats}
+    return [_node(row, holder, shared.clock()) for row in rows]
+
+
+@router.get("/api/tokens")
+def tokens(shared: Shared, _: Admin) -> list[m.Token]:
+    """Those that people have. Secrets are not known here."""
+    with shared.sessions() as session:
+        rows = session.scalars(
+            select(TokenRow).where(TokenRow.ended_at.is_(None), TokenRow.job.is_(None)).order_by(TokenRow.id)
+        )
+        return [m.Token(id=row.id, user=row.user, role=m.Role(row.role)) for row in rows]
+
+
+@router.post("/api/tokens", status_code=201)
+def make_token(said: m.TokenWanted, shared: Shared, _: Admin) -> m.Token:
+    """A new one; its secret is shown this once."""
+    if said.role is m.Role.WORKER:
+        raise Refusal(422, "workers get their tokens with their jobs; choose admin, user or viewer")
+    with shared.sessions.begin() as session:
+        row, secret = issue(session, said.user, said.role, shared.clock())
+    return m.Token(id=row.id, user=row.user, role=said.role, secret=secret)
+
+
+@router.delete("/api/tokens/{number}", status_code=204, response_class=Response)
+def end_token(number: Annotated[int, Path(ge=1, le=(1 << 53))], shared: Shared, who: Admin) -> Response:
+    """Its bearer is let in no more."""
+    if number == who.token:
+        raise Refusal(409, "this is the token that you use; end it with another one")
+    with shared.sessions.begin() as session:
+        row = session.get(TokenRow, number)
+        if row is None or row.ended_at is not None:
+            raise Refusal(404, f"there is no token {number}; see /api/tokens")
+        row.ended_at = shared.clock()
+    shared.doorkeeper.forget()
+    return Response(status_code=204)
+
+
+@router.get("/api/audit")
+def audit(
+    shared: Shared,
+    _: Admin,
+    before: Annotated[int | None, Query(ge=1, le=(1 << 53))] = None,
+    most: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> list[Entry]:
+    """Who changed what, the newest first."""
+    asked = select(AuditRow).order_by(AuditRow.id.desc()).limit(most)
+    asked = asked.where(AuditRow.id < before) if before else asked
+    with shared.sessions() as session:
+        return [
+            Entry(
+                id=row.id,
+                at=datetime.fromtimestamp(row.at, UTC),
+                user=row.user,
+                role=row.role,
+                action=row.action,
+                status=row.status,
+                address=row.address,
+            )
+            for row in session.scalars(asked)
+        ]
+
+
+def _node(row: NodeRow, holder: dict[str, int], now_s: float) -> m.Node:
+    devices = tuple(
+        m.Device(
+            name=f"{row.name}/{number}",
+            kind=each["kind"],
+            memory_bytes=each["memory_bytes"],
+            job=holder.get(f"{row.name}/{number}"),
+        )
+        for number, each in enumerate(row.devices["devices"])
+    )
+    return m.Node(
+        name=row.name,
+        address=row.address,
+        near=row.near,
+        answers=now_s - row.seen_at < _SILENT_S,
+        seen_at=datetime.fromtimestamp(row.seen_at, UTC),
+        devices=devices,
+    )

@@ -1,0 +1,246 @@
+"""Jobs, as people hand them in, look at them and end them."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from mimatrix.core.errors import UserError
+from mimatrix.scheduler import Start
+from mimatrix.server.access import Doer, Person, Shared, check_owner
+from mimatrix.server.context import Context, team_name
+from mimatrix.server.life import WAITING, is_active, move, note
+from mimatrix.server.problems import Refusal
+from mimatrix.server.tables import EventRow, JobRow
+from mimatrix.server.tokens import Bearer
+from mimatrix.wire import messages as m
+
+router = APIRouter(prefix="/api", tags=["jobs"])
+Number = Annotated[int, Path(ge=1, le=(1 << 53))]
+DigestPath = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+
+
+@router.head("/snapshots/{digest}", status_code=200, response_class=Response)
+def has_snapshot(digest: DigestPath, shared: Shared, _: Doer) -> Response:
+    """Whether an archive was uploaded already."""
+    return Response(status_code=200 if shared.snapshots.path(digest) else 404)
+
+
+@router.put(
+    "/snapshots/{digest}",
+    status_code=204,
+    response_class=Response,
+    openapi_extra={
+        "requestBody": {"content": {"application/gzip": {"schema": {"type": "string", "format": "binary"}}}}
+    },
+)
+async def upload(digest: DigestPath, request: Request, shared: Shared, _: Doer) -> Response:
+    """Store the archive of a script's folder."""
+    await shared.snapshots.store(digest, request.stream())
+    return Response(status_code=204)
+
+
+@router.post("/jobs", status_code=201)
+def submit(said: m.Submission, shared: Shared, who: Doer) -> m.Job:
+    """Hand a job in."""
+    if shared.snapshots.path(said.snapshot) is None:
+        raise Refusal(409, "the folder of the script was not uploaded; put it to /api/snapshots first")
+    now_s = shared.clock()
+    with shared.sessions.begin() as session:
+        job = row_of(said, who.user, now_s)
+        session.add(job)
+        session.flush()
+        note(session, job, f"handed in by {who.user}", now_s)
+    shared.wake.set()
+    return shown(job)
+
+
+@router.post("/jobs/dry-run")
+def would(said: m.Submission, request: Request, who: Doer, shared: Shared) -> m.Wait:
+    """What would become of a job now."""
+    job = row_of(said, who.user, shared.clock())
+    job.id = 0
+    found = request.app.state.loop.would(job)
+    return m.Wait(starts=isinstance(found, Start), reason=found.reason.replace("job 0", "it"))
+
+
+@router.get("/jobs")
+def jobs(
+    shared: Shared,
+    _: Person,
+    before: Annotated[int | None, Query(ge=1, le=(1 << 53))] = None,
+    most: Annotated[int, Query(ge=1, le=1000)] = 50,
+    state: Annotated[list[m.JobState] | None, Query(max_length=20)] = None,
+    user: Annotated[str, Query(max_length=100)] = "",
+) -> m.Jobs:
+    """A page of jobs, the newest first."""
+    asked = select(JobRow).order_by(JobRow.id.desc()).limit(most + 1)
+    asked = asked.where(JobRow.id < before) if before else asked
+    asked = asked.where(JobRow.state.in_(state)) if state else asked
+    asked = asked.where(JobRow.user == user) if user else asked
+    with shared.sessions() as session:
+        rows = list(session.scalars(asked))
+    page = rows[:most]
+    return m.Jobs(jobs=tuple(map(shown, page)), next_before=page[-1].id if len(rows) > most else None)
+
+
+@router.get("/jobs/{number}")
+def job(number: Number, shared: Shared, _: Person) -> m.Job:
+    """One of them."""
+    with shared.sessions() as session:
+        return shown(found(session, number))
+
+
+@router.get("/jobs/{number}/events")
+def events(number: Number, shared: Shared, _: Person) -> list[m.Event]:
+    """All that happened to it, in order."""
+    with shared.sessions() as session:
+        found(session, number)
+        rows = session.scalars(select(EventRow).where(EventRow.job == number).order_by(EventRow.id))
+        return [
+            m.Event(
+                id=row.id, at=_time(row.at), state=m.JobState(row.state), generation=row.generation, reason=row.reason
+            )
+            for row in rows
+        ]
+
+
+@router.get("/jobs/{number}/log")
+def log(
+    number: Number,
+    shared: Shared,
+    _: Person,
+    rank: Annotated[int, Query(ge=0, le=100_000)] = 0,
+    offset: Annotated[int, Query(ge=0, le=(1 << 53))] = 0,
+    generation: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
+) -> m.Log:
+    """Output of a rank from `offset` on."""
+    with shared.sessions() as session:
+        row = found(session, number)
+    wanted = row.generation if generation is None else generation
+    has_ended = row.state in m.ENDED or wanted < row.generation
+    try:
+        part = shared.launcher.read_log(team_name(number, wanted), rank, offset)
+    except UserError:
+        # Not started yet, or forgotten since: there is nothing to read.
+        return m.Log(text="", next_offset=offset, has_ended=has_ended)
+    return m.Log(text=part.data.decode(errors="replace"), next_offset=part.next_offset, has_ended=has_ended)
+
+
+@router.patch("/jobs/{number}")
+def change(number: Number, said: m.Change, shared: Shared, who: Doer) -> m.Job:
+    """Another priority."""
+    with shared.sessions.begin() as session:
+        row = _own(session, number, who)
+        if row.state in m.ENDED:
+            raise Refusal(409, f"job {number} is {row.state}; it has no more use for a priority")
+        row.priority = said.priority
+        note(session, row, f"priority {said.priority}, by {who.user}", shared.clock())
+    shared.wake.set()
+    return shown(row)
+
+
+@router.post("/jobs/{number}/cancel")
+def cancel(number: Number, shared: Shared, who: Doer) -> m.Job:
+    """End it, wherever it is."""
+    now_s = shared.clock()
+    with shared.sessions.begin() as session:
+        row = _own(session, number, who)
+        if row.state in WAITING:
+            move(session, row, m.JobState.CANCELLED, f"cancelled by {who.user}", now_s)
+        elif is_active(row):
+            row.leaving, row.leaving_at = "cancel", now_s
+            note(session, row, f"told to end: cancelled by {who.user}", now_s)
+        else:
+            raise Refusal(409, f"job {number} is {row.state} already")
+    shared.wake.set()
+    return shown(row)
+
+
+@router.post("/jobs/{number}/retry")
+def retry(number: Number, shared: Shared, who: Doer) -> m.Job:
+    """Queue one that has ended once more; it goes on from its last checkpoint, if it left one."""
+    with shared.sessions.begin() as session:
+        row = _own(session, number, who)
+        if row.state not in m.ENDED:
+            raise Refusal(409, f"job {number} is {row.state}; only a job that has ended can be tried again")
+        _check_snapshot(shared, row)
+        row.retried = 0
+        move(session, row, m.JobState.QUEUED, f"tried again by {who.user}", shared.clock())
+    shared.wake.set()
+    return shown(row)
+
+
+def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
+    """A job as it is written down first."""
+    return JobRow(
+        name=said.name,
+        user=user,
+        state=m.JobState.QUEUED,
+        reason="",
+        script=said.script,
+        arguments=list(said.arguments),
+        environment=dict(said.environment),
+        snapshot=said.snapshot,
+        devices=said.devices,
+        priority=said.priority,
+        preemptible=said.preemptible,
+        max_time_s=said.max_time_s,
+        retries=said.retries,
+        retried=0,
+        generation=0,
+        seats=[],
+        leaving="",
+        created_at=now_s,
+        progress={},
+    )
+
+
+def found(session: Session, number: int, *, to_change: bool = False) -> JobRow:
+    """The job of that number, or a refusal; `to_change`: nobody else changes it meanwhile."""
+    row = session.get(JobRow, number, with_for_update=to_change)
+    if row is None:
+        raise Refusal(404, f"there is no job {number}; see mimatrix jobs")
+    return row
+
+
+def shown(row: JobRow) -> m.Job:
+    """As people see it."""
+    return m.Job(
+        id=row.id,
+        name=row.name,
+        user=row.user,
+        state=m.JobState(row.state),
+        reason=row.reason,
+        script=row.script,
+        arguments=tuple(row.arguments),
+        devices=row.devices,
+        priority=row.priority,
+        preemptible=row.preemptible,
+        max_time_s=row.max_time_s,
+        retries=row.retries,
+        generation=row.generation,
+        seats=tuple(row.seats),
+        exit_code=row.exit_code,
+        created_at=_time(row.created_at),
+        started_at=_time(row.started_at) if row.started_at else None,
+        ended_at=_time(row.ended_at) if row.ended_at else None,
+        progress=m.Progress.model_validate(row.progress),
+    )
+
+
+def _own(session: Session, number: int, who: Bearer) -> JobRow:
+    row = found(session, number, to_change=True)
+    check_owner(row, who)
+    return row
+
+
+def _check_snapshot(shared: Context, row: JobRow) -> None:
+    if shared.snapshots.path(row.snapshot) is None:
+        raise Refusal(409, "its snapshot is gone; submit it again")
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,84 @@
+"""What workers say: they join, they report, they hand in curves and plans. Sizes are limited, tensors are none."""
+
+from collections import Counter
+
+from fastapi import APIRouter, Response
+
+from mimatrix.server.access import Shared, Worker
+from mimatrix.server.context import Context
+from mimatrix.server.live import LiveJob
+from mimatrix.server.problems import Refusal
+from mimatrix.server.routes.jobs import Number, found
+from mimatrix.server.tables import JobRow
+from mimatrix.server.tokens import Bearer
+from mimatrix.wire import messages as m
+
+router = APIRouter(prefix="/api", tags=["workers"])
+
+
+@router.post("/jobs/{number}/join")
+def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
+    """A worker is there, and learns where the others are; until rank 0 has come, the port is 0."""
+    live = _live(number, said.protocol, said.generation, shared, who)
+    with shared.sessions() as session:
+        row = found(session, number)
+    if said.rank >= len(row.seats):
+        raise Refusal(422, f"job {number} has {len(row.seats)} ranks, and rank {said.rank} is none of them")
+    live.joined[said.rank] = said
+    first = live.joined.get(0)
+    return m.Joined(
+        ranks=len(row.seats),
+        local_rank=_local_rank(row, said.rank),
+        local_ranks=Counter(map(_node, row.seats))[_node(row.seats[said.rank])],
+        master_address=first.address if first else "",
+        master_port=first.port if first else 0,
+        generation=said.generation,
+    )
+
+
+@router.post("/jobs/{number}/report")
+async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.Orders:
+    """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
+    live = _live(number, said.protocol, said.generation, shared, who)
+    live.reports[said.rank] = said
+    return m.Orders(leave=live.leave, again_s=shared.live.again_s())
+
+
+@router.put("/jobs/{number}/profile", status_code=204, response_class=Response)
+def profile(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Response:
+    """The curves of its devices."""
+    return _store(number, said, shared, who, "profile")
+
+
+@router.put("/jobs/{number}/plan", status_code=204, response_class=Response)
+def plan(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Response:
+    """The plan that its rank 0 made."""
+    return _store(number, said, shared, who, "plan")
+
+
+def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: str) -> Response:
+    _live(number, said.protocol, said.generation, shared, who)
+    with shared.sessions.begin() as session:
+        setattr(found(session, number, to_change=True), what, said.content)
+    return Response(status_code=204)
+
+
+def _live(number: int, protocol: int, generation: int, shared: Context, who: Bearer) -> LiveJob:
+    if who.job != number:
+        raise Refusal(403, f"this token is of a worker of job {who.job}; it has no business with job {number}")
+    if protocol != m.PROTOCOL:
+        raise Refusal(
+            409, f"this server speaks version {m.PROTOCOL} and the worker {protocol}; install the same on both"
+        )
+    live = shared.live.of(number, generation)
+    if live is None:
+        raise Refusal(409, f"generation {generation} of job {number} does not run; it was ended or started again")
+    return live
+
+
+def _node(seat: str) -> str:
+    return seat.rpartition("/")[0]
+
+
+def _local_rank(row: JobRow, rank: int) -> int:
+    return sum(_node(seat) == _node(row.seats[rank]) for seat in row.seats[:rank])

@@ -1,0 +1,202 @@
+"""`mimatrix up`: one process that serves, and a thread of it that decides. It may be killed at any moment."""
+
+import fcntl
+import getpass
+import ipaddress
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from sqlalchemy import select
+
+from mimatrix.core.errors import UserError
+from mimatrix.launch import Launcher
+from mimatrix.server.application import application
+from mimatrix.server.context import Context
+from mimatrix.server.database import address_in, opened
+from mimatrix.server.loop import Loop, Serving
+from mimatrix.server.snapshots import Snapshots
+from mimatrix.server.tables import TokenRow
+from mimatrix.server.tokens import Doorkeeper, issue
+from mimatrix.wire.client import ADDRESS_FILE, TOKEN_FILE
+from mimatrix.wire.messages import Role
+
+_TURN_S = 0.5
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "TMPDIR", "USER", "LOGNAME")
+"""Of the server's environment, what jobs see: nothing that could be secret."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve."""
+
+    data: Path
+    host: str = "127.0.0.1"
+    port: int = 7700
+    database: str = ""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
+    python: str = sys.executable
+    run_as: str = ""
+    advertise: str = ""
+
+    @property
+    def address(self) -> str:
+        """As clients and workers write it."""
+        if self.advertise:
+            return self.advertise
+        scheme = "https" if self.tls_cert else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}"
+
+
+def check(settings: Settings) -> None:
+    """Refuse what cannot be served, before anything is made."""
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise UserError("TLS needs a certificate and its key; give both --tls-cert and --tls-key")
+    for file in (settings.tls_cert, settings.tls_key):
+        if file and not file.is_file():
+            raise UserError(f'"{file}" is not there; name the file in PEM format')
+    if not _is_loopback(settings.host) and not settings.tls_cert and not settings.insecure:
+        raise UserError(
+            f"{settings.host} can be reached from outside, where tokens could be read on the way; give --tls-cert and "
+            "--tls-key, or --insecure if the network is yours alone"
+        )
+
+
+def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Callable[[str], None]) -> None:
+    """Until SIGTERM or SIGINT. Jobs go on, and are found again by the next one on the same folder."""
+    check(settings)
+    settings.data.mkdir(parents=True, exist_ok=True)
+    settings.data.chmod(0o700)
+    with _only_one(settings.data), _bound(settings) as listener:
+        engine, sessions = opened(settings.database or address_in(settings.data))
+        launcher = launcher_in(settings.data)
+        context = Context(
+            sessions, launcher, Snapshots(settings.data / "snapshots"), Doorkeeper(sessions, time.time), time.time
+        )
+        loop = Loop(context, _serving(settings), say)
+        loop.recover()
+        _first_token(context, settings, say)
+        _leave(settings.data / ADDRESS_FILE, settings.address)
+        turning = _Turning(loop, context, say)
+        turning.start()
+        say(f"serving on {settings.address}, data in {settings.data}; docs at {settings.address}/docs")
+        try:
+            uvicorn.Server(_uvicorn(settings, context, loop)).run([listener])
+        finally:
+            turning.stop()
+            launcher.close()
+            engine.dispose()
+
+
+class _Turning(threading.Thread):
+    """Goes around, twice a second and whenever there is something to decide."""
+
+    def __init__(self, loop: Loop, context: Context, say: Callable[[str], None]) -> None:
+        super().__init__(name="mimatrix-loop", daemon=True)
+        self._loop, self._context, self._say = loop, context, say
+        self._over = False
+        self._said = ""
+
+    def run(self) -> None:
+        """Until it is stopped; a turn that fails is told, and followed by the next."""
+        while not self._over:
+            try:
+                self._loop.turn()
+                self._said = ""
+            except Exception as error:  # noqa: BLE001 (the next turn may do better)
+                if self._said != str(error):
+                    self._said = str(error)
+                    self._say("".join(traceback.format_exception(error)))
+            self._context.wake.wait(_TURN_S)
+            self._context.wake.clear()
+
+    def stop(self) -> None:
+        """After the turn that it is in."""
+        self._over = True
+        self._context.wake.set()
+        self.join(timeout=10.0)
+
+
+def _serving(settings: Settings) -> Serving:
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    checkpoints = str(settings.data / "checkpoints")
+    words = (settings.python, "-m", "mimatrix.worker")
+    return Serving(settings.address, words, environment, settings.run_as, checkpoints=checkpoints)
+
+
+def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config:
+    return uvicorn.Config(
+        application(context, loop),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=str(settings.tls_cert) if settings.tls_cert else None,
+        ssl_keyfile=str(settings.tls_key) if settings.tls_key else None,
+        server_header=False,
+    )
+
+
+def _first_token(context: Context, settings: Settings, say: Callable[[str], None]) -> None:
+    """An admin's, if there is none; its secret is shown once, and left where only this user can read it."""
+    with context.sessions.begin() as session:
+        known = session.scalar(select(TokenRow).where(TokenRow.role == Role.ADMIN, TokenRow.ended_at.is_(None)))
+        if known:
+            return
+        _, secret = issue(session, getpass.getuser(), Role.ADMIN, context.clock())
+        _leave(settings.data / TOKEN_FILE, secret)
+    say(f"the token of {getpass.getuser()} (admin), shown this once: {secret}")
+
+
+def _leave(file: Path, text: str) -> None:
+    """For the command of the same user."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.touch(mode=0o600)
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Two servers on one folder would give devices twice."""
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"a server runs on {folder} already; stop it, or give another --data folder") from None
+        yield
+
+
+@contextmanager
+def _bound(settings: Settings) -> Iterator[socket.socket]:
+    """The port, taken before anything else is done."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise UserError(
+                f"{settings.host} port {settings.port} cannot be listened on ({error.strerror}); give another --port"
+            ) from None
+        listener.listen(1024)
+        yield listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

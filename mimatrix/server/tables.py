@@ -1,0 +1,114 @@
+"""What the server remembers. Times are seconds since 1970; lists and tables inside of a row are JSON."""
+
+from typing import Any, ClassVar
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# SQLite numbers rows by itself only in a column of plain INTEGER.
+_Number = BigInteger().with_variant(Integer, "sqlite")
+
+
+class Base(DeclarativeBase):
+    """Of all tables."""
+
+    type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[str]: JSON, dict[str, str]: JSON}
+
+
+class JobRow(Base):
+    """One job. Its `state` changes in `life.move` and nowhere else."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[int] = mapped_column(_Number, primary_key=True)
+    name: Mapped[str] = mapped_column(String(100))
+    user: Mapped[str] = mapped_column(String(100), index=True)
+    state: Mapped[str] = mapped_column(String(20), index=True)
+    reason: Mapped[str] = mapped_column(Text, default="")
+    script: Mapped[str] = mapped_column(Text)
+    arguments: Mapped[list[str]] = mapped_column(default=list)
+    environment: Mapped[dict[str, str]] = mapped_column(default=dict)
+    snapshot: Mapped[str] = mapped_column(String(64))
+    devices: Mapped[str] = mapped_column(Text)
+    priority: Mapped[int] = mapped_column(Integer)
+    preemptible: Mapped[bool]
+    max_time_s: Mapped[float | None] = mapped_column(Float)
+    retries: Mapped[int] = mapped_column(Integer, default=0)
+    retried: Mapped[int] = mapped_column(Integer, default=0)
+    generation: Mapped[int] = mapped_column(Integer, default=0)
+    seats: Mapped[list[str]] = mapped_column(default=list)
+    leaving: Mapped[str] = mapped_column(String(20), default="")
+    """Why it was told to go, if it was: preempt, cancel or limit."""
+    leaving_at: Mapped[float | None] = mapped_column(Float)
+    exit_code: Mapped[int | None] = mapped_column(Integer)
+    created_at: Mapped[float] = mapped_column(Float)
+    started_at: Mapped[float | None] = mapped_column(Float)
+    ended_at: Mapped[float | None] = mapped_column(Float)
+    progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    profile: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    plan: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+
+
+class EventRow(Base):
+    """Something that happened to a job."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index("events_of_job", "job", "id"),)
+
+    id: Mapped[int] = mapped_column(_Number, primary_key=True)
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    at: Mapped[float] = mapped_column(Float)
+    state: Mapped[str] = mapped_column(String(20))
+    generation: Mapped[int] = mapped_column(Integer)
+    reason: Mapped[str] = mapped_column(Text)
+
+
+class NodeRow(Base):
+    """A machine that a launcher has shown."""
+
+    __tablename__ = "nodes"
+
+    name: Mapped[str] = mapped_column(String(200), primary_key=True)
+    address: Mapped[str] = mapped_column(String(200))
+    near: Mapped[str] = mapped_column(String(200))
+    devices: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    seen_at: Mapped[float] = mapped_column(Float)
+
+
+class TokenRow(Base):
+    """Who may come in: the hash of a secret that only its bearer has."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[int] = mapped_column(_Number, primary_key=True)
+    user: Mapped[str] = mapped_column(String(100))
+    role: Mapped[str] = mapped_column(String(20))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    job: Mapped[int | None] = mapped_column(ForeignKey("jobs.id"), index=True)
+    """Of a worker: it lives as long as its job runs."""
+    created_at: Mapped[float] = mapped_column(Float)
+    ended_at: Mapped[float | None] = mapped_column(Float)
+
+
+class UsageRow(Base):
+    """What a user had of late, at a time."""
+
+    __tablename__ = "usage"
+
+    user: Mapped[str] = mapped_column(String(100), primary_key=True)
+    amount: Mapped[float] = mapped_column(Float)
+    at: Mapped[float] = mapped_column(Float)
+
+
+class AuditRow(Base):
+    """Who changed what."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(_Number, primary_key=True)
+    at: Mapped[float] = mapped_column(Float, index=True)
+    user: Mapped[str] = mapped_column(String(100))
+    role: Mapped[str] = mapped_column(String(20))
+    action: Mapped[str] = mapped_column(String(200))
+    status: Mapped[int] = mapped_column(Integer)
+    address: Mapped[str] = mapped_column(String(100))

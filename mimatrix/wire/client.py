@@ -1,0 +1,166 @@
+"""A client of the job server. The transport is handed in, so that tests need no network."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2 as httpx
+
+from mimatrix.core.errors import UserError, WorldError
+from mimatrix.wire import messages as m
+
+T = TypeVar("T", bound=m.Message)
+_TIMEOUT = httpx.Timeout(15.0, connect=5.0)
+ADDRESS_FILE, TOKEN_FILE = "address", "token"
+
+
+def data_folder() -> Path:
+    """Where a server of this user keeps its data, unless it is told otherwise."""
+    return Path(os.environ.get("MIMATRIX_DATA") or Path.home() / ".local" / "share" / "mimatrix")
+
+
+def found_server() -> tuple[str, str]:
+    """Address and token: from the environment, or as a server of the same user left them in its folder."""
+    address, token = os.environ.get("MIMATRIX_SERVER", ""), os.environ.get("MIMATRIX_TOKEN", "")
+    folder = data_folder()
+    return address or _left(folder / ADDRESS_FILE), token or _left(folder / TOKEN_FILE)
+
+
+def _left(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+class Client:
+    """Speaks with one server, as whoever the token belongs to."""
+
+    def __init__(self, address: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
+        if not address:
+            raise UserError("no job server is known; start one with mimatrix up, or set MIMATRIX_SERVER")
+        self._address = address
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            self._http = httpx.Client(base_url=address, headers=headers, timeout=_TIMEOUT, transport=transport)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise UserError(f'"{address}" is no address ({error}); write for example http://127.0.0.1:7700') from None
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the connection go."""
+        self._http.close()
+
+    # For people
+
+    def has_snapshot(self, digest: str) -> bool:
+        """Whether an archive need not be uploaded."""
+        return self._sent("HEAD", f"/api/snapshots/{digest}", refuses=(404,)).status_code == 200
+
+    def upload(self, digest: str, archive: Path) -> None:
+        """Store an archive."""
+        with archive.open("rb") as data:
+            self._sent("PUT", f"/api/snapshots/{digest}", content=data)
+
+    def submit(self, job: m.Submission) -> m.Job:
+        """Hand a job in."""
+        return self._post(m.Job, "/api/jobs", job)
+
+    def would(self, job: m.Submission) -> m.Wait:
+        """What would become of it now."""
+        return self._post(m.Wait, "/api/jobs/dry-run", job)
+
+    def jobs(self, before: int | None = None, most: int = 50, states: tuple[str, ...] = (), user: str = "") -> m.Jobs:
+        """A page of jobs, the newest first."""
+        asked: dict[str, Any] = {"most": most, "state": list(states)}
+        asked |= {"before": before} if before is not None else {}
+        asked |= {"user": user} if user else {}
+        return self._got(m.Jobs, "/api/jobs", asked)
+
+    def job(self, number: int) -> m.Job:
+        """One of them."""
+        return self._got(m.Job, f"/api/jobs/{number}")
+
+    def events(self, number: int) -> list[m.Event]:
+        """All that happened to it, in order."""
+        return [m.Event.model_validate(each) for each in self._sent("GET", f"/api/jobs/{number}/events").json()]
+
+    def log(self, number: int, rank: int, offset: int, generation: int | None = None) -> m.Log:
+        """Output of a rank from `offset` on."""
+        asked = {"rank": rank, "offset": offset} | ({} if generation is None else {"generation": generation})
+        return self._got(m.Log, f"/api/jobs/{number}/log", asked)
+
+    def act(self, number: int, action: str) -> m.Job:
+        """`cancel` or `retry`."""
+        return m.Job.model_validate_json(self._sent("POST", f"/api/jobs/{number}/{action}").content)
+
+    def change(self, number: int, change: m.Change) -> m.Job:
+        """Another priority."""
+        sent = self._sent("PATCH", f"/api/jobs/{number}", json=change.model_dump(mode="json"))
+        return m.Job.model_validate_json(sent.content)
+
+    def nodes(self) -> list[m.Node]:
+        """The machines."""
+        return [m.Node.model_validate(each) for each in self._sent("GET", "/api/nodes").json()]
+
+    # For workers
+
+    def join(self, job: int, said: m.Join) -> m.Joined:
+        """A worker is there."""
+        return self._post(m.Joined, f"/api/jobs/{job}/join", said)
+
+    def report(self, job: int, said: m.Report) -> m.Orders:
+        """What a worker has to say."""
+        return self._post(m.Orders, f"/api/jobs/{job}/report", said)
+
+    def store(self, job: int, what: str, said: m.Measured) -> None:
+        """`profile` or `plan`."""
+        self._sent("PUT", f"/api/jobs/{job}/{what}", json=said.model_dump(mode="json"))
+
+    # Inside
+
+    def _got(self, kind: type[T], path: str, asked: dict[str, Any] | None = None) -> T:
+        return kind.model_validate_json(self._sent("GET", path, params=asked).content)
+
+    def _post(self, kind: type[T], path: str, said: m.Message) -> T:
+        return kind.model_validate_json(self._sent("POST", path, json=said.model_dump(mode="json")).content)
+
+    def _sent(self, method: str, path: str, refuses: tuple[int, ...] = (), **what: Any) -> httpx.Response:
+        try:
+            found = self._http.request(method, path, **what)
+        except httpx.TransportError as error:
+            said = str(error) or type(error).__name__
+            raise WorldError(
+                f"the job server at {self._address} does not answer ({said}); is mimatrix up running there?"
+            ) from None
+        if found.status_code >= 400 and found.status_code not in refuses:
+            raise _objection(found)
+        return found
+
+
+def _objection(found: httpx.Response) -> Exception:
+    try:
+        detail = m.Problem.model_validate_json(found.content).detail
+    except ValueError:
+        detail = f"the job server answered {found.status_code}; is there another program at this address?"
+    return UserError(detail) if found.status_code < 500 else WorldError(detail)
+
+
+def following(read: Callable[[int], m.Log], pause: Callable[[], None]) -> Iterator[str]:
+    """All output from the beginning until the rank has ended; `pause` is called when there is nothing new."""
+    offset = 0
+    while True:
+        part = read(offset)
+        offset = part.next_offset
+        if part.text:
+            yield part.text
+        elif part.has_ended:
+            return
+        else:
+            pause()

@@ -1,0 +1,265 @@
+"""The messages of the job server, as JSON. Both ends read them strictly: unknown keys and excess sizes are refused."""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mimatrix.core.errors import UserError
+from mimatrix.scheduler.wishes import Wish
+
+PROTOCOL = 1
+"""Of workers and server; another one is refused."""
+MOST_REPORT_BYTES = 8 << 10
+MOST_PROFILE_BYTES = 1 << 20
+MOST_SNAPSHOT_BYTES = 64 << 20
+
+
+class JobState(StrEnum):
+    """Where in its life a job is."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    PROFILING = "profiling"
+    TRAINING = "training"
+    SAVING = "saving"
+    PREEMPTED = "preempted"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+ACTIVE = (JobState.STARTING, JobState.PROFILING, JobState.TRAINING, JobState.SAVING)
+
+
+class Role(StrEnum):
+    """What the bearer of a token may do."""
+
+    ADMIN = "admin"
+    USER = "user"
+    VIEWER = "viewer"
+    WORKER = "worker"
+
+
+class Message(BaseModel):
+    """Frozen, and without keys that nobody knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _wish(text: str) -> str:
+    try:
+        return str(Wish.parse(text))
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
+Variable = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
+class Submission(Message):
+    """A job as it is handed in. The folder of its script was uploaded before, as an archive with this digest."""
+
+    name: Name
+    script: Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^/.\x00][^/\x00]*(/[^/.\x00][^/\x00]*)*$")]
+    """Inside of the archive."""
+    snapshot: Digest
+    arguments: Annotated[tuple[Text, ...], Field(max_length=500)] = ()
+    environment: Annotated[dict[Variable, Text], Field(max_length=200)] = Field(default_factory=dict)
+    devices: Annotated[str, Field(max_length=500), AfterValidator(_wish)] = "1"
+    priority: Annotated[int, Field(ge=0, le=100)] = 50
+    preemptible: bool = False
+    max_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    retries: Annotated[int, Field(ge=0, le=100)] = 0
+    """How often it is started again by itself when a node or a worker is lost."""
+
+
+class Change(Message):
+    """What may be changed of a job that is there."""
+
+    priority: Annotated[int, Field(ge=0, le=100)]
+
+
+class Progress(Message):
+    """How far a job is, as its rank 0 said last."""
+
+    step: Count = 0
+    epoch: Count = 0
+    samples_per_s: Seconds = 0.0
+    step_s: Seconds = 0.0
+    predicted_step_s: Seconds | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    at: datetime | None = None
+
+
+class Job(Message):
+    """A job as the server knows it."""
+
+    id: int
+    name: str
+    user: str
+    state: JobState
+    reason: str
+    """Why it is in this state, or why it waits."""
+    script: str
+    arguments: tuple[str, ...]
+    devices: str
+    priority: int
+    preemptible: bool
+    max_time_s: float | None
+    retries: int
+    generation: int
+    """How often it was started."""
+    seats: tuple[str, ...]
+    """The devices that it has, in the order of its ranks."""
+    exit_code: int | None
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    progress: Progress
+
+
+class Jobs(Message):
+    """A page of jobs, the newest first."""
+
+    jobs: tuple[Job, ...]
+    next_before: int | None
+    """Ask with it for the page that follows; None: there is none."""
+
+
+class Event(Message):
+    """Something that happened to a job."""
+
+    id: int
+    at: datetime
+    state: JobState
+    generation: int
+    reason: str
+
+
+class Device(Message):
+    """A device of a node, and the job that has it."""
+
+    name: str
+    kind: str
+    memory_bytes: int
+    job: int | None
+
+
+class Node(Message):
+    """A machine."""
+
+    name: str
+    address: str
+    near: str
+    answers: bool
+    seen_at: datetime
+    devices: tuple[Device, ...]
+
+
+class Wait(Message):
+    """What would become of a job that was not handed in yet."""
+
+    starts: bool
+    reason: str
+
+
+class Log(Message):
+    """A piece of a rank's output."""
+
+    text: str
+    next_offset: Count
+    has_ended: bool
+
+
+class Join(Message):
+    """A worker is there. Rank 0 says where the others find it."""
+
+    protocol: int
+    generation: Count
+    rank: Count
+    address: Annotated[str, Field(max_length=200)] = ""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+
+
+class Joined(Message):
+    """What a worker needs to find the others; not yet known while `master_port` is 0."""
+
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    master_address: str
+    master_port: int
+    generation: int
+
+
+class Report(Message):
+    """What a worker says now and then."""
+
+    protocol: int
+    generation: Count
+    rank: Count
+    state: JobState
+    step: Count = 0
+    epoch: Count = 0
+    samples_per_s: Seconds = 0.0
+    step_s: Seconds = 0.0
+    compute_s: Seconds = 0.0
+    waiting_s: Seconds = 0.0
+    communication_s: Seconds = 0.0
+    predicted_step_s: Seconds | None = None
+    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=32)] = Field(
+        default_factory=dict
+    )
+
+
+class Orders(Message):
+    """What the server answers."""
+
+    leave: bool
+    """Save, and end."""
+    again_s: Seconds
+    """When to report again."""
+
+
+class Measured(Message):
+    """Curves of a job's devices, or the plan that its rank 0 made."""
+
+    protocol: int
+    generation: Count
+    content: dict[str, Any]
+
+
+class TokenWanted(Message):
+    """A token to be made."""
+
+    user: Name
+    role: Role
+
+
+class Token(Message):
+    """A token as it is shown once, and then never again."""
+
+    id: int
+    user: str
+    role: Role
+    secret: str = ""
+
+
+class Problem(Message):
+    """What went wrong, after RFC 9457."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    """One sentence, and the fix."""

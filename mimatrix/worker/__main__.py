@@ -1,0 +1,60 @@
+"""`python -m mimatrix.worker SCRIPT ARGS...`: one worker of a job. It finds the others, and runs the script as a rank.
+
+The script may know nothing of MiMatrix: it finds torchrun's variables. One that calls `mimatrix.init` is reported on,
+and saves and leaves when the server says so.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.engine.observers import OBSERVERS
+from mimatrix.wire.client import Client
+from mimatrix.worker.joining import Belonging, enter, join
+from mimatrix.worker.reporting import Reporter
+
+BAD_INPUT, GAVE_WAY = 2, 1
+_SECRETS = ("MIMATRIX_TOKEN",)
+
+
+def main(words: list[str]) -> None:
+    """Join, run, report."""
+    mine = Belonging.read(os.environ)
+    for name in _SECRETS:
+        os.environ.pop(name, None)  # nothing that the script starts needs it
+    with Client(mine.server, mine.token) as client:
+        enter(join(client, mine, _say), mine)
+        reporter = Reporter(client, mine, Path(os.environ.get("MIMATRIX_CHECKPOINTS") or "checkpoints"))
+        OBSERVERS.append(reporter.observe)
+        reporter.start()
+        try:
+            _run(words)
+        finally:
+            reporter.stop()
+
+
+def _run(words: list[str]) -> None:
+    script, *_ = words
+    if not Path(script).is_file():
+        raise UserError(f'there is no "{script}" in the folder of the job; submit the script by its path')
+    sys.argv[:] = words
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"mimatrix: {sentence}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        _say(str(error))
+        sys.exit(BAD_INPUT)
+    except MiMatrixError as error:
+        _say(str(error))
+        sys.exit(GAVE_WAY)

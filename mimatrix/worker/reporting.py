@@ -1,0 +1,90 @@
+"""Telling the server how it goes, now and then, and hearing what it wants. Training never waits for it."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from mimatrix.core.errors import MiMatrixError
+from mimatrix.wire.client import Client
+from mimatrix.wire.messages import PROTOCOL, JobState, Measured, Report
+from mimatrix.worker.joining import Belonging
+
+_AGAIN_S = 1.0
+_LONGEST_S = 10.0
+_MOST_METRICS = 32
+
+
+class Reporter:
+    """The thread that speaks with the server for one worker."""
+
+    def __init__(self, client: Client, mine: Belonging, checkpoints: Path) -> None:
+        self._client, self._mine, self._checkpoints = client, mine, checkpoints
+        self._run: Any = None
+        self._is_asked = False
+        self._told_plan = -1
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._report_on, name="mimatrix-reports", daemon=True)
+
+    def start(self) -> None:
+        """From now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """A last word, and no more."""
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
+    def observe(self, run: Any) -> None:
+        """A run begins in this process."""
+        self._run = run
+        run.leave_when(lambda: self._is_asked, self._checkpoints)
+
+    def _report_on(self) -> None:
+        pause = 0.0
+        while not self._over.wait(pause):
+            pause = self._reported(pause)
+        self._reported(0.0)
+
+    def _reported(self, pause: float) -> float:
+        """When to report again. A server that is away is not waited for, and asked less and less often."""
+        try:
+            orders = self._client.report(self._mine.job, self._report())
+            self._is_asked = self._is_asked or orders.leave
+            self._tell_plan()
+            return orders.again_s
+        except MiMatrixError:
+            return min(_LONGEST_S, max(_AGAIN_S, 2 * pause))
+
+    def _report(self) -> Report:
+        mine, run = self._mine, self._run
+        known: dict[str, Any] = {"protocol": PROTOCOL, "generation": mine.generation, "rank": mine.rank}
+        if run is None:
+            return Report(**known, state=JobState.TRAINING)
+        stats, plan, history = run.stats()[-10:], run.plan, run.history[-1:]
+        known |= {"state": JobState(run.phase), "step": run.step, "epoch": run.position.epoch}
+        if stats:
+            seconds = sum(each.seconds for each in stats) / len(stats)
+            known |= {
+                "step_s": seconds,
+                "samples_per_s": sum(run.split.batches) / seconds if seconds else 0.0,
+                "compute_s": sum(each.compute_s for each in stats) / len(stats),
+                "waiting_s": sum(each.waiting_s for each in stats) / len(stats),
+                "communication_s": sum(each.communication_s for each in stats) / len(stats),
+            }
+        if plan:
+            known["predicted_step_s"] = plan.step_s
+        return Report(**known, metrics=_finite(history[0][1]) if history else {})
+
+    def _tell_plan(self) -> None:
+        """Rank 0 has the plan; the server records it."""
+        plan = self._run.plan if self._run is not None and self._mine.rank == 0 else None
+        if plan and plan.version > self._told_plan:
+            content = Measured(protocol=PROTOCOL, generation=self._mine.generation, content=plan.to_json())
+            self._client.store(self._mine.job, "plan", content)
+            self._told_plan = plan.version
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """What JSON can carry, and not too much of it."""
+    found = {name[:100]: float(value) for name, value in metrics.items() if abs(value) < float("inf")}
+    return dict(list(found.items())[:_MOST_METRICS])

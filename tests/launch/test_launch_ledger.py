@@ -1,0 +1,100 @@
+"""What a keeper concludes from what it hears; no process runs here."""
+
+import signal
+
+from mimatrix.launch.guard import Kind, Report
+from mimatrix.launch.launcher import MemberState, Phase
+from mimatrix.launch.ledger import CANNOT_RUN, Ending, Ledger
+
+RUNNING = MemberState(Phase.RUNNING)
+
+
+def running(ranks: int) -> Ledger:
+    ledger = Ledger(ranks)
+    ledger.take([(rank, Report(Kind.STARTED, 0.0)) for rank in range(ranks)])
+    return ledger
+
+
+def ended(at_s: float, code: int) -> Report:
+    return Report(Kind.ENDED, at_s, code)
+
+
+def test_a_team_has_started_when_all_have() -> None:
+    ledger = Ledger(2)
+    ledger.take([(1, Report(Kind.STARTED, 0.0))])
+    assert not ledger.has_started
+    assert ledger.team.members == (MemberState(Phase.STARTING), RUNNING)
+    ledger.take([(0, Report(Kind.STARTED, 1.0))])
+    assert ledger.has_started
+
+
+def test_a_member_has_exited_when_its_tree_has() -> None:
+    ledger = running(1)
+    ledger.take([(0, ended(1.0, 0))])
+    assert ledger.team.members == (RUNNING,)
+    ledger.leave(0, 2.0)
+    assert ledger.team.members == (MemberState(Phase.EXITED, 0),)
+    assert ledger.ending == Ending.NOT
+
+
+def test_the_first_in_time_is_to_blame_not_the_first_in_line() -> None:
+    ledger = running(3)
+    ledger.take([(0, ended(5.0, 1)), (2, ended(4.0, 7))])
+    assert ledger.team.first_failure == 2
+    ledger.take([(1, ended(3.0, -9))])
+    assert ledger.team.first_failure == 1
+    for rank in range(3):
+        ledger.leave(rank, 6.0)
+    assert [member.reason for member in ledger.team.members] == [
+        "exit code 1; ended because rank 1 failed",
+        "killed by SIGKILL",
+        "exit code 7; ended because rank 1 failed",
+    ]
+
+
+def test_who_was_told_to_end_has_not_failed() -> None:
+    ledger = running(1)
+    ledger.tell(Ending.WITH_GRACE)
+    ledger.take([(0, ended(1.0, -signal.SIGTERM))])
+    ledger.leave(0, 1.0)
+    assert ledger.team.first_failure is None
+    assert ledger.team.members[0].reason == "killed by SIGTERM; told to end"
+
+
+def test_an_ending_only_grows() -> None:
+    ledger = running(1)
+    for told, holds in [(Ending.WITH_GRACE, 1), (Ending.NOW, 2), (Ending.WITH_GRACE, 2)]:
+        ledger.tell(told)
+        assert ledger.ending == holds
+
+
+def test_one_that_cannot_be_started_ends_all_at_once() -> None:
+    ledger = Ledger(2)
+    ledger.take([(0, Report(Kind.STARTED, 0.0)), (1, Report(Kind.REFUSED, 1.0, text="no such file"))])
+    assert ledger.refusal == "rank 1 cannot be started: no such file"
+    assert ledger.ending == Ending.NOW
+    assert not ledger.has_started
+    ledger.leave(1, 2.0)
+    assert ledger.team.members == (RUNNING, MemberState(Phase.EXITED, CANNOT_RUN, "no such file"))
+
+
+def test_a_guard_that_is_killed_is_a_failure() -> None:
+    ledger = running(2)
+    ledger.leave(1, 1.0)
+    assert ledger.team.first_failure == 1
+    assert ledger.ending == Ending.WITH_GRACE
+    assert ledger.team.members[1].phase == Phase.LOST
+
+
+def test_what_cannot_be_killed_is_told() -> None:
+    ledger = running(1)
+    ledger.take([(0, ended(1.0, 0)), (0, Report(Kind.LEFT, 2.0, text="12 is left"))])
+    ledger.leave(0, 3.0)
+    assert ledger.team.members == (MemberState(Phase.EXITED, 0, "12 is left"),)
+
+
+def test_signals_without_a_name() -> None:
+    ledger = running(1)
+    ledger.take([(0, ended(1.0, -40))])
+    ledger.leave(0, 1.0)
+    assert ledger.team.members[0].reason == "killed by signal 40"

@@ -1,0 +1,185 @@
+"""A real server, real processes: from handing in to done, through kills and preemption."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from houses import SCRIPTS, Server, server
+
+from mimatrix.wire.messages import ENDED, JobState
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(tmp_path_factory.mktemp("server") / "data") as found:
+        yield found
+
+
+@pytest.mark.timeout(120)
+def test_from_handing_in_to_done(up: Server) -> None:
+    number = up.submit("hello.py", "--devices", "2", "--name", "first", "--", "--lr", "0.1")
+    waited = up.command("wait", str(number))
+    assert waited.returncode == 0, waited.stdout + waited.stderr
+    assert f"job {number} is done: all ranks ended well" in waited.stdout
+    for rank in (0, 1):
+        assert up.command("logs", str(number), "--rank", str(rank)).stdout == f"rank {rank} of 2 --lr 0.1\n"
+    explained = up.command("explain", str(number)).stdout
+    assert [line.split()[2] for line in explained.splitlines()] == [
+        "queued",
+        "starting",
+        "done",
+    ] or "training" in explained
+    shown = json.loads(up.command("show", str(number), "--json").stdout)
+    assert (shown["name"], shown["state"], shown["exit_code"]) == ("first", "done", 0)
+    assert str(number) in up.command("jobs", "--all").stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
+    number = up.submit("failing.py")
+    waited = up.command("wait", str(number))
+    assert waited.returncode == 1
+    assert "rank 0 on " in waited.stdout
+    assert "ended with 1" in waited.stdout
+    assert "nothing to see here" in up.command("logs", str(number)).stdout
+
+
+@pytest.mark.timeout(120)
+def test_cancelling_ends_the_processes(up: Server) -> None:
+    number = up.submit("patient.py", "--", "300")
+    up.until(number, lambda job: job.state is JobState.TRAINING)
+    assert "told to end" in up.command("cancel", str(number)).stdout
+    job = up.until(number, lambda job: job.state in ENDED)
+    assert job.state is JobState.CANCELLED
+    assert _running("patient.py") == []
+
+
+@pytest.mark.timeout(120)
+def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
+    first = up.submit("patient.py", "--devices", "all", "--max-time", "8s", "--", "300")
+    up.until(first, lambda job: job.state is JobState.TRAINING)
+    second = up.submit("hello.py")
+    waiting = up.until(second, lambda job: bool(job.reason))
+    assert waiting.reason.startswith("needs 1 x cpu, none free; first in line when job ")
+    would = up.command("submit", str(SCRIPTS / "hello.py"), "--dry-run", "--devices", "99")
+    assert would.stdout.startswith("it would wait: needs 99 x cpu, and the cluster has 3 x cpu")
+    assert up.until(first, lambda job: job.state in ENDED).reason == "its time limit of 8s was over"
+    assert up.until(second, lambda job: job.state in ENDED).state is JobState.DONE
+
+
+def test_files_of_the_server_are_for_its_user_alone(up: Server) -> None:
+    assert stat.S_IMODE((up.data / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(up.data.stat().st_mode) == 0o700
+    token = (up.data / "token").read_text().strip()
+    assert token in up.said(), "shown once"
+    assert token.encode() not in (up.data / "mimatrix.db").read_bytes()
+
+
+def test_two_servers_do_not_share_a_folder(up: Server) -> None:
+    words = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(up.data), "--port", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "a server runs on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("submit", "nothing.py"), 'there is no "nothing.py"'),
+        (("submit", str(SCRIPTS / "hello.py"), "--devices", "x"), 'devices: "x" names no devices'),
+        (("submit", str(SCRIPTS / "hello.py"), "--env", "x"), '"x" is no variable'),
+        (("show", "9999"), "there is no job 9999; see mimatrix jobs"),
+        (("jobs", "--state", "don"), '"don" is no state; did you mean "done"?'),
+    ],
+)
+def test_bad_input_is_one_sentence(up: Server, words: tuple[str, ...], sentence: str) -> None:
+    done = up.command(*words)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    environment = {**os.environ, "MIMATRIX_DATA": str(tmp_path), "MIMATRIX_SERVER": "", "MIMATRIX_TOKEN": ""}
+    words = [sys.executable, "-m", "mimatrix.cli.main", "jobs"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "mimatrix: no job server is known; start one with mimatrix up, or set MIMATRIX_SERVER\n",
+    )
+    environment["MIMATRIX_SERVER"] = "http://127.0.0.1:9"
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_server_loses_nothing(tmp_path: Path) -> None:
+    with server(tmp_path / "data") as up:
+        numbers = [up.submit("patient.py", "--", seconds) for seconds in ("3", "6", "9")]
+        for number in numbers:
+            up.until(number, lambda job: job.state is JobState.TRAINING)
+        for _ in range(2):
+            up.kill(signal.SIGKILL)
+            time.sleep(1.5)
+            up.start()
+        for number in numbers:
+            assert up.until(number, lambda job: job.state in ENDED).state is JobState.DONE
+        for number in numbers:
+            with up.client() as client:
+                events = client.events(number)
+                text = "".join(part for part in _log(up, number))
+            states = [event.state for event in events]
+            assert (
+                states.count(JobState.STARTING) == states.count(JobState.DONE) == states.count(JobState.TRAINING) == 1
+            )
+            ticks = [int(line.split()[1]) for line in text.splitlines() if line.startswith("tick")]
+            assert ticks == list(range(1, len(ticks) + 1)), "training did not pause, nor begin anew"
+
+
+def _log(up: Server, number: int) -> Iterator[str]:
+    offset = 0
+    with up.client() as client:
+        while (part := client.log(number, 0, offset)).text:
+            offset = part.next_offset
+            yield part.text
+
+
+@pytest.mark.timeout(240)
+def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
+    with server(tmp_path / "data", devices=2) as up:
+        alone = up.submit("training.py", "--devices", "2", "--", "40", "0.0")
+        assert up.until(alone, lambda job: job.state in ENDED, 120).state is JobState.DONE
+        low = up.submit("training.py", "--devices", "2", "--preemptible", "--priority", "10", "--", "40", "0.2")
+        up.until(low, lambda job: job.progress.step >= 5, 120)
+        high = up.submit("hello.py", "--devices", "2", "--priority", "90")
+        assert up.until(high, lambda job: job.state in ENDED, 120).state is JobState.DONE
+        found = up.until(low, lambda job: job.state in ENDED, 120)
+        assert found.state is JobState.DONE, up.command("logs", str(low)).stdout
+        assert found.generation == 2
+        with up.client() as client:
+            assert JobState.PREEMPTED in [event.state for event in client.events(low)]
+        first, second = (
+            json.loads((up.data / "checkpoints" / f"job-{number}.losses").read_text()) for number in (alone, low)
+        )
+        assert len(first) == len(second) == 40
+        assert max(abs(first[step] - second[step]) for step in first) < 1e-10
+
+
+def _running(word: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(word.encode() in each for each in words):
+            found.append(path.parent.name)
+    return found
