@@ -28,7 +28,7 @@ _LIMITS = {
 }
 _CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": said}
+    status: {"description": said, "content": {"application/problem+json": {"schema": Problem.model_json_schema()}}}
     for status, said in (
         (400, "Bad request"),
         (401, "No token, or an unknown one"),

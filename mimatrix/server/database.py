@@ -46,7 +46,11 @@ def opened(address: str) -> tuple[Engine, Sessions]:
     engine = _engine(address)
     try:
         _upgrade(engine)
+    except UserError:
+        engine.dispose()
+        raise
     except SQLAlchemyError as error:
+        engine.dispose()
         first = str(error).splitlines()[0]
         raise WorldError(
             f"the database {_shown(address)} cannot be used ({first}); is it there, and writable?"

@@ -21,8 +21,8 @@ JOB: dict[str, Any] = {"name": "x", "script": "x.py", "snapshot": DIGEST}
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[House]:
-    with house(tmp_path) as found:
+def there(tmp_path: Path, database: str) -> Iterator[House]:
+    with house(tmp_path, database) as found:
         assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 

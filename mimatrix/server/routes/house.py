@@ -42,7 +42,7 @@ def healthz() -> Well:
     return Well()
 
 
-@router.get("/readyz", responses={503: {"model": m.Problem}})
+@router.get("/readyz")
 def readyz(shared: Shared) -> Well:
     """Whether its database does."""
     try:

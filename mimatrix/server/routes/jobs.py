@@ -25,7 +25,9 @@ DigestPath = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 @router.head("/snapshots/{digest}", status_code=200, response_class=Response)
 def has_snapshot(digest: DigestPath, shared: Shared, _: Doer) -> Response:
     """Whether an archive was uploaded already."""
-    return Response(status_code=200 if shared.snapshots.path(digest) else 404)
+    if shared.snapshots.path(digest) is None:
+        raise Refusal(404, "it was not uploaded yet; put it here")
+    return Response(status_code=200)
 
 
 @router.put(
@@ -33,7 +35,7 @@ def has_snapshot(digest: DigestPath, shared: Shared, _: Doer) -> Response:
     status_code=204,
     response_class=Response,
     openapi_extra={
-        "requestBody": {"content": {"application/gzip": {"schema": {"type": "string", "format": "binary"}}}}
+        "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
 )
 async def upload(digest: DigestPath, request: Request, shared: Shared, _: Doer) -> Response:
