@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.units import format_seconds
 from mimatrix.launch import Member, NodeFacts, Phase, Team, TeamState
 from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait, Wish, decide
+from mimatrix.scheduler.speeds import speed_of_kind, speeds_seen
 from mimatrix.scheduler.usage import later
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.life import WAITING, is_active, may_move, move, note
@@ -27,7 +28,8 @@ LEFT = 75
 BAD_INPUT = 2
 _LEAVING_S = 120.0
 """Who has not begun to save by then is ended; who has gets as long again."""
-_SILENT_S = 30.0
+_SEEN_S = 10.0
+"""How old what is known of earlier runs may be."""
 _MOST_DEVICES = 4096
 _WHEN = re.compile(r", at the latest in \S+")
 
@@ -45,8 +47,6 @@ class Serving:
     checkpoints: str = ""
     """The folder in which every job has one for its checkpoints; all nodes must see it."""
     policy: Policy = field(default_factory=Policy)
-    speeds: Mapping[str, float] = field(default_factory=dict)
-    """Of kinds of devices, beside one another."""
 
 
 class Loop:
@@ -56,6 +56,8 @@ class Loop:
         self._context, self._serving, self._say = context, serving, say
         self._nodes: dict[str, NodeFacts] = {}
         self._counted_at: float | None = None
+        self._seen: dict[tuple[str, str], dict[str, float]] = {}
+        self._seen_at = float("-inf")
         self._trouble = ""
 
     def recover(self) -> None:
@@ -250,9 +252,12 @@ class Loop:
             self._apply(decision)
 
     def _state(self, session: Session) -> State:
+        now_s = self._context.clock()
+        if now_s - self._seen_at > _SEEN_S:
+            self._seen, self._seen_at = _seen_speeds(session), now_s
         return State(
             tuple(self._seats().values()),
-            tuple(_queued(job) for job in _jobs(session, WAITING)),
+            tuple(_queued(job, self._seen) for job in _jobs(session, WAITING)),
             tuple(self._running(session)),
             {row.user: row.amount for row in session.scalars(select(UsageRow))},
         )
@@ -261,7 +266,7 @@ class Loop:
         """What would be decided about a job that is not written down."""
         with self._context.sessions() as session:
             state = self._state(session)
-        asked = State(state.seats, (*state.queued, _queued(job)), state.running, state.used)
+        asked = State(state.seats, (*state.queued, _queued(job, self._seen)), state.running, state.used)
         decisions = decide(asked, self._context.clock(), self._serving.policy)
         return next(each for each in decisions if isinstance(each, Start | Wait) and each.job == _called(job.id))
 
@@ -269,7 +274,7 @@ class Loop:
         found = {}
         for node in self._nodes.values():
             for number, device in enumerate(node.devices[:_MOST_DEVICES]):
-                seat = Seat(node.name, number, device.kind, self._serving.speeds.get(device.kind, 1.0), node.near)
+                seat = Seat(node.name, number, device.kind, speed_of_kind(device.kind), node.near)
                 found[seat.name] = seat
         return found
 
@@ -334,8 +339,17 @@ def _called(number: int) -> str:
     return f"job {number}"
 
 
-def _queued(job: JobRow) -> Queued:
-    return Queued(_called(job.id), Wish.parse(job.devices), job.user, job.priority, job.created_at, job.max_time_s)
+def _queued(job: JobRow, seen: Mapping[tuple[str, str], Mapping[str, float]]) -> Queued:
+    speeds = seen.get((job.user, job.name), {})
+    wish = Wish.parse(job.devices)
+    return Queued(_called(job.id), wish, job.user, job.priority, job.created_at, job.max_time_s, speeds)
+
+
+def _seen_speeds(session: Session) -> dict[tuple[str, str], dict[str, float]]:
+    """By user and name of jobs, from the last plan of each: people hand in the same thing again and again."""
+    last = select(func.max(JobRow.id)).where(JobRow.plan.is_not(None)).group_by(JobRow.user, JobRow.name)
+    asked = select(JobRow.user, JobRow.name, JobRow.plan).where(JobRow.id.in_(last))
+    return {(user, name): speeds_seen(plan or {}) for user, name, plan in session.execute(asked)}
 
 
 def _unseen(name: str) -> Seat:

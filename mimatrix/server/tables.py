@@ -45,8 +45,8 @@ class JobRow(Base):
     started_at: Mapped[float | None] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    profile: Mapped[dict[str, Any] | None] = mapped_column(JSON)
-    plan: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    profile: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    plan: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
 
 
 class EventRow(Base):

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from databases import database, postgresql
 from houses import House, house
 
 from mimatrix.server.life import move
 from mimatrix.server.tables import JobRow
 from mimatrix.server.tokens import issue
 from mimatrix.wire.messages import PROTOCOL, JobState, Role
+
+__all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 
 ARCHIVE = b"not really an archive, but the server does not look inside"
 DIGEST = hashlib.sha256(ARCHIVE).hexdigest()

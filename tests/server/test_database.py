@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from databases import database, postgresql
 from sqlalchemy import inspect, text
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.server.database import address_in, opened
 from mimatrix.server.tables import Base
+
+__all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 
 
 def test_migrations_make_the_tables_that_are_described(tmp_path: Path, database: str) -> None:

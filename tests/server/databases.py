@@ -6,7 +6,9 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
@@ -54,7 +56,7 @@ def _as_user(folder: Path) -> list[str]:
     owner = pwd.getpwnam(_USER)
     os.chown(folder, owner.pw_uid, owner.pw_gid)
     # pytest's folders are for their owner alone; the way down to this one must be open.
-    for parent in (folder.parent, folder.parent.parent):
+    for parent in takewhile(lambda parent: parent != Path(gettempdir()), folder.parents):
         parent.chmod(0o755)
     return ["setpriv", f"--reuid={owner.pw_uid}", f"--regid={owner.pw_gid}", "--clear-groups"]
 
