@@ -6,9 +6,8 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import mkdtemp
 
 import pytest
 
@@ -17,12 +16,13 @@ _USER = "nobody"
 
 
 @pytest.fixture(scope="session")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgresql() -> Iterator[str]:
     """The address of an empty server; databases in it are made by `fresh`."""
     programs = [shutil.which(name) for name in ("initdb", "pg_ctl")]
     if not all(programs):
         pytest.skip("needs PostgreSQL")
-    folder = tmp_path_factory.mktemp("postgresql")
+    # Not one of pytest's folders, which are for their owner alone.
+    folder = Path(mkdtemp(prefix="mimatrix-postgresql-"))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     as_user = _as_user(folder)
@@ -34,6 +34,7 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"postgresql://mimatrix@127.0.0.1:{port}"
     finally:
         _run([*as_user, pg_ctl, "-D", str(folder / "data"), "-m", "immediate", "-w", "stop"])
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -55,9 +56,6 @@ def _as_user(folder: Path) -> list[str]:
         return []
     owner = pwd.getpwnam(_USER)
     os.chown(folder, owner.pw_uid, owner.pw_gid)
-    # pytest's folders are for their owner alone; the way down to this one must be open.
-    for parent in takewhile(lambda parent: parent != Path(gettempdir()), folder.parents):
-        parent.chmod(0o755)
     return ["setpriv", f"--reuid={owner.pw_uid}", f"--regid={owner.pw_gid}", "--clear-groups"]
 
 
