@@ -28,6 +28,7 @@ LEFT = 75
 BAD_INPUT = 2
 _LEAVING_S = 120.0
 """Who has not begun to save by then is ended; who has gets as long again."""
+_TIDY_S, _KEPT_S = 3600.0, 14 * 86_400.0
 _SEEN_S = 10.0
 """How old what is known of earlier runs may be."""
 _MOST_DEVICES = 4096
@@ -57,7 +58,7 @@ class Loop:
         self._nodes: dict[str, NodeFacts] = {}
         self._counted_at: float | None = None
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
-        self._seen_at = float("-inf")
+        self._seen_at = self._tidied_at = float("-inf")
         self._trouble = ""
 
     def recover(self) -> None:
@@ -72,6 +73,7 @@ class Loop:
         self._follow_teams()
         self._count_usage()
         self._schedule()
+        self._tidy()
 
     # Nodes
 
@@ -227,6 +229,20 @@ class Loop:
         revoke_of_job(session, job.id, self._context.clock())
         self._context.doorkeeper.forget()
         self._context.live.forget(job.id)
+
+    def _tidy(self) -> None:
+        """Now and then: what jobs that ended long ago printed is forgotten; their events stay."""
+        now_s = self._context.clock()
+        if now_s - self._tidied_at < _TIDY_S:
+            return
+        self._tidied_at = now_s
+        with self._context.sessions() as session:
+            asked = select(JobRow.id, JobRow.generation).where(JobRow.ended_at < now_s - _KEPT_S)
+            old = [team_name(number, each) for number, last in session.execute(asked) for each in range(1, last + 1)]
+        known = self._context.launcher.states()
+        for name in old:
+            if name in known and known[name].has_ended:
+                self._context.launcher.forget(name)
 
     # Usage
 
