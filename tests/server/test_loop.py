@@ -85,7 +85,7 @@ def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path)
         assert "ended without saving; it will begin anew" in reasons(there, low)
         assert turned_until(there, high, *ENDED).state == JobState.DONE
         there.ask("ben", "POST", f"/api/jobs/{low}/cancel")
-        assert row(there, low).state == JobState.CANCELLED
+        assert turned_until(there, low, *ENDED).state == JobState.CANCELLED
 
 
 @pytest.mark.timeout(60)
