@@ -1,4 +1,4 @@
-"""Simulated workers against one server: `python -m bench.server.load [--workers 2000 --seconds 300 --database URL]`.
+"""Simulated workers against one server.
 
 The server is real, its jobs are not: two thousand processes do not fit this machine, so a launcher that only says that its
 teams run takes the place of the real one, and the workers are connections that send what workers send.
@@ -17,9 +17,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from mimatrix.launch.launcher import (
     DeviceFacts,
@@ -143,19 +140,10 @@ async def _answer(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(length)
 
 
-def main(
-    workers: Annotated[int, typer.Option(help="How many.")] = 2000,
-    seconds: Annotated[float, typer.Option(help="For how long.")] = 300.0,
-    every: Annotated[float, typer.Option(help="Seconds between the reports of a worker.")] = 5.0,
-    database: Annotated[str, typer.Option(help="Instead of SQLite.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
-) -> None:
-    """Measure, and print what was found as JSON."""
+def measured(workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
+    """What was found."""
     with tempfile.TemporaryDirectory(prefix="mimatrix-load-") as folder:
-        found = _measured(Path(folder), workers, seconds, every, database)
-    print(json.dumps(found, indent=1))
-    if out:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        return _measured(Path(folder), workers, seconds, every, database)
 
 
 def _measured(folder: Path, workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
@@ -248,7 +236,4 @@ def host(data: str, port: str, workers: str, database: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["host"]:
-        host(*sys.argv[2:])
-    else:
-        typer.run(main)
+    host(*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What crosses the server's socket while a small and a large model train: `python -m bench.server.traffic`.
+"""What crosses the server's socket while a small and a large model train.
 
 All connections of workers go through a relay that counts bytes; nothing else is told its address.
 """
@@ -77,7 +77,7 @@ class Relay:
         writer.close()
 
 
-def main() -> None:
+def measured() -> list[dict[str, object]]:
     """Both models, one after the other, on one server."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -105,7 +105,7 @@ def main() -> None:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=30)
-    print(json.dumps(rows, indent=1))
+    return rows
 
 
 def _row(name: str, width: int, data: Path, port: int, script: Path, relay: Relay, pid: int) -> dict[str, object]:
@@ -152,7 +152,3 @@ def _row(name: str, width: int, data: Path, port: int, script: Path, relay: Rela
         "server_memory_mb": memory / 1e6,
         "steps": job.progress.step,
     }
-
-
-if __name__ == "__main__":
-    main()

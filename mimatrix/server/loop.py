@@ -102,6 +102,7 @@ class Loop:
             return
         with self._context.sessions() as session:
             active = [(job.id, job.generation) for job in _jobs(session, ACTIVE)]
+        running = set()
         for number, generation in active:
             state = states.get(team_name(number, generation))
             if state is None:
@@ -109,7 +110,8 @@ class Loop:
             elif state.has_ended:
                 self._conclude(number, generation, state)
             else:
-                self._follow(number, generation)
+                running.add((number, generation))
+        self._follow(running)
 
     def _start_team(self, number: int, generation: int) -> None:
         """A job was given devices, and nobody has started it yet."""
@@ -155,24 +157,29 @@ class Loop:
         words = (*serving.words, job.script, *job.arguments)
         return Team(name, words, tuple(members), archive, shared, run_as=serving.run_as)  # type: ignore[arg-type]
 
-    def _follow(self, number: int, generation: int) -> None:
-        """It runs: what its rank 0 says becomes the job's state; who was told to go has so long for it."""
-        context, now_s = self._context, self._context.clock()
-        live = context.live.of(number, generation)
+    def _follow(self, running: set[tuple[int, int]]) -> None:
+        """What rank 0 says becomes the job's state; who was told to go has so long for it."""
+        late = []
+        with self._context.sessions.begin() as session:
+            asked = select(JobRow).where(JobRow.state.in_(ACTIVE)).order_by(JobRow.id).with_for_update()
+            for job in session.scalars(asked):
+                if (job.id, job.generation) in running and self._is_late(session, job):
+                    late.append(team_name(job.id, job.generation))
+        for name in late:
+            self._context.launcher.end(name)
+
+    def _is_late(self, session: Session, job: JobRow) -> bool:
+        """Whether it was told to go and must be made to; what it said last is written down on the way."""
+        now_s, live = self._context.clock(), self._context.live.of(job.id, job.generation)
         report = live.reports.get(0) if live else None
-        with context.sessions.begin() as session:
-            job = session.get_one(JobRow, number, with_for_update=True)
-            if job.generation != generation or not is_active(job):
-                return
-            if report:
-                _take_report(session, job, report, now_s)
-            if job.leaving and live:
-                live.leave = live.leave or job.leaving == "preempt"
-            late = _LEAVING_S * (2 if job.state == JobState.SAVING else 1)
-            is_over = job.leaving != "preempt" or now_s - (job.leaving_at or now_s) > late
-            ends = bool(job.leaving) and is_over
-        if ends:
-            context.launcher.end(team_name(number, generation))
+        if report:
+            _take_report(session, job, report, now_s)
+        if live and job.leaving == "preempt":
+            live.leave = True
+        if job.leaving != "preempt":
+            return bool(job.leaving)
+        patience_s = _LEAVING_S * (2 if job.state == JobState.SAVING else 1)
+        return now_s - (job.leaving_at or now_s) > patience_s
 
     def _conclude(self, number: int, generation: int, state: TeamState) -> None:
         """No process of it is left."""

@@ -58,7 +58,10 @@ def house(
         with sessions.begin() as session:
             for name, role in (("ann", Role.ADMIN), ("ben", Role.USER), ("cho", Role.USER), ("dee", Role.VIEWER)):
                 found.secrets[name] = issue(session, name, role, clock())[1]
-        yield found
+        try:
+            yield found
+        finally:
+            end_all(folder)
     launcher.close()
     engine.dispose()
 

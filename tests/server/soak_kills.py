@@ -15,7 +15,7 @@ from pathlib import Path
 
 from houses import Server, end_all
 
-from mimatrix.wire.messages import ENDED, JobState
+from mimatrix.wire.messages import ENDED, JobState, Submission
 
 
 def main() -> None:
@@ -30,8 +30,7 @@ def main() -> None:
         numbers: list[int] = []
         try:
             for kill in range(wanted.kills):
-                while len(running(up, numbers)) < 4:
-                    numbers.append(up.submit("patient.py", "--", f"{chance.uniform(1, 6):.1f}"))
+                submit(up, numbers, chance)
                 time.sleep(chance.uniform(0, 2))
                 up.kill(signal.SIGKILL)
                 time.sleep(chance.uniform(0, 1))
@@ -48,9 +47,16 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def running(up: Server, numbers: list[int]) -> list[int]:
+def submit(up: Server, numbers: list[int], chance: random.Random) -> None:
+    """Up to four that wait or run: three have devices. The first goes by the command, the others copy it."""
+    if not numbers:
+        numbers.append(up.submit("patient.py", "--", "5"))
     with up.client() as client:
-        return [number for number in numbers[-8:] if client.job(number).state not in ENDED]
+        digest = next(path.name.partition(".")[0] for path in (up.data / "snapshots").iterdir())
+        while sum(client.job(number).state not in ENDED for number in numbers[-8:]) < 4:
+            seconds = f"{chance.uniform(2, 12):.1f}"
+            job = Submission(name="patient", script="patient.py", snapshot=digest, arguments=(seconds,))
+            numbers.append(client.submit(job).id)
 
 
 def objections(up: Server, number: int, state: JobState) -> list[str]:
