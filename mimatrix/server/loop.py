@@ -159,12 +159,13 @@ class Loop:
 
     def _follow(self, running: set[tuple[int, int]]) -> None:
         """What rank 0 says becomes the job's state; who was told to go has so long for it."""
-        late = []
         with self._context.sessions.begin() as session:
             asked = select(JobRow).where(JobRow.state.in_(ACTIVE)).order_by(JobRow.id).with_for_update()
-            for job in session.scalars(asked):
-                if (job.id, job.generation) in running and self._is_late(session, job):
-                    late.append(team_name(job.id, job.generation))
+            late = [
+                team_name(job.id, job.generation)
+                for job in session.scalars(asked)
+                if (job.id, job.generation) in running and self._is_late(session, job)
+            ]
         for name in late:
             self._context.launcher.end(name)
 

@@ -53,12 +53,12 @@ def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
 
 @pytest.mark.timeout(120)
 def test_cancelling_ends_the_processes(up: Server) -> None:
-    number = up.submit("patient.py", "--", "300")
+    number = up.submit("patient.py", "--", "301.5")
     up.until(number, lambda job: job.state is JobState.TRAINING)
     assert "told to end" in up.command("cancel", str(number)).stdout
     job = up.until(number, lambda job: job.state in ENDED)
     assert job.state is JobState.CANCELLED
-    assert _running("patient.py") == []
+    assert _running("301.5") == []
 
 
 @pytest.mark.timeout(120)
@@ -123,7 +123,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_a_killed_server_loses_nothing(tmp_path: Path) -> None:
     with server(tmp_path / "data") as up:
-        numbers = [up.submit("patient.py", "--", seconds) for seconds in ("3", "6", "9")]
+        numbers = [up.submit("patient.py", "--", seconds) for seconds in ("8", "10", "12")]
         for number in numbers:
             up.until(number, lambda job: job.state is JobState.TRAINING)
         for _ in range(2):
