@@ -30,10 +30,11 @@ check: $(READY) ## formatting, linting, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY) ## how long the command takes to start, replays as ranks grow, plans as devices do
+bench: $(READY) ## how long the command takes to start, replays as ranks grow, plans and decisions as devices do
 	$(BIN)/python -m bench.command_start
 	$(BIN)/python -m bench.replay_speed
 	$(BIN)/python -m bench.planner_speed
+	$(BIN)/python -m bench.scheduler_speed
 
 study: $(READY) ## make docs/measurements/simulated.md with its pictures anew
 	$(BIN)/python -m bench.study
@@ -49,17 +50,21 @@ heterogeneous: $(READY) ## workers of unlike speed and memory, side by side with
 	$(BIN)/python -m bench.drift --keep
 	$(BIN)/python -m bench.uneven_memory --keep
 
+server: $(READY) ## measure the job server: docs/measurements/server.md
+	$(BIN)/python -m bench.server --keep
+
 peers: $(READY) ## install what the comparison compares with; torch stays as it is
 	$(BIN)/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.6 lightning-utilities==0.15.3 pyyaml==6.0.3 huggingface_hub==2.4.0 tqdm==4.70.1
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2 msgpack==1.2.4 ninja==1.13.2
 
-soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty random limits of memory (root)
+soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty limits of memory (root); fifty kills of the server
 	$(BIN)/python tests/comm/soak.py --rounds 100
 	$(BIN)/python tests/engine/soak_saving.py --rounds 20
 	$(BIN)/python tests/profiler/soak_limits.py --runs 50
+	$(BIN)/python tests/server/soak_kills.py --kills 50
 
 docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py
 	$(MAKE) study
 
-.PHONY: help setup demo test check bench study allreduce engine heterogeneous peers soak docs
+.PHONY: help setup demo test check bench study allreduce engine heterogeneous server peers soak docs
