@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -183,3 +184,43 @@ def _running(word: str) -> list[str]:
         if any(word.encode() in each for each in words):
             found.append(path.parent.name)
     return found
+
+
+@pytest.mark.timeout(120)
+def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl")
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
+        check=True,
+        timeout=60,
+        capture_output=True,
+    )
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    words = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    with server(tmp_path / "data", *words, devices=1) as up:
+        assert (up.data / "address").read_text().startswith("https://")
+        number = up.submit("hello.py")
+        assert up.until(number, lambda job: job.state in ENDED).state is JobState.DONE
+        monkeypatch.delenv("SSL_CERT_FILE")
+        assert "does not answer" in up.command("jobs").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--host", "0.0.0.0"), "0.0.0.0 can be reached from outside"),
+        (("--tls-cert", "x.pem"), "TLS needs a certificate and its key"),
+        (("--tls-cert", "x.pem", "--tls-key", "y.pem"), '"x.pem" is not there'),
+        (("--database", "mysql://x@y/z"), "of no kind that is known"),
+    ],
+)
+def test_what_cannot_be_served(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
+    command = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(tmp_path / "data"), "--port", "1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
