@@ -25,6 +25,9 @@ demo: $(READY) ## train on three workers of unlike speed: evenly, and as planned
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2
 
+long: $(READY) ## run the tests that take long
+	$(BIN)/python -m pytest -n 2 -m long
+
 check: $(READY) ## formatting, linting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -67,4 +70,4 @@ docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py
 	$(MAKE) study
 
-.PHONY: help setup demo test check bench study allreduce engine heterogeneous server peers soak docs
+.PHONY: help setup demo test long check bench study allreduce engine heterogeneous server peers soak docs

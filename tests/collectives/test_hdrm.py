@@ -10,7 +10,12 @@ from mimatrix.core.errors import UserError
 from mimatrix.netsim import Traffic
 
 POWERS = [1 << step for step in range(11)]
-BIGRAPHS = [(h, m) for h in POWERS for m in POWERS if m <= h and 2 <= 2 * h * m <= 2048]
+BIGRAPHS = [
+    pytest.param(h, m, marks=[pytest.mark.long] if h > 256 else [], id=f"{h}-{m}")
+    for h in POWERS
+    for m in POWERS
+    if m <= h and 2 <= 2 * h * m <= 2048
+]
 
 
 @pytest.mark.parametrize(("switches", "endpoints"), BIGRAPHS)

@@ -45,7 +45,7 @@ def test_readings_hold_what_the_c_library_loses() -> None:
             assert 0.9 * held - 1 * MB <= read <= 2.2 * held + 4 * MB, rows
 
 
-@pytest.mark.parametrize("megabytes", [40, 120])
+@pytest.mark.parametrize("megabytes", [40, pytest.param(120, marks=pytest.mark.long)])
 def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
     found = said_by("overflowing.py", str(megabytes), "32", **OWN_PAGES)
     assert 1 <= found["overflows"] <= 2

@@ -156,9 +156,9 @@ def _log(up: Server, number: int) -> Iterator[str]:
 @pytest.mark.timeout(240)
 def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
     with server(tmp_path / "data", devices=2) as up:
-        alone = up.submit("training.py", "--devices", "2", "--", "40", "0.0")
+        alone = up.submit("training.py", "--devices", "2", "--", "24", "0.0")
         assert up.until(alone, lambda job: job.state in ENDED, 120).state is JobState.DONE
-        low = up.submit("training.py", "--devices", "2", "--preemptible", "--priority", "10", "--", "40", "0.2")
+        low = up.submit("training.py", "--devices", "2", "--preemptible", "--priority", "10", "--", "24", "0.2")
         up.until(low, lambda job: job.progress.step >= 5, 120)
         high = up.submit("hello.py", "--devices", "2", "--priority", "90")
         assert up.until(high, lambda job: job.state in ENDED, 120).state is JobState.DONE
@@ -170,7 +170,7 @@ def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
         first, second = (
             json.loads((up.data / "checkpoints" / f"job-{number}.losses").read_text()) for number in (alone, low)
         )
-        assert len(first) == len(second) == 40
+        assert len(first) == len(second) == 24
         assert max(abs(first[step] - second[step]) for step in first) < 1e-10
 
 
