@@ -1,4 +1,4 @@
-"""Processes on machines: the workers of a job, with the variables of torchrun. So far on this machine."""
+"""Processes on machines: the workers of a job, with the variables of torchrun. On this machine, or by Ray on many."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from mimatrix.launch.launcher import (
 
 if TYPE_CHECKING:
     from mimatrix.launch.local import Launch, Outcome, run_local
+    from mimatrix.launch.on_ray import RayLauncher
+    from mimatrix.launch.ray_token import ray_environment
     from mimatrix.launch.requests import check, module_words, parse_memory, parse_speeds, script_words
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "NodeFacts",
     "Outcome",
     "Phase",
+    "RayLauncher",
     "Team",
     "TeamState",
     "check",
@@ -38,14 +41,16 @@ __all__ = [
     "module_words",
     "parse_memory",
     "parse_speeds",
+    "ray_environment",
     "run_local",
     "script_words",
 ]
 
 _RUNS = dict.fromkeys(("Launch", "Outcome", "run_local"), "local")
 _REQUESTS = dict.fromkeys(("check", "module_words", "parse_memory", "parse_speeds", "script_words"), "requests")
-# These need the lab, which needs SciPy. Every team has a keeper, which needs neither and is to start at once.
-_LATER = _RUNS | _REQUESTS
+_RAY = {"RayLauncher": "on_ray", "ray_environment": "ray_token"}
+# The former need the lab, which needs SciPy. Every team has a keeper, which needs none of these and starts at once.
+_LATER = _RUNS | _REQUESTS | _RAY
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ LEFT = 75
 BAD_INPUT = 2
 _LEAVING_S = 120.0
 """Who has not begun to save by then is ended; who has gets as long again."""
+_AGAIN_S = 600.0
 _TIDY_S, _KEPT_S = 3600.0, 14 * 86_400.0
 _SEEN_S = 10.0
 """How old what is known of earlier runs may be."""
@@ -59,7 +60,7 @@ class Loop:
         self._counted_at: float | None = None
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
         self._seen_at = self._tidied_at = float("-inf")
-        self._trouble = ""
+        self._troubles: dict[str, float] = {}
 
     def recover(self) -> None:
         """After a start of the server: running jobs are expected to report."""
@@ -167,7 +168,10 @@ class Loop:
                 if (job.id, job.generation) in running and self._is_late(session, job)
             ]
         for name in late:
-            self._context.launcher.end(name)
+            try:
+                self._context.launcher.end(name)
+            except MiMatrixError as error:
+                self._complain(f"{name} cannot be ended: {error}")
 
     def _is_late(self, session: Session, job: JobRow) -> bool:
         """Whether it was told to go and must be made to; what it said last is written down on the way."""
@@ -346,8 +350,11 @@ class Loop:
         self._start_team(number, generation)
 
     def _complain(self, sentence: str) -> None:
-        if sentence != self._trouble:
-            self._trouble = sentence
+        """Once, and again when it has lasted for a while."""
+        now_s = self._context.clock()
+        if now_s - self._troubles.get(sentence, float("-inf")) > _AGAIN_S:
+            self._troubles = {said: at for said, at in self._troubles.items() if now_s - at <= _AGAIN_S}
+            self._troubles[sentence] = now_s
             self._say(sentence)
 
 

@@ -30,7 +30,19 @@ from mimatrix.wire.client import ADDRESS_FILE, TOKEN_FILE
 from mimatrix.wire.messages import Role
 
 _TURN_S = 0.5
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "TMPDIR", "USER", "LOGNAME", "SSL_CERT_FILE", "SSL_CERT_DIR")
+_KEPT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "LD_LIBRARY_PATH",
+    "TMPDIR",
+    "USER",
+    "LOGNAME",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+)
 """Of the server's environment, what jobs see: nothing that could be secret."""
 
 
