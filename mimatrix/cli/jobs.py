@@ -1,17 +1,18 @@
 """`mimatrix submit` and what one asks about jobs afterwards."""
 
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from mimatrix.cli.screen import plain_console, print_json
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.core.units import format_bytes, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 Number = Annotated[int, typer.Argument(min=1, metavar="JOB", help="Its number, as in `mimatrix jobs`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_PAUSE_S = 0.5
+_PAUSE_S, _PATIENCE_S = 0.5, 60.0
+_TIMED_OUT = 124
+T = TypeVar("T")
 _STATES = ("queued", "starting", "profiling", "training", "saving", "preempted", "done", "failed", "cancelled")
 
 
@@ -54,7 +57,7 @@ def submit(
     with _client() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
         packed = Path(folder) / "snapshot.tar.gz"
         with _gathered(path.parent, file or []) as source:
-            digest = archive(source, packed, MOST_SNAPSHOT_BYTES)
+            digest = archive(source, packed, MOST_SNAPSHOT_BYTES, path.name)
         job = _submission({**given, "script": path.name, "snapshot": digest})
         if dry_run:
             would = client.would(job)
@@ -147,16 +150,26 @@ def logs(
     Example: mimatrix logs -f 3
     """
     with _client() as client:
-        offset = 0
+        offset, now = 0, generation
         while True:
-            part = client.log(number, rank, offset, generation)
+            part = _patiently(lambda: client.log(number, rank, offset, now), follow)  # noqa: B023 (called at once)
             sys.stdout.write(part.text)
             sys.stdout.flush()
-            if not part.text and (part.has_ended or not follow):
+            offset, now = part.next_offset, generation or part.generation or None
+            if part.text:
+                continue
+            if follow and generation is None and (part.has_ended or not now):
+                later = _patiently(lambda: client.job(number), follow)
+                if later.generation > (now or 0):
+                    sys.stderr.write(f"mimatrix: started for the {later.generation}. time\n" if now else "")
+                    offset, now = 0, later.generation
+                    continue
+                if later.state not in _STATES[6:]:
+                    time.sleep(_PAUSE_S)
+                    continue
+            if part.has_ended or not follow:
                 return
-            offset = part.next_offset
-            if not part.text:
-                time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S)
 
 
 def cancel(number: Number, as_json: Json = False) -> None:
@@ -188,16 +201,19 @@ def wait(
 
     deadline = time.monotonic() + parse_seconds(timeout) if timeout else None
     with _client() as client:
-        while (job := client.job(number)).state not in ENDED:
+        while (job := _patiently(lambda: client.job(number), True)).state not in ENDED:
             if deadline is not None and time.monotonic() > deadline:
-                raise UserError(f"job {number} is still {job.state} after {timeout}: {job.reason}; wait longer")
+                plain_console().print(f"job {number} is still {job.state} after {timeout}: {job.reason}")
+                raise typer.Exit(_TIMED_OUT)
             time.sleep(_PAUSE_S)
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:
         plain_console().print(f"job {number} is {job.state}: {job.reason}")
     if job.state is not JobState.DONE:
-        raise typer.Exit(job.exit_code if job.exit_code and 0 < job.exit_code < 256 else 1)
+        code = job.exit_code or 1
+        # As a shell tells of a signal.
+        raise typer.Exit(128 - code if code < 0 else min(code, 255))
 
 
 def nodes(as_json: Json = False) -> None:
@@ -223,6 +239,18 @@ def nodes(as_json: Json = False) -> None:
             has = f"job {device.job}" if device.job else ("free" if node.answers else "does not answer")
             table.add_row(device.name, device.kind, format_bytes(device.memory_bytes), has)
     plain_console().print(table)
+
+
+def _patiently(ask: "Callable[[], T]", waits: bool) -> "T":
+    """The answer; a server that is being restarted is asked again for a while, if whoever asks waits anyway."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except WorldError:
+            if not waits or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def _act(number: int, action: str, as_json: bool) -> None:
@@ -277,7 +305,9 @@ def _described(script: str, given: dict[str, Any], arguments: list[str]) -> tupl
         raise UserError(f'there is no "{path}"; give the path of a script, or of a .toml file that names one')
     if arguments:
         given["arguments"] = tuple(arguments)
-    return path, {"name": path.stem, **given}
+    # Of the script's name what a name may have.
+    name = re.sub(r"[^A-Za-z0-9._ -]+|^[._ -]+", "", path.stem)[:100]
+    return path, {"name": name or "job", **given}
 
 
 def _submission(given: dict[str, Any]) -> "Submission":

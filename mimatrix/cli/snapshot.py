@@ -27,9 +27,14 @@ _USUAL = ("checkpoints", "runs", "wandb", "*.pt", "*.ckpt", "*.safetensors")
 _MOST_FILES = 20_000
 
 
-def archive(folder: Path, target: Path, most_bytes: int) -> str:
-    """Write the folder's files to `target` as .tar.gz; its SHA-256. The same files give the same archive."""
+def archive(folder: Path, target: Path, most_bytes: int, script: str = "") -> str:
+    """Write the folder's files to `target` as .tar.gz; its SHA-256. The same files give the same archive.
+
+    The script is taken along whatever it matches, and wherever it is a link to.
+    """
     files = list(_files(folder))
+    if script and folder / script not in files:
+        files.append(folder / script)
     size = sum(path.stat().st_size for path in files)
     if size > most_bytes or len(files) > _MOST_FILES:
         what = f"{len(files):,} files" if len(files) > _MOST_FILES else format_bytes(size)
@@ -66,8 +71,11 @@ def _below(path: Path, folder: Path, inside: Path, patterns: tuple[str, ...]) ->
     name = path.relative_to(folder).as_posix()
     if any(fnmatch(path.name, pattern) or fnmatch(name, pattern) for pattern in patterns):
         return
-    if not path.resolve().is_relative_to(inside):
-        return
+    try:
+        if not path.resolve(strict=True).is_relative_to(inside):
+            return
+    except (OSError, RuntimeError):
+        return  # a link to nowhere, or in a circle
     if path.is_dir() and not path.is_symlink():
         for each in sorted(path.iterdir()):
             yield from _below(each, folder, inside, patterns)

@@ -3,6 +3,7 @@
 The names are all that has to be known of what was dropped, so nobody can read a count that does not fit the files.
 """
 
+import os
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -79,7 +80,8 @@ def _parts(folder: Path, offset: int) -> list[tuple[int, Path]]:
 def _read(part: Path, offset: int, most: int) -> bytes:
     try:
         with part.open("rb") as file:
-            file.seek(offset)
+            # Beyond its end there is nothing, and some file systems refuse to go there.
+            file.seek(min(offset, os.fstat(file.fileno()).st_size))
             return file.read(most)
     except FileNotFoundError:
         return b""  # dropped meanwhile

@@ -10,6 +10,7 @@ _NOTHING = 1e-9
 
 def later(used: Mapping[str, float], running: Iterable[Running], seconds: float) -> dict[str, float]:
     """What it is after some more seconds of these jobs."""
+    seconds = max(0.0, seconds)  # clocks are set back
     kept = 0.5 ** (seconds / HALF_LIFE_S)
     found = {user: kept * amount for user, amount in used.items() if kept * amount > _NOTHING}
     for each in running:

@@ -39,7 +39,7 @@ class May:
         bearer = await _bearer(request, given.credentials if given else "")
         request.scope["bearer"] = bearer
         if bearer.role not in self.roles:
-            raise Refusal(403, f"a {bearer.role} may not do this; ask somebody who is {' or '.join(self.roles)}")
+            raise Refusal(403, f"the role {bearer.role} may not do this; ask somebody who is {' or '.join(self.roles)}")
         return bearer
 
 
@@ -49,11 +49,13 @@ async def _bearer(request: Request, secret: str) -> Bearer:
     found = doorkeeper.remembered(secret) if secret else None
     if found:
         return found
-    if doorkeeper.is_shut(address):
-        raise Refusal(429, "too many wrong tokens came from this address; try again in a minute")
     if not secret:
         raise Refusal(401, "a token is needed; set MIMATRIX_TOKEN to what mimatrix up printed")
+    # A right token is let in whoever else guesses from the same address.
+    was_shut = doorkeeper.is_shut(address)
     found = await run_in_threadpool(doorkeeper.known, secret, address)
+    if found is None and was_shut:
+        raise Refusal(429, "too many wrong tokens came from this address; try again in a minute")
     if found is None:
         raise Refusal(401, "this token is not known here; set MIMATRIX_TOKEN to what mimatrix up printed")
     return found

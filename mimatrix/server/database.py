@@ -17,6 +17,7 @@ from mimatrix.core.errors import UserError, WorldError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _PATIENCE_S = 10
+DATABASE_FILE = "mimatrix.db"
 
 
 class Sessions:
@@ -38,7 +39,7 @@ class Sessions:
 
 def address_in(folder: Path) -> str:
     """Of the embedded database."""
-    return f"sqlite:///{folder / 'mimatrix.db'}"
+    return f"sqlite:///{folder / DATABASE_FILE}"
 
 
 def opened(address: str) -> tuple[Engine, Sessions]:

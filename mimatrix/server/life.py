@@ -36,6 +36,8 @@ def move(session: Session, job: JobRow, new: JobState, reason: str, now_s: float
     if new is _S.STARTING:
         job.generation += 1
         job.started_at, job.ended_at, job.exit_code = now_s, None, None
+    if new in WAITING:
+        job.waiting_since = now_s
     if new in WAITING or new in ENDED:
         job.seats, job.leaving, job.leaving_at = [], "", None
     if new in ENDED:

@@ -15,6 +15,7 @@ class LiveJob:
     """The workers of one job in one generation."""
 
     generation: int
+    ranks: int
     joined: dict[int, Join] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     leave: bool = False
@@ -27,24 +28,17 @@ class Live:
         self._jobs: dict[int, LiveJob] = {}
         self._lock = Lock()
 
-    def begin(self, job: int, generation: int, *, leave: bool = False) -> None:
+    def begin(self, job: int, generation: int, ranks: int, *, leave: bool = False) -> None:
         """It was started, or found again after a restart of the server."""
         with self._lock:
             found = self._jobs.get(job)
             if found is None or found.generation != generation:
-                self._jobs[job] = LiveJob(generation, leave=leave)
+                self._jobs[job] = LiveJob(generation, ranks, leave=leave)
 
     def of(self, job: int, generation: int) -> LiveJob | None:
         """What its workers said in this generation; None for another one."""
         found = self._jobs.get(job)
         return found if found and found.generation == generation else None
-
-    def reported(self, job: int, report: Report) -> LiveJob | None:
-        """A worker said something; None if it is of another generation."""
-        found = self.of(job, report.generation)
-        if found:
-            found.reports[report.rank] = report
-        return found
 
     def tell_to_leave(self, job: int) -> None:
         """Its workers hear it with the answer to their next report."""

@@ -5,8 +5,10 @@ team is started by its name, and a job that is `starting` without a team is star
 """
 
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -33,7 +35,7 @@ _TIDY_S, _KEPT_S = 3600.0, 14 * 86_400.0
 _SEEN_S = 10.0
 """How old what is known of earlier runs may be."""
 _MOST_DEVICES = 4096
-_WHEN = re.compile(r", at the latest in \S+")
+_CHANGES = re.compile(r", at the latest in \S+|\d+")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Loop:
         """After a start of the server: running jobs are expected to report."""
         with self._context.sessions() as session:
             for job in _jobs(session, ACTIVE):
-                self._context.live.begin(job.id, job.generation, leave=bool(job.leaving))
+                self._context.live.begin(job.id, job.generation, len(job.seats), leave=bool(job.leaving))
 
     def turn(self) -> None:
         """One time around."""
@@ -130,14 +132,24 @@ class Loop:
             if archive is None:
                 move(session, job, JobState.FAILED, "its snapshot is gone; submit it again", context.clock())
                 return
+            self._make_checkpoints(number)
             team = self._team(job, secret, archive)
-        context.live.begin(number, generation)
+        context.live.begin(number, generation, len(team.members))
         try:
             context.launcher.start(team)
         except MiMatrixError as error:
             with context.sessions.begin() as session:
                 job = session.get_one(JobRow, number, with_for_update=True)
                 self._fail(session, job, None, f"it could not be started: {error}", is_lost=True)
+
+    def _make_checkpoints(self, number: int) -> None:
+        """The folder for a job's checkpoints, owned by whom it runs as."""
+        if not self._serving.checkpoints:
+            return
+        folder = Path(self._serving.checkpoints) / f"job-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._serving.run_as:
+            shutil.chown(folder, self._serving.run_as)
 
     def _team(self, job: JobRow, secret: str, archive: object) -> Team:
         serving = self._serving
@@ -276,8 +288,11 @@ class Loop:
     def _schedule(self) -> None:
         with self._context.sessions() as session:
             state = self._state(session)
-        for decision in decide(state, self._context.clock(), self._serving.policy):
-            self._apply(decision)
+        decisions = decide(state, self._context.clock(), self._serving.policy)
+        for decision in decisions:
+            if not isinstance(decision, Wait):
+                self._apply(decision)
+        self._note_waits({_number(each.job): each.reason for each in decisions if isinstance(each, Wait)})
 
     def _state(self, session: Session) -> State:
         now_s = self._context.clock()
@@ -322,9 +337,22 @@ class Loop:
             for job in _jobs(session, ACTIVE)
         ]
 
+    def _note_waits(self, reasons: Mapping[int, str]) -> None:
+        """Why jobs wait, all at once; most turns have nothing new to say."""
+        with self._context.sessions() as session:
+            asked = select(JobRow.id, JobRow.reason).where(JobRow.state.in_(WAITING))
+            new = [number for number, reason in session.execute(asked) if reasons.get(number, reason) != reason]
+        if not new:
+            return
+        with self._context.sessions.begin() as session:
+            for number in new:
+                job = session.get_one(JobRow, number, with_for_update=True)
+                if job.state in WAITING:
+                    _take_reason(session, job, reasons[number], self._context.clock())
+
     def _apply(self, decision: Decision) -> None:
         now_s = self._context.clock()
-        number = int(decision.job.removeprefix(_called(0)[:-1]))
+        number = _number(decision.job)
         with self._context.sessions.begin() as session:
             job = session.get_one(JobRow, number, with_for_update=True)
             match decision:
@@ -333,9 +361,6 @@ class Loop:
                     job.leaving = ""
                     move(session, job, JobState.STARTING, reason, now_s)
                     generation = job.generation
-                case Wait(_, reason) if job.state in WAITING:
-                    _take_reason(session, job, reason, now_s)
-                    return
                 case Preempt(_, _, reason) if is_active(job) and not job.leaving:
                     job.leaving, job.leaving_at = "preempt", now_s
                     note(session, job, f"told to save and go: {reason}", now_s)
@@ -370,10 +395,14 @@ def _called(number: int) -> str:
     return f"job {number}"
 
 
+def _number(called: str) -> int:
+    return int(called.removeprefix("job "))
+
+
 def _queued(job: JobRow, seen: Mapping[tuple[str, str], Mapping[str, float]]) -> Queued:
     speeds = seen.get((job.user, job.name), {})
     wish = Wish.parse(job.devices)
-    return Queued(_called(job.id), wish, job.user, job.priority, job.created_at, job.max_time_s, speeds)
+    return Queued(_called(job.id), wish, job.user, job.priority, job.waiting_since, job.max_time_s, speeds)
 
 
 def _seen_speeds(session: Session) -> dict[tuple[str, str], dict[str, float]]:
@@ -412,8 +441,8 @@ _SAID = {
 
 
 def _take_reason(session: Session, job: JobRow, reason: str, now_s: float) -> None:
-    """Why it waits. Time runs; an event is only worth writing when something else changed."""
-    if _WHEN.sub("", job.reason) != _WHEN.sub("", reason):
+    """Why it waits. Times, counts and who is first change all the time; an event is worth a change of another kind."""
+    if _CHANGES.sub("", job.reason) != _CHANGES.sub("", reason):
         note(session, job, reason, now_s)
     if job.reason != reason:
         job.reason = reason

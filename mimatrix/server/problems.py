@@ -58,6 +58,10 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return problem(error.status_code, f"{error.detail}; see /docs for what there is")
 
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return problem(500, f"the server made a mistake ({type(error).__name__}); its log says more")
+
+    app.add_exception_handler(Exception, unexpected)
     app.add_exception_handler(UserError, refused)
     app.add_exception_handler(WorldError, gave_way)
     app.add_exception_handler(RequestValidationError, misread)

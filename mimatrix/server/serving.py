@@ -4,6 +4,8 @@ import fcntl
 import getpass
 import ipaddress
 import os
+import pwd
+import shutil
 import socket
 import sys
 import threading
@@ -21,7 +23,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.launch import Launcher
 from mimatrix.server.application import application
 from mimatrix.server.context import Context
-from mimatrix.server.database import address_in, opened
+from mimatrix.server.database import DATABASE_FILE, address_in, opened
 from mimatrix.server.loop import Loop, Serving
 from mimatrix.server.snapshots import Snapshots
 from mimatrix.server.tables import TokenRow
@@ -78,6 +80,12 @@ def check(settings: Settings) -> None:
     for file in (settings.tls_cert, settings.tls_key):
         if file and not file.is_file():
             raise UserError(f'"{file}" is not there; name the file in PEM format')
+    if settings.run_as and settings.run_as not in {entry.pw_name for entry in pwd.getpwall()}:
+        raise UserError(f'there is no user "{settings.run_as}" for --run-as; name one of this machine')
+    if not shutil.which(settings.python):
+        raise UserError(f'there is no Python "{settings.python}"; give --python the path of one')
+    if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
+        raise UserError(f'"{settings.advertise}" is no address; write --advertise http://name:7700')
     if not _is_loopback(settings.host) and not settings.tls_cert and not settings.insecure:
         raise UserError(
             f"{settings.host} can be reached from outside, where tokens could be read on the way; give --tls-cert and "
@@ -88,8 +96,7 @@ def check(settings: Settings) -> None:
 def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Callable[[str], None]) -> None:
     """Until SIGTERM or SIGINT. Jobs go on, and are found again by the next one on the same folder."""
     check(settings)
-    settings.data.mkdir(parents=True, exist_ok=True)
-    settings.data.chmod(0o700)
+    _make_folder(settings)
     with _only_one(settings.data), _bound(settings) as listener:
         engine, sessions = opened(settings.database or address_in(settings.data))
         launcher = launcher_in(settings.data)
@@ -109,6 +116,20 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Call
             turning.stop()
             launcher.close()
             engine.dispose()
+
+
+def _make_folder(settings: Settings) -> None:
+    """For this user alone. Jobs of another user may pass through to their own folders, and see no more than those."""
+    try:
+        settings.data.mkdir(parents=True, exist_ok=True)
+        settings.data.chmod(0o711 if settings.run_as else 0o700)
+        for name, mode in (("snapshots", 0o700), ("launcher", 0o711), ("checkpoints", 0o711)):
+            (settings.data / name).mkdir(exist_ok=True)
+            (settings.data / name).chmod(mode)
+        (settings.data / DATABASE_FILE).touch(mode=0o600)
+        (settings.data / DATABASE_FILE).chmod(0o600)
+    except OSError as error:
+        raise UserError(f'"{settings.data}" cannot be used ({error.strerror}); give another --data folder') from None
 
 
 class _Turning(threading.Thread):
@@ -143,6 +164,9 @@ class _Turning(threading.Thread):
 def _serving(settings: Settings) -> Serving:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    if settings.run_as:
+        account = pwd.getpwnam(settings.run_as)
+        environment |= {"HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name}
     checkpoints = str(settings.data / "checkpoints")
     words = (settings.python, "-m", "mimatrix.worker")
     return Serving(settings.address, words, environment, settings.run_as, checkpoints=checkpoints)
@@ -162,10 +186,11 @@ def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config
 
 
 def _first_token(context: Context, settings: Settings, say: Callable[[str], None]) -> None:
-    """An admin's, if there is none; its secret is shown once, and left where only this user can read it."""
+    """An admin's, if there is none or it was lost; it is shown once, and left where only this user can read it."""
     with context.sessions.begin() as session:
         known = session.scalar(select(TokenRow).where(TokenRow.role == Role.ADMIN, TokenRow.ended_at.is_(None)))
-        if known:
+        # Whoever owns the folder owns the server: one who lost the file gets another token.
+        if known and (settings.data / TOKEN_FILE).is_file():
             return
         _, secret = issue(session, getpass.getuser(), Role.ADMIN, context.clock())
         _leave(settings.data / TOKEN_FILE, secret)

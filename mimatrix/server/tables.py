@@ -42,6 +42,8 @@ class JobRow(Base):
     leaving_at: Mapped[float | None] = mapped_column(Float)
     exit_code: Mapped[int | None] = mapped_column(Integer)
     created_at: Mapped[float] = mapped_column(Float)
+    waiting_since: Mapped[float] = mapped_column(Float)
+    """When it was queued last, or preempted: what it ages from."""
     started_at: Mapped[float | None] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)

@@ -12,6 +12,13 @@ from mimatrix.wire import messages as m
 
 T = TypeVar("T", bound=m.Message)
 _TIMEOUT = httpx.Timeout(15.0, connect=5.0)
+_LATER = (408, 429)
+"""May go well a little later."""
+_WORDS = {
+    401: "this token is not known to the job server; set MIMATRIX_TOKEN to what mimatrix up printed",
+    403: "this token may not do that; ask for one of the role user",
+    429: "the job server has seen too many wrong tokens from here; try again in a minute",
+}
 ADDRESS_FILE, TOKEN_FILE = "address", "token"
 
 
@@ -23,8 +30,10 @@ def data_folder() -> Path:
 def found_server() -> tuple[str, str]:
     """Address and token: from the environment, or as a server of the same user left them in its folder."""
     address, token = os.environ.get("MIMATRIX_SERVER", ""), os.environ.get("MIMATRIX_TOKEN", "")
-    folder = data_folder()
-    return address or _left(folder / ADDRESS_FILE), token or _left(folder / TOKEN_FILE)
+    left = _left(data_folder() / ADDRESS_FILE)
+    # What is in the folder is for the server of that folder, and for nobody elsewhere.
+    own = _left(data_folder() / TOKEN_FILE) if address in ("", left) else ""
+    return address or left, token or own
 
 
 def _left(file: Path) -> str:
@@ -145,11 +154,13 @@ class Client:
 
 
 def _objection(found: httpx.Response) -> Exception:
+    status = found.status_code
     try:
         detail = m.Problem.model_validate_json(found.content).detail
     except ValueError:
-        detail = f"the job server answered {found.status_code}; is there another program at this address?"
-    return UserError(detail) if found.status_code < 500 else WorldError(detail)
+        unknown = f"the job server answered {status}; is there another program at this address?"
+        detail = _WORDS.get(status, unknown)  # an answer to HEAD has no words of its own
+    return WorldError(detail) if status in _LATER or status >= 500 else UserError(detail)
 
 
 def following(read: Callable[[int], m.Log], pause: Callable[[], None]) -> Iterator[str]:

@@ -174,6 +174,8 @@ class Wait(Message):
 class Log(Message):
     """A piece of a rank's output."""
 
+    generation: Count
+    """Of which start; 0 if there was none."""
     text: str
     next_offset: Count
     has_ended: bool

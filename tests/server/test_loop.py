@@ -26,9 +26,9 @@ class Clock:
 def uploaded(there: House, script: str) -> str:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        entry = tarfile.TarInfo("x.py")
-        entry.size = len(script)
-        tar.addfile(entry, io.BytesIO(script.encode()))
+        entry, content = tarfile.TarInfo("x.py"), script.encode()
+        entry.size = len(content)
+        tar.addfile(entry, io.BytesIO(content))
     digest = hashlib.sha256(packed.getvalue()).hexdigest()
     assert there.ask("ben", "PUT", f"/api/snapshots/{digest}", content=packed.getvalue()).status_code == 204
     return digest
@@ -115,6 +115,7 @@ def test_output_of_long_ago_is_forgotten(tmp_path: Path) -> None:
         there.loop.turn()
         assert there.context.launcher.states() == {}
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json() == {
+            "generation": 1,
             "text": "",
             "next_offset": 0,
             "has_ended": True,
@@ -134,3 +135,25 @@ def test_devices_that_an_earlier_run_found_fast_come_first(tmp_path: Path) -> No
         with there.context.sessions() as session:
             (waiting,) = there.loop._state(session).queued
         assert waiting.speeds == {"cpu": 200.0}
+
+
+@pytest.mark.timeout(60)
+def test_output_in_pieces_is_whole(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        number = submitted(there, "print('日本語é' * 40_000)")
+        turned_until(there, number, *ENDED)
+        text, offset = "", 0
+        while (part := there.ask("dee", "GET", f"/api/jobs/{number}/log?offset={offset}").json())["text"]:
+            text, offset = text + part["text"], part["next_offset"]
+        assert text == "日本語é" * 40_000 + "\n"
+        beyond = there.ask("dee", "GET", f"/api/jobs/{number}/log?offset={1 << 53}")
+        assert (beyond.status_code, beyond.json()["text"]) == (200, "")
+
+
+@pytest.mark.timeout(60)
+def test_a_long_queue_is_explained_without_a_flood_of_events(tmp_path: Path) -> None:
+    with house(tmp_path, devices=1) as there:
+        numbers = [submitted(there, "print('hello')") for _ in range(6)]
+        for number in numbers:
+            turned_until(there, number, *ENDED)
+        assert max(len(reasons(there, number)) for number in numbers) <= 6

@@ -123,12 +123,15 @@ def log(
         row = found(session, number)
     wanted = row.generation if generation is None else generation
     has_ended = row.state in m.ENDED or wanted < row.generation
+    if row.seats and rank >= len(row.seats):
+        raise Refusal(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
     try:
         part = shared.launcher.read_log(team_name(number, wanted), rank, offset)
     except UserError:
         # Not started yet, or forgotten since: there is nothing to read.
-        return m.Log(text="", next_offset=offset, has_ended=has_ended)
-    return m.Log(text=part.data.decode(errors="replace"), next_offset=part.next_offset, has_ended=has_ended)
+        return m.Log(generation=wanted, text="", next_offset=offset, has_ended=has_ended)
+    text, left = _whole(part.data)
+    return m.Log(generation=wanted, text=text, next_offset=part.next_offset - left, has_ended=has_ended)
 
 
 @router.patch("/jobs/{number}")
@@ -196,6 +199,7 @@ def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
         seats=[],
         leaving="",
         created_at=now_s,
+        waiting_since=now_s,
         progress={},
     )
 
@@ -231,6 +235,17 @@ def shown(row: JobRow) -> m.Job:
         ended_at=_time(row.ended_at) if row.ended_at else None,
         progress=m.Progress.model_validate(row.progress),
     )
+
+
+def _whole(data: bytes) -> tuple[str, int]:
+    """As text, and how many bytes at its end are only the beginning of a character: they come with the next piece."""
+    for left in range(min(4, len(data))):
+        if left == 0 or data[-left] & 0xC0 == 0xC0:
+            try:
+                return data[: len(data) - left].decode(), left
+            except UnicodeDecodeError:
+                continue
+    return data.decode(errors="replace"), 0
 
 
 def _own(session: Session, number: int, who: Bearer) -> JobRow:

@@ -22,8 +22,7 @@ def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
     live = _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions() as session:
         row = found(session, number)
-    if said.rank >= len(row.seats):
-        raise Refusal(422, f"job {number} has {len(row.seats)} ranks, and rank {said.rank} is none of them")
+    _check_rank(number, said.rank, len(row.seats))
     live.joined[said.rank] = said
     first = live.joined.get(0)
     return m.Joined(
@@ -40,6 +39,7 @@ def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
 async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.Orders:
     """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
     live = _live(number, said.protocol, said.generation, shared, who)
+    _check_rank(number, said.rank, live.ranks)
     live.reports[said.rank] = said
     return m.Orders(leave=live.leave, again_s=shared.live.again_s())
 
@@ -74,6 +74,11 @@ def _live(number: int, protocol: int, generation: int, shared: Context, who: Bea
     if live is None:
         raise Refusal(409, f"generation {generation} of job {number} does not run; it was ended or started again")
     return live
+
+
+def _check_rank(number: int, rank: int, ranks: int) -> None:
+    if rank >= ranks:
+        raise Refusal(422, f"job {number} has {ranks} ranks, and rank {rank} is none of them")
 
 
 def _node(seat: str) -> str:

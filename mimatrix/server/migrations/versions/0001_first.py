@@ -45,6 +45,7 @@ def upgrade() -> None:
         sa.Column("leaving_at", sa.Float(), nullable=True),
         sa.Column("exit_code", sa.Integer(), nullable=True),
         sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("waiting_since", sa.Float(), nullable=False),
         sa.Column("started_at", sa.Float(), nullable=True),
         sa.Column("ended_at", sa.Float(), nullable=True),
         sa.Column("progress", sa.JSON(), nullable=False),
