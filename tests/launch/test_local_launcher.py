@@ -394,7 +394,9 @@ def test_signals_are_as_in_a_fresh_process(ground: Ground) -> None:
         signal.signal(signal.SIGCHLD, ignored)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     ground.ended(team.name)
-    assert {int(line.split()[1], 16) for line in ground.output(team.name).splitlines()} == {0}
+    # Two signals are the C library's own, and it blocks them as it likes.
+    own = 0b11 << 31
+    assert {int(line.split()[1], 16) & ~own for line in ground.output(team.name).splitlines()} == {0}
 
 
 def test_remains_of_killed_launchers_are_swept(ground: Ground) -> None:
