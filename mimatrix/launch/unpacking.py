@@ -10,6 +10,13 @@ from mimatrix.launch.accounts import Account
 from mimatrix.launch.trees import ENDS, die_with_parent, fork
 
 
+class _StrayError(tarfile.TarError):
+    """Something in the archive leads out of the folder."""
+
+
+_REFUSED: tuple[type[Exception], ...] = (_StrayError, getattr(tarfile, "FilterError", _StrayError))
+
+
 def start_unpacking(archive: Path, folder: Path, account: Account | None) -> tuple[int, int]:
     """Make `folder` and fill it: gives the child that does it, and where it says why it cannot, or nothing."""
     hears, says = os.pipe()
@@ -28,12 +35,27 @@ def _unpack(archive: Path, folder: Path, account: Account | None) -> str:
         with archive.open("rb") as file:
             _enter(folder, account)
             with gzip.open(file) as plain, tarfile.open(fileobj=plain, mode="r:") as packed:
-                packed.extractall(".", filter="data")
-    except tarfile.FilterError as error:
-        return f"{archive} must not be unpacked ({error}); pack a folder that has all it needs inside of it"
+                _extract(packed)
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        if isinstance(error, _REFUSED):
+            return f"{archive} must not be unpacked ({error}); pack a folder that has all it needs inside of it"
         return f"{archive} cannot be unpacked ({error}); pack the folder again, as .tar.gz"
     return ""
+
+
+def _extract(packed: tarfile.TarFile) -> None:
+    """Here, and nowhere else."""
+    if hasattr(tarfile, "data_filter"):
+        packed.extractall(".", filter="data")
+        return
+    # Before Python 3.11.4: only what cannot lead elsewhere, as this user's, and with nobody's rights.
+    for member in packed.getmembers():
+        path = Path(member.name)
+        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+            raise _StrayError(f'"{member.name}" is no plain file inside of the folder')
+        member.mode, member.uid, member.gid = member.mode & 0o777, os.geteuid(), os.getegid()
+        member.uname = member.gname = ""
+    packed.extractall(".")  # noqa: S202 (checked above)
 
 
 def _enter(folder: Path, account: Account | None) -> None:

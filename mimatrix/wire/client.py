@@ -1,7 +1,6 @@
 """A client of the job server. The transport is handed in, so that tests need no network."""
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,17 +160,3 @@ def _objection(found: httpx.Response) -> Exception:
         unknown = f"the job server answered {status}; is there another program at this address?"
         detail = _WORDS.get(status, unknown)  # an answer to HEAD has no words of its own
     return WorldError(detail) if status in _LATER or status >= 500 else UserError(detail)
-
-
-def following(read: Callable[[int], m.Log], pause: Callable[[], None]) -> Iterator[str]:
-    """All output from the beginning until the rank has ended; `pause` is called when there is nothing new."""
-    offset = 0
-    while True:
-        part = read(offset)
-        offset = part.next_offset
-        if part.text:
-            yield part.text
-        elif part.has_ended:
-            return
-        else:
-            pause()
