@@ -13,6 +13,11 @@ ALIGNMENT = 4096
 Wait = Callable[[], None]
 
 
+def slot_bytes(size: int) -> int:
+    """What a slot for `size` bytes takes of the arena."""
+    return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+
+
 class Slot:
     """A range of the arena. `reuse` is to be called before its bytes are overwritten."""
 
@@ -59,7 +64,7 @@ class Arena:
 
     def allocate(self, size: int) -> Slot:
         """A slot of at least `size` bytes."""
-        wanted = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        wanted = slot_bytes(size)
         with self._lock:
             for index, (offset, room) in enumerate(self._free):
                 if room >= wanted:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import cast
 
@@ -65,7 +66,9 @@ class Group:
         self._timeout_s, self._lazily = timeout_s, lazily
         self._compilers: dict[tuple[Collective, Plan, Shares | None, int], Compiler] = {}
         self._stages: dict[str, list[Slot]] = {}
+        self._pinned: list[Slot] = []
         self.sync = self._synchronisation()
+        self._mixed = len({"cuda" in endpoint.places[rank].windows for rank in self.members}) > 1
         self._executors = {kind: self._executor(kind) for kind in self._common_windows()}
         self._messages = self._message_executor()
         self.forecast = forecast_for(self.members, endpoint.size)
@@ -89,10 +92,18 @@ class Group:
         """A tensor in the arena: collectives on it, or on parts of it, need no staging."""
         return self.endpoint.arenas[kind].allocate(count * dtype.itemsize).tensor(dtype, count)
 
-    def stages_fit(self, largest: int, kind: str = "host") -> bool:
-        """Whether the arena still has room for staging what lies elsewhere, up to messages of `largest` bytes."""
-        made = kind in self._stages
-        return self.endpoint.arenas[kind].largest_free >= largest + (0 if made else 3 * stages.STAGE_BYTES[kind])
+    @property
+    def has_windows(self) -> bool:
+        """Whether ranks read one another's memory at all."""
+        return bool(self._executors)
+
+    def room(self, kind: str = "host") -> int:
+        """The most bytes that one tensor of the arena could have now."""
+        return self.endpoint.arenas[kind].largest_free
+
+    def make_stages(self, kind: str = "host") -> None:
+        """Take the room for staging now, before others fill the arena; otherwise it is taken when it is needed."""
+        self._two_stages(kind)
 
     @property
     def maps_peers(self) -> bool:
@@ -188,7 +199,10 @@ class Group:
     def size_class(self, collective: Collective, tensor: torch.Tensor) -> SizeClass:
         """With which other messages this one is tuned."""
         placed = self._placed(tensor)
-        return SizeClass.of(collective, tensor, placed[0] if placed else self.where(tensor), placed=placed is not None)
+        where = placed[0] if placed else self.where(tensor)
+        # What is a GPU's tensor on one rank is a CPU's on another, and all must tune at the same moment.
+        device = "cpu" if self._mixed else tensor.device.type
+        return SizeClass.of(collective, tensor, where, device, placed=placed is not None)
 
     def run(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
         """Run a call here and now, and count it; for whoever is on the worker's turn already."""
@@ -255,6 +269,8 @@ class Group:
 
     def close(self) -> None:
         """Give the stages back. The page stays: a slow peer may still look there for how far this rank has come."""
+        _unpin(self._pinned)
+        self._pinned.clear()
         for slot in (slot for slots in self._stages.values() for slot in slots):
             with suppress(WorldError):  # peers that are gone read nothing any more
                 slot.reuse()
@@ -316,13 +332,14 @@ class Group:
 
     def _run_staged(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
         flat, where = tensor.reshape(-1), self.where(tensor)
-        if kind.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
-            # Parts of unlike sizes cannot be cut into alike pieces: all of it passes at once.
-            slot = self.endpoint.arenas[where].allocate(flat.numel() * flat.element_size())
-            self.run_pieces(kind, [stages.whole(flat)], plan, [slot], where)
-            slot.free()
+        room = stages.STAGE_BYTES[where]
+        cut = kind.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        if cut and flat.numel() * flat.element_size() > room:
+            parts = (kind.shares or plan.shares or Shares.equal(self.size)).cut(flat.numel())
+            for shares, pieces in stages.in_shared_pieces(flat, parts, room):
+                self.run_pieces(replace(kind, shares=shares), pieces, plan, where=where)
         else:
-            self.run_pieces(kind, list(stages.in_pieces(flat, stages.STAGE_BYTES[where])), plan, where=where)
+            self.run_pieces(kind, list(stages.in_pieces(flat, room)), plan, where=where)
         _return(flat, tensor)
 
     def agree(self, kind: Kind, count: int, plan: Plan) -> None:
@@ -347,6 +364,7 @@ class Group:
             self._stages[where] = [self.endpoint.arenas[where].allocate(size) for _ in range(2)]
             if where == "host" and torch.cuda.is_available():
                 _pin(self._stages[where])
+                self._pinned += self._stages[where]
         return self._stages[where]
 
     def _compiler(self, kind: Kind, plan: Plan) -> Compiler:
@@ -414,6 +432,12 @@ def _pin(slots: Sequence[Slot]) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for slot in slots:
         runtime.cudaHostRegister(slot.bytes.data_ptr(), slot.size, 0)
+
+
+def _unpin(slots: Sequence[Slot]) -> None:
+    """Undo it before others get the slots: what is pinned twice fails, and not where it happens."""
+    for slot in slots:
+        torch.cuda.cudart().cudaHostUnregister(slot.bytes.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def on_own_stream(task: Task, tensor: torch.Tensor) -> Task:

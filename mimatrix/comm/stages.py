@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
+from mimatrix.collectives.shares import Shares
 from mimatrix.comm.arena import Slot
 from mimatrix.comm.program import Give
 
@@ -44,6 +46,46 @@ def in_pieces(flat: torch.Tensor, stage_bytes: int) -> Iterator[Piece]:
     step = stage_bytes // flat.element_size()
     for start in range(0, max(1, flat.numel()), step):
         yield whole(flat[start : start + step])
+
+
+def in_shared_pieces(
+    flat: torch.Tensor, parts: Sequence[int], stage_bytes: int
+) -> Iterator[tuple[Shares, list[Piece]]]:
+    """A flat tensor of which every rank has a part, cut so that a piece has something of every part; by their shares.
+
+    Parts are cut into equally many pieces, so that all but the last are alike.
+    """
+    ends = list(accumulate(parts, initial=0))
+    turns = -(-flat.numel() * flat.element_size() // stage_bytes)
+    steps = [-(-part // turns) for part in parts]
+
+    def slices(turn: int) -> list[torch.Tensor]:
+        return [
+            flat[min(start + turn * step, end) : min(start + (turn + 1) * step, end)]
+            for (start, end), step in zip(pairwise(ends), steps, strict=True)
+        ]
+
+    def counts(turn: int) -> tuple[int, ...]:
+        return tuple(each.numel() for each in slices(turn))
+
+    for sizes, alike in groupby(range(turns), counts):
+        if any(sizes):
+            yield Shares.of(sizes), [_joined(slices(turn)) for turn in alike]
+
+
+def _joined(slices: Sequence[torch.Tensor]) -> Piece:
+    """Slices of a tensor, one after the other in the stage."""
+    sizes = [each.numel() for each in slices]
+
+    def fill(stage: torch.Tensor) -> None:
+        for inside, outside in zip(torch.split(stage, sizes), slices, strict=True):
+            inside.copy_(outside)
+
+    def drain(stage: torch.Tensor) -> None:
+        for inside, outside in zip(torch.split(stage, sizes), slices, strict=True):
+            outside.copy_(inside)
+
+    return Piece(sum(sizes), fill, drain)
 
 
 def scatter_pieces(

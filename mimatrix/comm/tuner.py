@@ -16,6 +16,7 @@ import torch
 
 from mimatrix import __version__
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.arena import Slot, slot_bytes
 from mimatrix.comm.calls import Kind
 from mimatrix.comm.plans import Path as DataPath
 from mimatrix.comm.plans import Plan, candidates
@@ -47,10 +48,10 @@ class SizeClass:
     bits: int
 
     @classmethod
-    def of(cls, collective: Collective, tensor: torch.Tensor, where: str, *, placed: bool) -> "SizeClass":
-        """The class of a tensor."""
+    def of(cls, collective: Collective, tensor: torch.Tensor, where: str, device: str, *, placed: bool) -> "SizeClass":
+        """The class of a tensor, as measured on a kind of device."""
         size = min(tensor.numel() * tensor.element_size(), _LARGEST)
-        return cls(collective, where, tensor.device.type, placed, max(6, size.bit_length()))
+        return cls(collective, where, device, placed, max(6, size.bit_length()))
 
     @property
     def bytes(self) -> int:
@@ -114,7 +115,7 @@ class Tuner:
         native = self._group.native
         assert native
         count = key.bytes // 4 // self._group.size * self._group.size
-        slot = self._group.endpoint.arenas[key.where].allocate(4 * count) if key.placed else None
+        slot = self._slot(key.where, 4 * count) if key.placed else None
         tensor = slot.tensor(torch.float32, count) if slot else torch.empty(count, device=key.device)
         tensor.zero_()
         best, spent = dict.fromkeys(plans, float("inf")), 0.0
@@ -131,6 +132,13 @@ class Tuner:
         if slot:
             slot.free()
         return {str(plan): took for plan, took in best.items()}
+
+    def _slot(self, where: str, size: int) -> Slot | None:
+        """A place in the arena where every rank has one left, or none on any: a full arena is measured from outside."""
+        native, arena = self._group.native, self._group.endpoint.arenas[where]
+        assert native
+        full = native.slowest([float(arena.largest_free < slot_bytes(size))])
+        return None if any(full) else arena.allocate(size)
 
     def _timed(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> float:
         started = time.perf_counter()

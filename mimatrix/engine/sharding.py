@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.arena import slot_bytes
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
-from mimatrix.engine.buffers import Buffers
+from mimatrix.engine.buffers import IN_FLIGHT, Buffers
 from mimatrix.engine.lines import Reduction
 from mimatrix.engine.stats import Watch
 from mimatrix.engine.units import Piece, Unit
@@ -80,7 +81,8 @@ class Sharding:
         self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: Watch
     ) -> None:
         self.group, self._gathers, self.units, self.shares = group, gathers or group, units, shares
-        self.buffers, self._watch = Buffers(group), watch
+        model_bytes = sum(slot_bytes(unit.bytes) for unit in units)
+        self.buffers, self._watch = Buffers(group, units[0].device, model_bytes, {self._gathers} - {group}), watch
         self.held = {unit: self._hold(unit) for unit in units}
         self._of = {
             piece.parameter: (unit, number) for unit in units for number, piece in enumerate(unit.pieces) if unit.learns
@@ -329,7 +331,7 @@ class GradientsCut(OptimizerCut):
         while len(self._flying) >= _IN_FLIGHT:
             self._land()
         held = self.held[unit]
-        flat = self.buffers.shared(unit.count, unit.dtype, unit.device, "units in flight")
+        flat = self.buffers.shared(unit.count, unit.dtype, unit.device, IN_FLIGHT)
         unit.zero_gaps(flat)
         for piece in unit.pieces:
             gradient, view = piece.parameter.grad, piece.of(flat)
@@ -350,7 +352,7 @@ class GradientsCut(OptimizerCut):
         mine = flat[held.part.start : held.part.stop]
         held.grads.add_(mine) if held.summed else held.grads.copy_(mine)
         held.summed = True
-        self.buffers.free(flat, "units in flight")
+        self.buffers.free(flat, IN_FLIGHT)
 
 
 def has_room(group: Group, units: Sequence[Unit]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mimatrix.profiler.room import GPU_SEGMENT
 from mimatrix.profiler.timing import Timing, timed
 
 TWIN_ELEMENTS = 4 << 20
@@ -55,18 +56,19 @@ def optimizer_cost(
     twin = _twin(optimizer, pieces)
     scale = _elements(parameters) / max(1, _elements(pieces))
     took = timed(twin.step, device, _expected(twin, device)) if twin else _three_passes(pieces, device)
-    passing = round(_passing(twin, device) * scale)
+    passing = _passing(twin, device, scale)
     return OptimizerCost(took.seconds * scale, _scaled_state(twin, pieces, parameters), passing)
 
 
-def _passing(twin: torch.optim.Optimizer | None, device: torch.device) -> int:
+def _passing(twin: torch.optim.Optimizer | None, device: torch.device, scale: float) -> int:
     """On a GPU parameters are stepped all at once; on a CPU one after the other, which holds next to nothing."""
     if twin is None or device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     twin.step()
-    return max(0, torch.cuda.max_memory_allocated(device) - before)
+    held = round(max(0, torch.cuda.max_memory_allocated(device) - before) * scale)
+    return held + GPU_SEGMENT if held else 0
 
 
 def _expected(twin: torch.optim.Optimizer, device: torch.device) -> float:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_bytes
 from mimatrix.profiler.cgroups import memory_left
-from mimatrix.profiler.memory import resident_bytes, tidy
+from mimatrix.profiler.memory import attempted, resident_bytes, tidy
 
 # What allocators lose between blocks, and what nobody foresees.
 _GPU_HEADROOM, _CPU_HEADROOM = 0.92, 0.9
+GPU_SEGMENT = 20 << 20
+"""So much of a GPU torch takes at once for tensors of 1 to 10 MB: the last such segment may be nearly empty."""
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
@@ -22,9 +25,13 @@ def room(device: torch.device, neighbours: int = 1, sharers: int = 1) -> int:
 
     `neighbours` ranks share the memory and `sharers` the limit of a control group, itself included.
     """
+    if device.type == "cuda":
+        attempted(lambda: _set_up_libraries(device), device)
     tidy(device)
-    left = _gpu_room(device, neighbours) if device.type == "cuda" else _cpu_room(neighbours, sharers)
-    return max(0, int(left * (_GPU_HEADROOM if device.type == "cuda" else _CPU_HEADROOM)))
+    if device.type != "cuda":
+        return max(0, int(_cpu_room(neighbours, sharers) * _CPU_HEADROOM))
+    left = _gpu_room(device, neighbours)
+    return max(0, int(min(left * _GPU_HEADROOM, left - GPU_SEGMENT)))
 
 
 def is_limited(device: torch.device) -> bool:
@@ -40,6 +47,16 @@ def mps_limit(index: int, variables: Mapping[str, str]) -> int | None:
             # To MPS a G is a GiB.
             return parse_bytes(f"{found[2]}iB" if found[2][-1].isalpha() else found[2])
     return None
+
+
+@lru_cache
+def _set_up_libraries(device: torch.device) -> None:
+    """Multiply a little, forward and back: cuBLAS takes 32 MiB for each thread at its first use, and keeps them."""
+    with torch.enable_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            layer = torch.nn.Linear(64, 64, device=device, dtype=dtype)
+            layer(torch.ones(64, 64, device=device, dtype=dtype)).sum().backward()
+    torch.cuda.synchronize(device)
 
 
 def _gpu_room(device: torch.device, neighbours: int) -> float:

@@ -90,6 +90,31 @@ def test_halves_with_uneven_shares(path: Path, weights: list[int], count: int, a
     in_groups(ranks, each, native=path == "messages")
 
 
+@pytest.mark.parametrize("weights", [[3, 1], [5, 0, 1], [1, 1, 1], [0, 0, 7, 3]])
+@pytest.mark.parametrize("algorithm", ["gdraa", "ring"])
+def test_halves_pass_through_stages_however_large_and_uneven(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, weights: list[int]
+) -> None:
+    monkeypatch.setitem(STAGE_BYTES, "host", 4096)
+    count, shares, ranks = 10_007, Shares.of(weights), len(weights)
+    plan, total = Plan("windows", algorithm), expected(ranks, count, torch.float64, "sum")
+
+    def each(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        before = group.room()
+        tensor = data(group.me, count, torch.float64)
+        group.reduce_scatter(tensor, shares=shares, plan=plan)
+        mine = group.part(count, shares)
+        gathered = torch.full_like(tensor, -1)
+        gathered[mine.start : mine.stop] = tensor[mine.start : mine.stop]
+        group.all_gather(gathered, shares=shares, plan=plan)
+        assert before - group.room() < 5 * 4096  # a full arena would do
+        return tensor[mine.start : mine.stop], gathered
+
+    found = in_groups(ranks, each)
+    assert torch.equal(torch.cat([part for part, _ in found]), total)
+    assert all(torch.equal(gathered, total) for _, gathered in found)
+
+
 @pytest.mark.parametrize("path", ["windows", "messages"])
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("algorithm", ["gdraa", "ring", "binomial"])

@@ -21,6 +21,7 @@ def in_runs(
     each: Callable[[Run], T],
     *,
     timeout_s: float = 15.0,
+    arena_bytes: int = 16 << 20,
     own: Callable[[int], dict[str, Any]] | None = None,
     **settings: Any,
 ) -> list[T]:
@@ -31,7 +32,7 @@ def in_runs(
     def rank_alone(rank: int) -> T:
         if ranks == 1:
             return each(Run(Settings(quiet=True, **settings)))
-        endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=16 << 20)
+        endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
         workers: list[Worker] = []
 
         def group(name: str) -> Group:

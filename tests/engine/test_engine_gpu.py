@@ -1,4 +1,7 @@
-"""Three unequal parts of one GPU (CUDA MPS) give what one process gives, in every stage. Needs an NVIDIA GPU."""
+"""Three unequal parts of one GPU (CUDA MPS) give what one process gives, in every stage; so does a CPU beside them.
+
+Needs an NVIDIA GPU.
+"""
 
 import json
 import os
@@ -15,7 +18,8 @@ PARTS = ((60, "40G"), (25, "20G"), (10, "10G"))
 SCRIPT = Path(__file__).parent / "scripts" / "on_gpu.py"
 
 
-def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["GPU", "CPU"])
+def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path, last: str) -> None:
     settings = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -28,11 +32,13 @@ def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path) -> None:
                 "WORLD_SIZE": str(len(PARTS)),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "MIMATRIX_CACHE": str(tmp_path),
+                "MIMATRIX_CACHE": str(tmp_path / "cache"),
                 "MIMATRIX_ARENA": "256MiB",
                 "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
                 "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
             }
+            if rank == 2 and last == "CPU":
+                mine["CUDA_VISIBLE_DEVICES"] = ""
             words = [sys.executable, str(SCRIPT)]
             ranks.append(subprocess.Popen(words, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         said = [rank.communicate(timeout=110) for rank in ranks]

@@ -15,6 +15,8 @@ from runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 
+from mimatrix.comm.arena import ALIGNMENT
+from mimatrix.comm.stages import STAGE_BYTES
 from mimatrix.engine import run as engine_run
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
@@ -148,6 +150,14 @@ def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pyte
     check(Perceptron, cut, 0, "adamw", vectors(count), squared)
     check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, clip_norm=0.5)
     check(Residual, cut, 0, "adamw", pictures(count), squared)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("pages", [24, 28])
+def test_an_arena_that_holds_only_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STAGE_BYTES, "host", 128)
+    data = sentences(STEPS * sum(BY_HAND[2].batches))
+    check(Transformer, BY_HAND[2], stage, "adamw", data, by_tokens, arena_bytes=pages * ALIGNMENT)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -1,6 +1,6 @@
-"""One rank on a part of a GPU: every stage and model against a plain loop on the same GPU; says how far they are apart.
+"""One rank on a part of a GPU, or on a CPU: every stage and model against a plain loop on the same device.
 
-Started by test_engine_gpu.py (and by hand under any launcher): `python on_gpu.py`.
+Says how far they are apart. Started by test_engine_gpu.py (and by hand under any launcher): `python on_gpu.py`.
 """
 
 import json
@@ -32,7 +32,8 @@ import mimatrix  # noqa: E402
 from mimatrix.planner.split import Split  # noqa: E402
 
 STEPS = 5
-BATCHES, MICRO, SHARES = [5, 2, 0], [2, 1, 1], [0.6, 0.3, 0.1]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCHES, MICRO, SHARES = [5, 2, 1], [2, 1, 1], [0.6, 0.3, 0.1]
 CASES: dict[str, Any] = {
     "perceptron": (Perceptron, momentum, vectors, squared, {}),
     "transformer": (Transformer, adamw, sentences, by_tokens, {"clip_norm": 0.5}),
@@ -42,7 +43,7 @@ CASES: dict[str, Any] = {
 
 def made(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(3)
-    return kind().double().cuda()
+    return kind().double().to(DEVICE)
 
 
 def apart(name: str, stage: int) -> float:
@@ -55,7 +56,7 @@ def apart(name: str, stage: int) -> float:
     batches: list[Any] = []
     for start in range(0, len(data), total):
         batch = default_collate(data[start : start + total])
-        batches.append([part.cuda() for part in batch] if isinstance(batch, list) else batch.cuda())
+        batches.append([part.to(DEVICE) for part in batch] if isinstance(batch, list) else batch.to(DEVICE))
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     if kind is Residual:
         plain_rounds(reference, stepper, batches, loss, Split.of(BATCHES, MICRO), halving)
