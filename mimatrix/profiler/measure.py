@@ -45,8 +45,15 @@ class Limits:
 
 def measure_device(subject: Subject, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
     """Measure this rank's device; `say` hears how much is done, from 0 to 1. Nothing of the user's is changed."""
-    started, device = time.monotonic(), subject.device
     room_bytes = room_for(subject, limits)
+    found = attempted(lambda: _measured(subject, limits, room_bytes, say), subject.device)
+    if isinstance(found, Overflow):  # even before the first sample
+        raise _too_small(subject.device, room_bytes, found.lacking_bytes)
+    return found
+
+
+def _measured(subject: Subject, limits: Limits, room_bytes: int, say: Callable[[float], None]) -> Profile:
+    started, device = time.monotonic(), subject.device
     with untouched(subject.model, device):
         passes = Passes(subject)
         with passes.hooked():
@@ -158,16 +165,20 @@ class _Probing:
             raise self._too_small(int(lacking))
 
     def _too_small(self, lacking: int) -> UserError:
-        lacks = f"at least {format_bytes(lacking)}" if lacking else "memory"
-        return UserError(
-            f"{device_kind(self._device)} ({self._device}) lacks {lacks} for one sample beside the model, with "
-            f"{format_bytes(self._room_bytes)} in all; give it more memory, use a smaller model, or leave it out"
-        )
+        return _too_small(self._device, self._room_bytes, lacking)
 
     def _tell(self, samples: int, spent: float) -> None:
         grown = math.log2(samples + 1) / math.log2(self._limits.most + 2)
         self._done = max(self._done, min(1 - _REST, max(spent, (1 - _REST) * grown)))
         self._say(self._done)
+
+
+def _too_small(device: torch.device, room_bytes: int, lacking: int) -> UserError:
+    lacks = f"at least {format_bytes(lacking)}" if lacking else "memory"
+    return UserError(
+        f"{device_kind(device)} ({device}) lacks {lacks} for one sample beside the model, with "
+        f"{format_bytes(room_bytes)} in all; give it more memory, use a smaller model, or leave it out"
+    )
 
 
 def _parameter_bytes(subject: Subject) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mimatrix.profiler.room import GPU_SEGMENT
+from mimatrix.profiler.room import in_segments
 from mimatrix.profiler.timing import Timing, timed
 
 TWIN_ELEMENTS = 4 << 20
@@ -68,7 +68,7 @@ def _passing(twin: torch.optim.Optimizer | None, device: torch.device, scale: fl
     before = torch.cuda.memory_allocated(device)
     twin.step()
     held = round(max(0, torch.cuda.max_memory_allocated(device) - before) * scale)
-    return held + GPU_SEGMENT if held else 0
+    return in_segments(held)
 
 
 def _expected(twin: torch.optim.Optimizer, device: torch.device) -> float:

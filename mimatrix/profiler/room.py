@@ -15,8 +15,8 @@ from mimatrix.profiler.memory import attempted, resident_bytes, tidy
 
 # What allocators lose between blocks, and what nobody foresees.
 _GPU_HEADROOM, _CPU_HEADROOM = 0.92, 0.9
-GPU_SEGMENT = 20 << 20
-"""So much of a GPU torch takes at once for tensors of 1 to 10 MB: the last such segment may be nearly empty."""
+_SEGMENT, _SMALL = 20 << 20, 1 << 20
+"""So much of a GPU torch takes at once for tensors that are not small: the last such segment may be nearly empty."""
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
@@ -31,7 +31,12 @@ def room(device: torch.device, neighbours: int = 1, sharers: int = 1) -> int:
     if device.type != "cuda":
         return max(0, int(_cpu_room(neighbours, sharers) * _CPU_HEADROOM))
     left = _gpu_room(device, neighbours)
-    return max(0, int(min(left * _GPU_HEADROOM, left - GPU_SEGMENT)))
+    return max(0, int(min(left * _GPU_HEADROOM, left - _SEGMENT)))
+
+
+def in_segments(size: int) -> int:
+    """What tensors of `size` bytes together may take of a GPU at most."""
+    return size + _SEGMENT if size > _SMALL else size
 
 
 def is_limited(device: torch.device) -> bool:
@@ -54,8 +59,8 @@ def _set_up_libraries(device: torch.device) -> None:
     """Multiply a little, forward and back: cuBLAS takes 32 MiB for each thread at its first use, and keeps them."""
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            layer = torch.nn.Linear(64, 64, device=device, dtype=dtype)
-            layer(torch.ones(64, 64, device=device, dtype=dtype)).sum().backward()
+            square = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+            torch.nn.functional.linear(square, square, square[0]).sum().backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
 
 
