@@ -16,7 +16,8 @@ from mimatrix.profiler.memory import attempted, resident_bytes, tidy
 # What allocators lose between blocks, and what nobody foresees.
 _GPU_HEADROOM, _CPU_HEADROOM = 0.92, 0.9
 _SEGMENT, _SMALL = 20 << 20, 1 << 20
-"""So much of a GPU torch takes at once for tensors that are not small: the last such segment may be nearly empty."""
+"""So much of a GPU torch takes at once for tensors that are not small: the last such segment may be nearly empty, and
+one more where what comes and goes finds no hole that fits."""
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
@@ -31,7 +32,7 @@ def room(device: torch.device, neighbours: int = 1, sharers: int = 1) -> int:
     if device.type != "cuda":
         return max(0, int(_cpu_room(neighbours, sharers) * _CPU_HEADROOM))
     left = _gpu_room(device, neighbours)
-    return max(0, int(min(left * _GPU_HEADROOM, left - _SEGMENT)))
+    return max(0, int(min(left * _GPU_HEADROOM, left - 2 * _SEGMENT)))
 
 
 def in_segments(size: int) -> int:
