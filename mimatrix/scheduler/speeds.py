@@ -1,6 +1,7 @@
 """How fast devices are beside one another: as a job was seen to run on them, or else by their kind."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from mimatrix.planner.matching import meant
@@ -26,6 +27,7 @@ _BY_KIND = {
 }
 
 
+@lru_cache(maxsize=1024)
 def speed_of_kind(kind: str) -> float:
     """Of a kind of device, beside others; one that is not known is as a middling GPU."""
     found = [speed for name, speed in _BY_KIND.items() if meant(name, (kind,))]

@@ -6,7 +6,7 @@ team is started by its name, and a job that is `starting` without a team is star
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,8 @@ _AGAIN_S = 600.0
 _TIDY_S, _KEPT_S = 3600.0, 14 * 86_400.0
 _SEEN_S = 10.0
 """How old what is known of earlier runs may be."""
+_NODES_S = 2.0
+"""How often it is written down that nodes are as they were."""
 _MOST_DEVICES = 4096
 _CHANGES = re.compile(r", at the latest in \S+|\d+")
 
@@ -59,6 +61,8 @@ class Loop:
     def __init__(self, context: Context, serving: Serving, say: Callable[[str], None]) -> None:
         self._context, self._serving, self._say = context, serving, say
         self._nodes: dict[str, NodeFacts] = {}
+        self._seats: dict[str, Seat] = {}
+        self._nodes_kept_at = float("-inf")
         self._counted_at: float | None = None
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
         self._seen_at = self._tidied_at = float("-inf")
@@ -83,10 +87,13 @@ class Loop:
     def _see_nodes(self) -> None:
         now_s = self._context.clock()
         try:
-            self._nodes = {node.name: node for node in self._context.launcher.nodes()}
+            found = {node.name: node for node in self._context.launcher.nodes()}
         except MiMatrixError as error:
             self._complain(f"nodes cannot be listed: {error}")
             return
+        if found == self._nodes and now_s - self._nodes_kept_at < _NODES_S:
+            return
+        self._nodes, self._seats, self._nodes_kept_at = found, _seats(found.values()), now_s
         with self._context.sessions.begin() as session:
             for node in self._nodes.values():
                 devices = [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]
@@ -299,7 +306,7 @@ class Loop:
         if now_s - self._seen_at > _SEEN_S:
             self._seen, self._seen_at = _seen_speeds(session), now_s
         return State(
-            tuple(self._seats().values()),
+            tuple(self._seats.values()),
             tuple(_queued(job, self._seen) for job in _jobs(session, WAITING)),
             tuple(self._running(session)),
             {row.user: row.amount for row in session.scalars(select(UsageRow))},
@@ -313,16 +320,8 @@ class Loop:
         decisions = decide(asked, self._context.clock(), self._serving.policy)
         return next(each for each in decisions if isinstance(each, Start | Wait) and each.job == _called(job.id))
 
-    def _seats(self) -> dict[str, Seat]:
-        found = {}
-        for node in self._nodes.values():
-            for number, device in enumerate(node.devices[:_MOST_DEVICES]):
-                seat = Seat(node.name, number, device.kind, speed_of_kind(device.kind), node.near)
-                found[seat.name] = seat
-        return found
-
     def _running(self, session: Session) -> list[Running]:
-        known = self._seats()
+        known = self._seats
         return [
             Running(
                 _called(job.id),
@@ -388,6 +387,16 @@ _LEAVING = {"preempt": "another job needed its devices", "cancel": "it was cance
 
 def _jobs(session: Session, states: tuple[JobState, ...]) -> list[JobRow]:
     return list(session.scalars(select(JobRow).where(JobRow.state.in_(states)).order_by(JobRow.id)))
+
+
+def _seats(nodes: Iterable[NodeFacts]) -> dict[str, Seat]:
+    """All devices, by name."""
+    seats = [
+        Seat(node.name, number, device.kind, speed_of_kind(device.kind), node.near)
+        for node in nodes
+        for number, device in enumerate(node.devices[:_MOST_DEVICES])
+    ]
+    return {seat.name: seat for seat in seats}
 
 
 def _called(number: int) -> str:
