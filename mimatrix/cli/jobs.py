@@ -1,84 +1,34 @@
-"""`mimatrix submit` and what one asks about jobs afterwards."""
+"""What one asks about jobs that were handed in, and what one can still change of them."""
 
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from mimatrix.cli.connecting import Json, Number, connected
+from mimatrix.cli.run import say
 from mimatrix.cli.screen import plain_console, print_json
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.core.units import format_bytes, format_seconds, parse_seconds
+from mimatrix.core.units import format_bytes, format_seconds, parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.wire.client import Client
-    from mimatrix.wire.messages import Job, Submission
+    from mimatrix.wire.messages import Job
 
-Number = Annotated[int, typer.Argument(min=1, metavar="JOB", help="Its number, as in `mimatrix jobs`.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_PAGE = 1000
 _PAUSE_S, _PATIENCE_S = 0.5, 60.0
 _TIMED_OUT = 124
 T = TypeVar("T")
 _STATES = ("queued", "starting", "profiling", "training", "saving", "preempted", "done", "failed", "cancelled")
 
 
-def submit(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A .py file, or a job as a .toml file.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's arguments.")] = None,
-    name: Annotated[str, typer.Option(help="For people; without, the script's name.")] = "",
-    devices: Annotated[str, typer.Option(help="4, a100:2,v100:4, 2..8 or all.")] = "",
-    priority: Annotated[int | None, typer.Option(min=0, max=100, help="The larger comes first. [default: 50]")] = None,
-    preemptible: Annotated[
-        bool, typer.Option("--preemptible", help="May be told to save and wait for others.")
-    ] = False,
-    max_time: Annotated[str, typer.Option(help="Ended after so long, as in 2h.")] = "",
-    env: Annotated[list[str] | None, typer.Option(help="A variable, as in NAME=VALUE; may be given often.")] = None,
-    file: Annotated[
-        list[Path] | None, typer.Option(help="A file from elsewhere to take along; may be given often.")
-    ] = None,
-    retries: Annotated[int, typer.Option(min=0, max=100, help="Starts again when a worker is lost.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would become of it, and do nothing.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Hand a script to the job server. Its folder is taken along as it is now.
-
-    Example: mimatrix submit --devices 2 train.py -- --lr 0.1
-    """
-    from mimatrix.cli.snapshot import archive
-    from mimatrix.wire.messages import MOST_SNAPSHOT_BYTES
-
-    given = _given(name, devices, priority, preemptible, max_time, env or [], retries)
-    path, given = _described(script, given, arguments or [])
-    with _client() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
-        packed = Path(folder) / "snapshot.tar.gz"
-        with _gathered(path.parent, file or []) as source:
-            digest = archive(source, packed, MOST_SNAPSHOT_BYTES, path.name)
-        job = _submission({**given, "script": path.name, "snapshot": digest})
-        if dry_run:
-            would = client.would(job)
-            print_json(would.model_dump(mode="json")) if as_json else plain_console().print(
-                f"it would {'start' if would.starts else 'wait'}: {would.reason}"
-            )
-            return
-        if not client.has_snapshot(digest):
-            client.upload(digest, packed)
-        made = client.submit(job)
-    if as_json:
-        print_json(made.model_dump(mode="json"))
-        return
-    plain_console().print(f"job {made.id} ({made.name}) is {made.state}; follow it: mimatrix logs -f {made.id}")
-
-
 def jobs(
     every: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended, too.")] = False,
     state: Annotated[list[str] | None, typer.Option(help="Only these; may be given often.")] = None,
     user: Annotated[str, typer.Option(help="Only those of one user.")] = "",
-    most: Annotated[int, typer.Option(min=1, max=1000, help="How many.")] = 50,
+    most: Annotated[int, typer.Option(min=1, help="So many, the newest ones.")] = 50,
     as_json: Json = False,
 ) -> None:
     """List jobs, the newest first, each with the reason of what it does.
@@ -91,19 +41,20 @@ def jobs(
         if each not in _STATES:
             raise UserError(f'"{each}" is no state{nearest(each, _STATES)}')
     asked = tuple(state or () if every or state else _STATES[:6])
-    with _client() as client:
-        found = client.jobs(most=most, states=asked, user=user)
+    with connected() as client:
+        found, more = _newest(client, most, asked, user)
     if as_json:
-        print_json([job.model_dump(mode="json") for job in found.jobs])
-        return
-    if not found.jobs:
+        print_json([job.model_dump(mode="json") for job in found])
+    elif found:
+        _print_jobs(found)
+    else:
         plain_console().print(
             "no jobs; hand one in: mimatrix submit train.py"
             if every
             else "no jobs wait or run; mimatrix jobs --all shows the others"
         )
-        return
-    _print_jobs(found.jobs)
+    if more:
+        say(f"{more} older ones are not shown; add --most {len(found) + more} to see all of them")
 
 
 def show(number: Number, as_json: Json = False) -> None:
@@ -111,7 +62,7 @@ def show(number: Number, as_json: Json = False) -> None:
 
     Example: mimatrix show 3
     """
-    with _client() as client:
+    with connected() as client:
         job = client.job(number)
     if as_json:
         print_json(job.model_dump(mode="json"))
@@ -126,7 +77,7 @@ def explain(number: Number, as_json: Json = False) -> None:
 
     Example: mimatrix explain 3
     """
-    with _client() as client:
+    with connected() as client:
         job, events = client.job(number), client.events(number)
     if as_json:
         print_json([event.model_dump(mode="json") for event in events])
@@ -149,7 +100,7 @@ def logs(
 
     Example: mimatrix logs -f 3
     """
-    with _client() as client:
+    with connected() as client:
         offset, now = 0, generation
         while True:
             part = _patiently(lambda: client.log(number, rank, offset, now), follow)  # noqa: B023 (called at once)
@@ -188,9 +139,28 @@ def retry(number: Number, as_json: Json = False) -> None:
     _act(number, "retry", as_json)
 
 
+def priority(
+    number: Number,
+    value: Annotated[int, typer.Argument(min=0, max=100, metavar="N", help="The larger comes first.")],
+    as_json: Json = False,
+) -> None:
+    """Give a job another priority, from 0 to 100: while it waits, and while it runs beside others that wait.
+
+    Example: mimatrix priority 3 80
+    """
+    with connected() as client:
+        from mimatrix.wire.messages import Change
+
+        job = client.change(number, Change(priority=value))
+    if as_json:
+        print_json(job.model_dump(mode="json"))
+    else:
+        plain_console().print(f"job {job.id} has priority {job.priority}")
+
+
 def wait(
     number: Number,
-    timeout: Annotated[str, typer.Option(help="No longer than this, as in 10min.")] = "",
+    timeout: Annotated[str, typer.Option(help="No longer than this, as in 10m.")] = "",
     as_json: Json = False,
 ) -> None:
     """Wait until a job has ended; the exit code is the job's.
@@ -199,8 +169,8 @@ def wait(
     """
     from mimatrix.wire.messages import ENDED, JobState
 
-    deadline = time.monotonic() + parse_seconds(timeout) if timeout else None
-    with _client() as client:
+    deadline = time.monotonic() + parse_duration(timeout) if timeout else None
+    with connected() as client:
         while (job := _patiently(lambda: client.job(number), True)).state not in ENDED:
             if deadline is not None and time.monotonic() > deadline:
                 plain_console().print(f"job {number} is still {job.state} after {timeout}: {job.reason}")
@@ -224,7 +194,7 @@ def nodes(as_json: Json = False) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    with _client() as client:
+    with connected() as client:
         found = client.nodes()
     if as_json:
         print_json([node.model_dump(mode="json") for node in found])
@@ -241,6 +211,16 @@ def nodes(as_json: Json = False) -> None:
     plain_console().print(table)
 
 
+def _newest(client: "Client", most: int, states: tuple[str, ...], user: str) -> "tuple[list[Job], int]":
+    """So many jobs, page by page, and how many older ones there are."""
+    page = client.jobs(None, min(most, _PAGE), states, user)
+    found = list(page.jobs)
+    while page.next_before is not None and len(found) < most:
+        page = client.jobs(page.next_before, min(most - len(found), _PAGE), states, user)
+        found += page.jobs
+    return found, page.more
+
+
 def _patiently(ask: "Callable[[], T]", waits: bool) -> "T":
     """The answer; a server that is being restarted is asked again for a while, if whoever asks waits anyway."""
     deadline = time.monotonic() + _PATIENCE_S
@@ -254,7 +234,7 @@ def _patiently(ask: "Callable[[], T]", waits: bool) -> "T":
 
 
 def _act(number: int, action: str, as_json: bool) -> None:
-    with _client() as client:
+    with connected() as client:
         job = client.act(number, action)
     if as_json:
         print_json(job.model_dump(mode="json"))
@@ -265,84 +245,7 @@ def _act(number: int, action: str, as_json: bool) -> None:
         )
 
 
-@contextmanager
-def _client() -> Iterator["Client"]:
-    try:
-        from mimatrix.wire.client import Client, found_server
-    except ModuleNotFoundError as error:
-        raise UserError(f"this needs {error.name}; install it: pip install 'mimatrix[server]'") from None
-    with Client(*found_server()) as client:
-        yield client
-
-
-def _given(
-    name: str, devices: str, priority: int | None, preemptible: bool, max_time: str, env: list[str], retries: int
-) -> dict[str, Any]:
-    """What was said on the command line, and nothing else."""
-    found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority}
-    found |= {"preemptible": preemptible or None, "retries": retries or None}
-    found["max_time_s"] = parse_seconds(max_time) if max_time else None
-    found["environment"] = dict(_variable(text) for text in env) or None
-    return {key: value for key, value in found.items() if value not in (None, "")}
-
-
-def _variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise UserError(f'"{text}" is no variable; write --env NAME=VALUE')
-    return name, value
-
-
-def _described(script: str, given: dict[str, Any], arguments: list[str]) -> tuple[Path, dict[str, Any]]:
-    """The script's path and what is asked for it; a job file says both, and the command line has the last word."""
-    path = Path(script)
-    if path.suffix == ".toml":
-        from mimatrix.cli.job_file import read_job
-
-        path, said = read_job(path)
-        given = {**said, **given}
-    if not path.is_file():
-        raise UserError(f'there is no "{path}"; give the path of a script, or of a .toml file that names one')
-    if arguments:
-        given["arguments"] = tuple(arguments)
-    # Of the script's name what a name may have.
-    name = re.sub(r"[^A-Za-z0-9._ -]+|^[._ -]+", "", path.stem)[:100]
-    return path, {"name": name or "job", **given}
-
-
-def _submission(given: dict[str, Any]) -> "Submission":
-    from pydantic import ValidationError
-
-    from mimatrix.wire.messages import Submission
-
-    try:
-        return Submission(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place, said = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
-        raise UserError(f"{place}: {said}") from None
-
-
-@contextmanager
-def _gathered(folder: Path, files: list[Path]) -> Iterator[Path]:
-    """The folder, or a copy of it with files from elsewhere beside the script."""
-    if not files:
-        yield folder
-        return
-    import shutil
-
-    for file in files:
-        if not file.is_file():
-            raise UserError(f'there is no file "{file}" to take along; check its path')
-    with TemporaryDirectory(prefix="mimatrix-files-") as made:
-        copy = Path(made) / "folder"
-        shutil.copytree(folder, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
-        for file in files:
-            shutil.copy2(file, copy / file.name)
-        yield copy
-
-
-def _print_jobs(found: "tuple[Job, ...]") -> None:
+def _print_jobs(found: "Sequence[Job]") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mimatrix.cli.screen import plain_console, print_json, progress
-from mimatrix.core.units import format_bytes, format_rate, parse_seconds
+from mimatrix.core.units import format_bytes, format_rate, parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.lab import Lab
@@ -63,7 +63,7 @@ def run(
     """
     from mimatrix import lab as labs
 
-    grace_s, timeout_s = parse_seconds(grace), parse_seconds(timeout) if timeout else None
+    grace_s, timeout_s = parse_duration(grace), parse_duration(timeout) if timeout else None
     ending = labs.run(labs.recall(name), command, grace_s=grace_s, timeout_s=timeout_s)
     if ending.code:
         typer.echo(f"mimatrix: {ending.reason}", err=True)

@@ -10,13 +10,15 @@ from mimatrix import __version__
 from mimatrix.cli.bench import bench
 from mimatrix.cli.demo import demo
 from mimatrix.cli.export import export
-from mimatrix.cli.jobs import cancel, explain, jobs, logs, nodes, retry, show, submit, wait
+from mimatrix.cli.jobs import cancel, explain, jobs, logs, nodes, priority, retry, show, wait
 from mimatrix.cli.lab import lab
 from mimatrix.cli.plan import plan
 from mimatrix.cli.profile import profile
 from mimatrix.cli.queue import simulate_queue
 from mimatrix.cli.run import run
 from mimatrix.cli.simulate import algorithms, simulate
+from mimatrix.cli.submit import submit
+from mimatrix.cli.tokens import tokens
 from mimatrix.cli.topology import topology
 from mimatrix.cli.up import up
 from mimatrix.core.errors import MiMatrixError, UserError
@@ -36,8 +38,9 @@ app.command(context_settings=_before_the_script)(run)
 app.command(context_settings=_before_the_script)(profile)
 app.command()(plan)
 app.command()(up)
-for command in (submit, jobs, show, explain, logs, cancel, retry, wait, nodes):
+for command in (submit, jobs, show, explain, logs, cancel, retry, priority, wait, nodes):
     app.command()(command)
+app.add_typer(tokens, name="tokens")
 app.command()(simulate)
 app.command()(simulate_queue)
 app.command()(topology)

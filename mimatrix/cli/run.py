@@ -2,14 +2,13 @@
 
 import json
 import os
-import re
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimatrix.core.units import parse_seconds
+from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.launch import Launch
@@ -63,7 +62,7 @@ def run(
     launch = replace(
         asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout),
         max_restarts=max_restarts,
-        grace_s=_seconds(grace),
+        grace_s=parse_duration(grace),
     )
     launches.check(launch)
     outcome = launches.run_local(launch, os.environ, sys.stdout.buffer, sys.stderr.buffer, say)
@@ -97,7 +96,7 @@ def asked(
         memory=launches.parse_memory(memory, ranks) if memory else (),
         slow_by=slow_by,
         threads=threads,
-        timeout_s=_seconds(timeout) if timeout else None,
+        timeout_s=parse_duration(timeout) if timeout else None,
     )
 
 
@@ -112,8 +111,3 @@ def _words(script: str, arguments: list[str], module: bool) -> tuple[str, ...]:
 
     own = arguments[1:] if arguments[:1] == ["--"] else arguments
     return launches.module_words(script, own) if module else launches.script_words(script, own)
-
-
-def _seconds(text: str) -> float:
-    """A time, in seconds where it has no unit."""
-    return parse_seconds(f"{text}s" if re.fullmatch(r"\s*[\d.]+\s*", text) else text)

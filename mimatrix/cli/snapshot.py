@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -25,31 +25,66 @@ _ALWAYS = (
 )
 _USUAL = ("checkpoints", "runs", "wandb", "*.pt", "*.ckpt", "*.safetensors")
 _MOST_FILES = 20_000
+_MOST_NAMED = 5
 
 
-def archive(folder: Path, target: Path, most_bytes: int, script: str = "") -> str:
+def archive(
+    folder: Path,
+    target: Path,
+    most_bytes: int,
+    script: str = "",
+    others: Sequence[Path] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> str:
     """Write the folder's files to `target` as .tar.gz; its SHA-256. The same files give the same archive.
 
-    The script is taken along whatever it matches, and wherever it is a link to.
+    The script and the `others`, which are put beside it, are taken along whatever they match, and wherever they are
+    links to. Links that are left out are told with `say`.
     """
-    files = list(_files(folder))
-    if script and folder / script not in files:
-        files.append(folder / script)
-    size = sum(path.stat().st_size for path in files)
-    if size > most_bytes or len(files) > _MOST_FILES:
-        what = f"{len(files):,} files" if len(files) > _MOST_FILES else format_bytes(size)
-        raise UserError(
-            f"the folder {folder} has {what} to take along, and {format_bytes(most_bytes)} in {_MOST_FILES:,} files is "
-            f"the most; name what to leave out in {IGNORE_FILE}, one pattern a line{_largest(folder, files)}"
-        )
+    walk = _Walk(folder)
+    files = {path.relative_to(folder).as_posix(): path for path in walk.files()}
+    if script:
+        files[script] = folder / script
+    files |= _beside(script, others)
+    _check_size(folder, files, most_bytes)
     with (
         target.open("wb") as raw,
         gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as tar,
     ):
-        for path in files:
-            _add(tar, path, path.relative_to(folder).as_posix())
+        for name, path in files.items():
+            _add(tar, path, name)
+    left_out = [name for name in walk.left_out if name not in files]
+    if left_out:
+        say(_left_out(left_out))
     return hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+def _beside(script: str, others: Sequence[Path]) -> dict[str, Path]:
+    """Files from elsewhere by their names; one of the folder gives way to them, the script does not."""
+    found: dict[str, Path] = {}
+    for path in others:
+        if not path.is_file():
+            raise UserError(f'there is no file "{path}" to take along; check its path')
+        if path.name in found or path.name == script:
+            what = "the script" if path.name == script else f'"{found[path.name]}"'
+            raise UserError(f'"{path}" and {what} would both be "{path.name}" beside the script; rename one of them')
+        found[path.name] = path
+    return found
+
+
+def _check_size(folder: Path, files: dict[str, Path], most_bytes: int) -> None:
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    size = sum(sizes.values())
+    if size <= most_bytes and len(files) <= _MOST_FILES:
+        return
+    what = f"more than {_MOST_FILES:,} files" if len(files) > _MOST_FILES else format_bytes(size)
+    largest = max(sizes, key=sizes.__getitem__)
+    raise UserError(
+        f"the folder {folder} has {what} to take along, and {format_bytes(most_bytes)} in {_MOST_FILES:,} files is "
+        f"the most; name what to leave out in {IGNORE_FILE}, one pattern a line "
+        f"(the largest is {largest}, {format_bytes(sizes[largest])})"
+    )
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
@@ -59,28 +94,43 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
         tar.addfile(entry, data)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """In order; links are followed if they stay inside, and left out otherwise."""
-    patterns = (*_ALWAYS, *_own_patterns(folder))
-    inside = folder.resolve()
-    for path in sorted(folder.iterdir()):
-        yield from _below(path, folder, inside, patterns)
+class _Walk:
+    """The files below a folder, in order. Links are followed if they stay inside, and noted otherwise."""
 
+    def __init__(self, folder: Path) -> None:
+        self.left_out: list[str] = []
+        self._folder, self._inside = folder, folder.resolve()
+        self._patterns = (*_ALWAYS, *_own_patterns(folder))
 
-def _below(path: Path, folder: Path, inside: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    name = path.relative_to(folder).as_posix()
-    if any(fnmatch(path.name, pattern) or fnmatch(name, pattern) for pattern in patterns):
-        return
-    try:
-        if not path.resolve(strict=True).is_relative_to(inside):
-            return
-    except (OSError, RuntimeError):
-        return  # a link to nowhere, or in a circle
-    if path.is_dir() and not path.is_symlink():
-        for each in sorted(path.iterdir()):
-            yield from _below(each, folder, inside, patterns)
-    elif path.is_file():
-        yield path
+    def files(self) -> Iterator[Path]:
+        """No more of them than it takes to see that they are too many."""
+        for count, path in enumerate(self._below(self._folder, in_link=False)):
+            if count > _MOST_FILES:
+                return
+            yield path
+
+    def _below(self, folder: Path, *, in_link: bool) -> Iterator[Path]:
+        for path in sorted(folder.iterdir()):
+            name = path.relative_to(self._folder).as_posix()
+            if any(fnmatch(path.name, pattern) or fnmatch(name, pattern) for pattern in self._patterns):
+                continue
+            is_link = path.is_symlink()
+            if is_link and not self._may_follow(path, in_link=in_link):
+                self.left_out.append(name)
+            elif path.is_dir():
+                yield from self._below(path, in_link=in_link or is_link)
+            elif path.is_file():
+                yield path
+
+    def _may_follow(self, link: Path, *, in_link: bool) -> bool:
+        try:
+            target = link.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return False  # it leads nowhere, or in a circle
+        if not target.is_relative_to(self._inside):
+            return False
+        # A folder that is above its link has no end, and linked folders in linked folders multiply.
+        return not target.is_dir() or not (in_link or link.parent.resolve().is_relative_to(target))
 
 
 def _own_patterns(folder: Path) -> tuple[str, ...]:
@@ -92,8 +142,10 @@ def _own_patterns(folder: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
-def _largest(folder: Path, files: list[Path]) -> str:
-    found = max(files, key=lambda path: path.stat().st_size, default=None)
-    if found is None:
-        return ""
-    return f" (the largest is {found.relative_to(folder).as_posix()}, {format_bytes(found.stat().st_size)})"
+def _left_out(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    named = ", ".join(names[:_MOST_NAMED])
+    return (
+        f"links that lead out of the folder, in a circle or nowhere were left out: {named}{more}; "
+        f"take a file along with --file, or name them in {IGNORE_FILE}"
+    )

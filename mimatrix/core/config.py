@@ -104,13 +104,13 @@ class Table:
         return f' (is "{found[0]}" misspelt?)' if found else ""
 
 
-def read_table(name: str, text: str) -> Table:
-    """The root table of a TOML text; `name` is what errors call the file."""
+def read_table(name: str, text: str, page: str = "docs/clusters.md") -> Table:
+    """The root table of a TOML text; `name` is what errors call the file, and `page` has an example of one."""
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         # Not only TOMLDecodeError: numbers of thousands of digits and thousands of brackets fail in their own way.
-        raise ConfigError(f"{name} is not TOML: {error}; see docs/clusters.md for an example") from None
+        raise ConfigError(f"{name} is not TOML: {error}; see {page} for an example") from None
     return Table(Source(name, text), values)
 
 

@@ -10,10 +10,16 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _PREFIX = _DECIMAL | _BINARY
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
+_DURATIONS = _SECONDS | {"m": 60.0, "d": 86_400.0}
+_BINARY_UNITS = (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
+_MANY = 10_000
+"""More digits than people read: a larger unit says enough."""
+
 _NUMBER = r"(?P<number>[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)"
 _BYTES_TEXT = re.compile(_NUMBER + r"\s*(?P<prefix>[kmgt]?i?)(?:b|bytes?)?", re.IGNORECASE)
 _RATE_TEXT = re.compile(_NUMBER + r"\s*(?P<prefix>[kmgt]?i?)(?P<unit>bits?|bytes?|b)(?P<per>/s|ps)?", re.IGNORECASE)
 _TIME_TEXT = re.compile(_NUMBER + r"\s*(?P<unit>[a-zµμ]+)", re.IGNORECASE)
+_DURATION_PART = re.compile(_NUMBER.replace("[+-]?", "", 1) + r"\s*(?P<unit>[a-zµμ]+)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -53,11 +59,26 @@ def parse_seconds(text: str) -> float:
     return _finite(text, seconds)
 
 
+def parse_duration(text: str) -> float:
+    """`90s`, `2m`, `1h30m`, `2d` as seconds: how long something may take. A bare number is seconds."""
+    said = text.strip()
+    said = f"{said}s" if re.fullmatch(_NUMBER, said, re.IGNORECASE) else said
+    found = list(_DURATION_PART.finditer(said))
+    units = [_DURATIONS.get(part["unit"].lower(), 0.0) for part in found]
+    is_whole = "".join(part[0] for part in found) == said
+    # From the largest unit to the smallest, each once: whoever writes 30m1h may have meant something else.
+    if not found or not is_whole or 0.0 in units or units != sorted({*units}, reverse=True):
+        raise UserError(f'"{text}" is not a time; write for example 90s, 2m, 1h30m or 2d')
+    return _finite(text, sum(float(part["number"]) * unit for part, unit in zip(found, units, strict=True)))
+
+
 def format_bytes(count: float) -> str:
-    """Binary where it comes out even (`64MiB`), decimal otherwise (`1.5GB`)."""
-    for prefix, scale in (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
-        if abs(count) >= scale and count % scale == 0:
+    """Binary where it comes out even (`64MiB`), in a larger unit where that is long (`126GiB`), else decimal."""
+    even = [(prefix, scale) for prefix, scale in _BINARY_UNITS if abs(count) >= scale and count % scale == 0]
+    for prefix, scale in even[:1]:
+        if abs(count) < _MANY * scale:
             return f"{int(count // scale)}{prefix}B"
+        return next(f"{_short(count / large)}{name}B" for name, large in _BINARY_UNITS if abs(count) >= large)
     return _scaled(count, "B")
 
 

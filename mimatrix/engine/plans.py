@@ -17,6 +17,7 @@ from mimatrix.engine.feed import Feed, Position
 from mimatrix.engine.surveying import Ground, planned, problem_of, stored, survey
 from mimatrix.planner.drift import Change, Drift, learned
 from mimatrix.planner.plan import Plan
+from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
 
 _START = Position(0, 0)
@@ -30,6 +31,8 @@ class Plans:
     def __init__(self, rank: int, feed: Feed, *, quiet: bool) -> None:
         self._rank, self._feed, self._quiet = rank, feed, quiet
         self.now: Plan | None = None
+        self.measured: Measurements | None = None
+        """What the first plan was made from, where devices were measured for it."""
         self.changes: list[tuple[int, Plan, str]] = []
         """(step in which it was agreed, plan, why), in order."""
         self._drift: Drift | None = None
@@ -46,7 +49,8 @@ class Plans:
             storing.store_and_end(ground)
         learns = settings.follows and not self._refuses_to_learn(ground)
         if settings.plan == "profile":
-            problem = problem_of(ground, survey(ground))
+            self.measured = survey(ground)
+            problem = problem_of(ground, self.measured)
             plan = planned(ground, problem)
             self._drift = Drift(problem, plan) if settings.follows else None
             return self._begun(plan)

@@ -39,6 +39,7 @@ from mimatrix.engine.surveying import Ground
 from mimatrix.engine.units import Unit, check_frozen, is_compiled, units_of
 from mimatrix.engine.word import Word
 from mimatrix.planner.plan import Plan
+from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split, resolve_batches
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -225,6 +226,11 @@ class Run:
     def plan(self) -> Plan | None:
         """The plan that was agreed last, if the run has one."""
         return self._plans.now if self._plans else None
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """The curves of all ranks, where they were measured for the plan."""
+        return self._plans.measured if self._plans else None
 
     @property
     def plan_changes(self) -> list[tuple[int, Plan, str]]:

@@ -42,6 +42,8 @@ class LocalLauncher:
         self._teams = folder.absolute() / "teams"
         self._name = node or socket.gethostname()
         self._devices = devices
+        self._ended: dict[tuple[str, int], TeamState] = {}
+        """By name and the age of their records: what has not changed since a team ended need not be read again."""
 
     def nodes(self) -> tuple[NodeFacts, ...]:
         """One: the machine we are on."""
@@ -62,8 +64,16 @@ class LocalLauncher:
 
     def states(self) -> Mapping[str, TeamState]:
         """All teams that are known by name, also those that an earlier launcher started; until they are forgotten."""
-        found = {folder.path.name: _state(folder) for folder in self._folders()}
-        return {name: state for name, state in found.items() if state is not None}
+        before, self._ended = self._ended, {}
+        found = {}
+        for folder in self._folders():
+            key = (folder.path.name, folder.written_ns())
+            state = before.get(key) or _state(folder)
+            if state is not None:
+                found[folder.path.name] = state
+                if state.has_ended:
+                    self._ended[key] = state
+        return found
 
     def end(self, team: str, *, now: bool = False) -> None:
         """Tell all members to end, and kill what is left after the grace; `now`: kill at once. Whole process trees."""
@@ -77,7 +87,7 @@ class LocalLauncher:
                 raise WorldError(f'the keeper of team "{team}" belongs to another user, who alone can end it') from None
 
     def read_log(self, team: str, rank: int, offset: int, most: int = 65_536) -> LogPart:
-        """Output of a member from `offset` on; from the oldest that is kept, where that was dropped already."""
+        """Output of a member from `offset` on, below 0 from its end; from the oldest where that was dropped already."""
         folder = self._folder(team)
         if not 0 <= rank < folder.ranks():
             raise UserError(f'team "{team}" has no rank {rank}; use 0 to {folder.ranks() - 1}')

@@ -121,7 +121,7 @@ class Launcher(Protocol):
         """Tell all members to end, and kill what is left after the grace; `now`: kill at once. Whole process trees."""
 
     def read_log(self, team: str, rank: int, offset: int, most: int = 65_536) -> LogPart:
-        """Output of a member from `offset` on; from the oldest that is kept, where that was dropped already."""
+        """Output of a member from `offset` on, below 0 from its end; from the oldest where that was dropped already."""
 
     def forget(self, team: str) -> None:
         """Remove what is kept of a team that has ended."""

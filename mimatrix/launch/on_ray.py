@@ -90,7 +90,7 @@ class RayLauncher:
             _raise_for({node: reply for node, reply in replies.items() if node not in gone}, record)
 
     def read_log(self, team: str, rank: int, offset: int, most: int = 65_536) -> LogPart:
-        """Output of a member from `offset` on; from the oldest that is kept, where that was dropped already."""
+        """Output of a member from `offset` on, below 0 from its end; from the oldest where that was dropped already."""
         record = self._read(team)
         if not 0 <= rank < len(record.places):
             raise UserError(f'team "{team}" has no rank {rank}; use 0 to {len(record.places) - 1}')

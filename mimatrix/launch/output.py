@@ -59,8 +59,8 @@ class Log:
 
 
 def read_log(folder: Path, offset: int, most: int) -> LogPart:
-    """At most `most` bytes from `offset` on, or from the oldest byte behind it that is kept."""
-    data, at = b"", max(0, offset)
+    """At most `most` bytes from `offset` on, or from the oldest byte behind it that is kept; below 0: from the end."""
+    data, at = b"", offset if offset >= 0 else max(0, _end(folder) + offset)
     for start, part in _parts(folder, at):
         if data and start > at:
             break  # what was dropped in between must be seen as a jump between two answers
@@ -85,6 +85,14 @@ def _read(part: Path, offset: int, most: int) -> bytes:
             return file.read(most)
     except FileNotFoundError:
         return b""  # dropped meanwhile
+
+
+def _end(folder: Path) -> int:
+    """How many bytes were ever written, as far as the files say."""
+    for start in _starts(folder)[-1:]:
+        with suppress(FileNotFoundError):
+            return start + (folder / str(start)).stat().st_size
+    return 0
 
 
 def _starts(folder: Path) -> list[int]:

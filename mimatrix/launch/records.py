@@ -96,6 +96,13 @@ class TeamFolder:
         """Replace the record; readers see the old one or the new one."""
         self._draft(record).replace(self._state)
 
+    def written_ns(self) -> int:
+        """When the last record was written; 0 before the first."""
+        try:
+            return self._state.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def read_record(self) -> Record | None:
         """The last record, or None before the first."""
         try:

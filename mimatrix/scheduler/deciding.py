@@ -188,8 +188,7 @@ class _Deciding:
             if not victim.is_leaving:
                 low, high = victim.priority, job.priority
                 yield Preempt(victim.job, job.job, f"{job.job} has priority {high} and it has {low}")
-        names = " and ".join(victim.job for victim in victims)
-        yield Wait(job.job, f"needs {_asked(needs)}; waits for {names} to save and go")
+        yield Wait(job.job, f"needs {_asked(needs)}; waits for {_leaving(victims)}")
 
     def _speed_of(self, job: Queued) -> SpeedOf:
         """What was measured; for kinds that it was not measured on, by their usual speed beside the others."""
@@ -219,9 +218,9 @@ class _Victims:
         return [seat for seat in running.seats if seat in self._answering]
 
     def go(self, running: Running) -> None:
-        """It was told to go just now."""
+        """Its time is over, and it was told to end just now."""
         self._able.pop(running.job, None)
-        self._going[running.job] = replace(running, is_leaving=True)
+        self._going[running.job] = replace(running, is_leaving=True, saves=False)
 
     def spend(self, running: Running) -> None:
         """Its devices are promised to somebody."""
@@ -274,6 +273,14 @@ def _asked_one(least: int, most: int, kinds: tuple[str, ...]) -> str:
 def _counted(counts: Counter[str]) -> str:
     """`2 x a100 + 1 x v100`."""
     return " + ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()) if count)
+
+
+def _leaving(victims: Sequence[Running]) -> str:
+    """`x and y to save and go, and for z to end`."""
+    saving = " and ".join(each.job for each in victims if each.saves)
+    ending = " and ".join(each.job for each in victims if not each.saves)
+    said = [f"{saving} to save and go"] * bool(saving) + [f"{ending} to end"] * bool(ending)
+    return ", and for ".join(said)
 
 
 def _where(seats: Sequence[Seat]) -> str:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from mimatrix.core.errors import MiMatrixError
 from mimatrix.planner.matching import meant
+from mimatrix.planner.profile import Profile
 
 # Dense half precision in TFLOP/s, rounded, as data sheets have it. No job reaches it; it is good enough for an order.
 _BY_KIND = {
@@ -32,6 +34,19 @@ def speed_of_kind(kind: str) -> float:
     """Of a kind of device, beside others; one that is not known is as a middling GPU."""
     found = [speed for name, speed in _BY_KIND.items() if meant(name, (kind,))]
     return max(found, default=100.0)
+
+
+def speeds_measured(profile: Mapping[str, Any]) -> dict[str, float]:
+    """The most samples a second of each kind of device, by the curves of an earlier run; nothing where it has none."""
+    try:
+        profiles = [Profile.from_json(each) for each in profile["profiles"]]
+    except (KeyError, TypeError, ValueError, AttributeError, MiMatrixError):
+        return {}
+    found: dict[str, float] = {}
+    for each in profiles:
+        rate = max((samples / seconds for samples, seconds in each.seconds.points if seconds > 0), default=0.0)
+        found[each.device] = max(rate, found.get(each.device, 0.0))
+    return found
 
 
 def speeds_seen(plan: Mapping[str, Any]) -> dict[str, float]:

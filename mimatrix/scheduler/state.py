@@ -53,6 +53,8 @@ class Running:
     preemptible: bool = False
     is_leaving: bool = False
     """It was told to save and go, or to end."""
+    saves: bool = True
+    """Whether it saves before it leaves; not one that was cancelled, or that has had its time."""
 
     @property
     def ends_s(self) -> float:

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from mimatrix import __version__
-from mimatrix.server import problems
+from mimatrix.server import describing, problems
 from mimatrix.server.context import Context
 from mimatrix.server.loop import Loop
 from mimatrix.server.routes import house, jobs, workers
@@ -50,11 +50,14 @@ def application(context: Context, loop: Loop) -> FastAPI:
         title="MiMatrix job server",
         version=__version__,
         summary="Training jobs on clusters whose machines are not alike.",
+        # Those of FastAPI fetch scripts from elsewhere, and are blank where there is no internet.
+        docs_url=None,
         redoc_url=None,
         responses=_REFUSALS,
     )
     app.state.context, app.state.loop = context, loop
     problems.install(app)
+    describing.install(app)
     for router in (jobs.router, workers.router, house.router):
         app.include_router(router)
     app.add_middleware(Audit, context=context)

@@ -15,11 +15,12 @@ from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.units import format_seconds
-from mimatrix.launch import Member, NodeFacts, Phase, Team, TeamState
+from mimatrix.launch import Member, MemberState, NodeFacts, Phase, Team, TeamState
 from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait, Wish, decide
-from mimatrix.scheduler.speeds import speed_of_kind, speeds_seen
+from mimatrix.scheduler.speeds import speed_of_kind, speeds_measured, speeds_seen
 from mimatrix.scheduler.usage import later
 from mimatrix.server.context import Context, team_name
+from mimatrix.server.endings import failed_rank, last_words, told
 from mimatrix.server.life import WAITING, is_active, may_move, move, note
 from mimatrix.server.tables import JobRow, NodeRow, UsageRow
 from mimatrix.server.tokens import issue, revoke_of_job
@@ -207,27 +208,24 @@ class Loop:
 
     def _conclude(self, number: int, generation: int, state: TeamState) -> None:
         """No process of it is left."""
-        context = self._context
+        context, rank = self._context, failed_rank(state)
+        # Before the job is locked, since another machine may have to be asked.
+        words = "" if rank is None else last_words(context.launcher, team_name(number, generation), rank)
         with context.sessions.begin() as session:
             job = session.get_one(JobRow, number, with_for_update=True)
             if job.generation != generation or not is_active(job):
                 return
-            codes = [member.code for member in state.members]
-            if state.first_failure is None and all(code == 0 for code in codes):
+            if rank is None:
                 self._ended(session, job, 0, "all ranks ended well")
                 return
-            rank = state.first_failure
-            if rank is None:
-                rank = next(rank for rank, code in enumerate(codes) if code != 0)
             member = state.members[rank]
-            where = job.seats[rank] if rank < len(job.seats) else "?"
-            how = f"ended with {member.code}" if member.phase is Phase.EXITED else "was lost"
-            said = f": {member.reason}" if member.reason else ""
-            reason = f"rank {rank} on {where} {how}{said}"
-            if job.leaving:
-                self._ended(session, job, member.code, reason)
-            else:
+            reason = told(rank, job.seats[rank] if rank < len(job.seats) else "?", member, words)
+            if not job.leaving:
                 self._fail(session, job, member.code, reason, is_lost=member.phase is Phase.LOST)
+            elif job.leaving == "preempt" and _crashed(state, member):
+                self._fail(session, job, member.code, f"{reason}; it had been told to save and go", is_lost=False)
+            else:
+                self._ended(session, job, member.code, reason)
 
     def _ended(self, session: Session, job: JobRow, code: int | None, reason: str) -> None:
         """As it should, or as it was told."""
@@ -332,6 +330,7 @@ class Loop:
                 job.max_time_s,
                 job.preemptible,
                 bool(job.leaving),
+                job.leaving in ("", "preempt"),
             )
             for job in _jobs(session, ACTIVE)
         ]
@@ -399,6 +398,11 @@ def _seats(nodes: Iterable[NodeFacts]) -> dict[str, Seat]:
     return {seat.name: seat for seat in seats}
 
 
+def _crashed(state: TeamState, member: MemberState) -> bool:
+    """Whether it failed by itself: one that was made to go has no first failure, and one that has saved says so."""
+    return state.first_failure is not None and member.phase is Phase.EXITED and member.code != LEFT
+
+
 def _called(number: int) -> str:
     """As the scheduler's reasons name it."""
     return f"job {number}"
@@ -415,10 +419,13 @@ def _queued(job: JobRow, seen: Mapping[tuple[str, str], Mapping[str, float]]) ->
 
 
 def _seen_speeds(session: Session) -> dict[tuple[str, str], dict[str, float]]:
-    """By user and name of jobs, from the last plan of each: people hand in the same thing again and again."""
+    """By user and name of jobs, from the last plan and curves of each: people hand in the same again and again."""
     last = select(func.max(JobRow.id)).where(JobRow.plan.is_not(None)).group_by(JobRow.user, JobRow.name)
-    asked = select(JobRow.user, JobRow.name, JobRow.plan).where(JobRow.id.in_(last))
-    return {(user, name): speeds_seen(plan or {}) for user, name, plan in session.execute(asked)}
+    asked = select(JobRow.user, JobRow.name, JobRow.plan, JobRow.profile).where(JobRow.id.in_(last))
+    return {
+        (user, name): speeds_seen(plan or {}) | speeds_measured(profile or {})
+        for user, name, plan, profile in session.execute(asked)
+    }
 
 
 def _unseen(name: str) -> Seat:

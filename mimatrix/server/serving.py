@@ -2,7 +2,6 @@
 
 import fcntl
 import getpass
-import ipaddress
 import os
 import pwd
 import shutil
@@ -13,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
@@ -21,9 +20,12 @@ from sqlalchemy import select
 
 from mimatrix.core.errors import UserError
 from mimatrix.launch import Launcher
+from mimatrix.server.addresses import is_any, is_loopback, own_address
 from mimatrix.server.application import application
+from mimatrix.server.certificates import check_certificate
 from mimatrix.server.context import Context
 from mimatrix.server.database import DATABASE_FILE, address_in, opened
+from mimatrix.server.headers import PromptHeads
 from mimatrix.server.loop import Loop, Serving
 from mimatrix.server.snapshots import Snapshots
 from mimatrix.server.tables import TokenRow
@@ -77,25 +79,55 @@ def check(settings: Settings) -> None:
     """Refuse what cannot be served, before anything is made."""
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise UserError("TLS needs a certificate and its key; give both --tls-cert and --tls-key")
-    for file in (settings.tls_cert, settings.tls_key):
-        if file and not file.is_file():
-            raise UserError(f'"{file}" is not there; name the file in PEM format')
+    if settings.tls_cert and settings.tls_key:
+        check_certificate(settings.tls_cert, settings.tls_key)
     if settings.run_as and settings.run_as not in {entry.pw_name for entry in pwd.getpwall()}:
         raise UserError(f'there is no user "{settings.run_as}" for --run-as; name one of this machine')
     if not shutil.which(settings.python):
         raise UserError(f'there is no Python "{settings.python}"; give --python the path of one')
     if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
         raise UserError(f'"{settings.advertise}" is no address; write --advertise http://name:7700')
-    if not _is_loopback(settings.host) and not settings.tls_cert and not settings.insecure:
+    if not is_loopback(settings.host) and not settings.tls_cert and not settings.insecure:
         raise UserError(
             f"{settings.host} can be reached from outside, where tokens could be read on the way; give --tls-cert and "
             "--tls-key, or --insecure if the network is yours alone"
         )
 
 
+def reachable(settings: Settings, own: Callable[[bool], str] = own_address) -> Settings:
+    """With an address that clients and workers can use, where it listens on all addresses of this machine."""
+    if settings.advertise or not is_any(settings.host):
+        return settings
+    if settings.tls_cert:
+        raise UserError(
+            f"{settings.host} is no address that a certificate is for; give --advertise https://NAME:{settings.port}, "
+            "with a name that the certificate has"
+        )
+    found = own(":" in settings.host)
+    if not found:
+        raise UserError(
+            f"{settings.host} is no address that workers could use, and this machine shows no other; give --advertise "
+            f"http://NAME:{settings.port}"
+        )
+    host = f"[{found}]" if ":" in found else found
+    return replace(settings, advertise=f"http://{host}:{settings.port}")
+
+
+def cautions(settings: Settings, asked: Settings) -> Iterator[str]:
+    """What whoever starts it should know: `settings` as it serves, `asked` as it was told to."""
+    if settings.advertise != asked.advertise:
+        yield f"clients and workers are told {settings.address}; give --advertise if they should use another address"
+    if settings.insecure and not settings.tls_cert and not is_loopback(settings.host):
+        yield (
+            f"insecure: {settings.host} is served without TLS, so whoever is on the way can read tokens and act with "
+            "them; give --tls-cert and --tls-key unless the network is yours alone"
+        )
+
+
 def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Callable[[str], None]) -> None:
     """Until SIGTERM or SIGINT. Jobs go on, and are found again by the next one on the same folder."""
     check(settings)
+    asked, settings = settings, reachable(settings)
     _make_folder(settings)
     with _only_one(settings.data), _bound(settings) as listener:
         engine, sessions = opened(settings.database or address_in(settings.data))
@@ -109,6 +141,8 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Call
         _leave(settings.data / ADDRESS_FILE, settings.address)
         turning = _Turning(loop, context, say)
         turning.start()
+        for caution in cautions(settings, asked):
+            say(caution)
         say(f"serving on {settings.address}, data in {settings.data}; docs at {settings.address}/docs")
         try:
             uvicorn.Server(_uvicorn(settings, context, loop)).run([listener])
@@ -175,6 +209,7 @@ def _serving(settings: Settings) -> Serving:
 def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config:
     return uvicorn.Config(
         application(context, loop),
+        http=PromptHeads,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=65,
@@ -230,10 +265,3 @@ def _bound(settings: Settings) -> Iterator[socket.socket]:
             ) from None
         listener.listen(1024)
         yield listener
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -117,6 +117,18 @@ class Client:
         """The machines."""
         return [m.Node.model_validate(each) for each in self._sent("GET", "/api/nodes").json()]
 
+    def tokens(self) -> list[m.Token]:
+        """Those that people have."""
+        return [m.Token.model_validate(each) for each in self._sent("GET", "/api/tokens").json()]
+
+    def make_token(self, wanted: m.TokenWanted) -> m.Token:
+        """A new one, with its secret."""
+        return self._post(m.Token, "/api/tokens", wanted)
+
+    def end_token(self, number: int) -> None:
+        """Its bearer is let in no more."""
+        self._sent("DELETE", f"/api/tokens/{number}")
+
     # For workers
 
     def join(self, job: int, said: m.Join) -> m.Joined:

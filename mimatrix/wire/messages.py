@@ -1,5 +1,6 @@
 """The messages of the job server, as JSON. Both ends read them strictly: unknown keys and excess sizes are refused."""
 
+from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mimatrix.core.errors import UserError
-from mimatrix.scheduler.wishes import Wish
+from mimatrix.scheduler.wishes import Part, Wish
 
 PROTOCOL = 1
 """Of workers and server; another one is refused."""
@@ -51,9 +52,19 @@ class Message(BaseModel):
 
 def _wish(text: str) -> str:
     try:
-        return str(Wish.parse(text))
+        # Once more, since the sum may be more than there can be.
+        return str(Wish.parse(str(_merged(Wish.parse(text)))))
     except UserError as error:
         raise ValueError(str(error)) from None
+
+
+def _merged(wish: Wish) -> Wish:
+    """Every kind once: `1,1,1` is `3`."""
+    found: dict[str, Part] = {}
+    for part in wish.parts:
+        same = found.setdefault(part.kind.lower(), replace(part, least=0, most=0))
+        found[part.kind.lower()] = replace(same, least=same.least + part.least, most=same.most + part.most)
+    return Wish(tuple(found.values()))
 
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
@@ -132,6 +143,8 @@ class Jobs(Message):
     jobs: tuple[Job, ...]
     next_before: int | None
     """Ask with it for the page that follows; None: there is none."""
+    more: Count = 0
+    """How many jobs the pages that follow have."""
 
 
 class Event(Message):

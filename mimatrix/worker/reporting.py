@@ -1,17 +1,21 @@
 """Telling the server how it goes, now and then, and hearing what it wants. Training never waits for it."""
 
+import json
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.wire.client import Client
-from mimatrix.wire.messages import PROTOCOL, JobState, Measured, Report
+from mimatrix.wire.messages import MOST_PROFILE_BYTES, PROTOCOL, JobState, Measured, Report
 from mimatrix.worker.joining import Belonging
 
 _AGAIN_S = 1.0
 _LONGEST_S = 10.0
 _MOST_METRICS = 32
+_IMPORTS_S = 5.0
 
 
 class Reporter:
@@ -22,6 +26,8 @@ class Reporter:
         self._run: Any = None
         self._is_asked = False
         self._told_plan = -1
+        self._told_curves = False
+        self._since_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._report_on, name="mimatrix-reports", daemon=True)
 
@@ -50,7 +56,9 @@ class Reporter:
         try:
             orders = self._client.report(self._mine.job, self._report())
             self._is_asked = self._is_asked or orders.leave
-            self._tell_plan()
+            if self._run is not None and self._mine.rank == 0:
+                self._tell_curves()
+                self._tell_plan()
             return orders.again_s
         except MiMatrixError:
             return min(_LONGEST_S, max(_AGAIN_S, 2 * pause))
@@ -59,7 +67,7 @@ class Reporter:
         mine, run = self._mine, self._run
         known: dict[str, Any] = {"protocol": PROTOCOL, "generation": mine.generation, "rank": mine.rank}
         if run is None:
-            return Report(**known, state=JobState.TRAINING)
+            return Report(**known, state=JobState.STARTING if self._begins() else JobState.TRAINING)
         stats, plan, history = run.stats()[-10:], run.plan, run.history[-1:]
         known |= {"state": JobState(run.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
@@ -75,13 +83,28 @@ class Reporter:
             known["predicted_step_s"] = plan.step_s
         return Report(**known, metrics=_finite(history[0][1]) if history else {})
 
+    def _begins(self) -> bool:
+        """A script is read and imports for a while; one that knows nothing of runs is taken to train after that."""
+        return time.monotonic() - self._since_s < _IMPORTS_S or "mimatrix.engine.run" in sys.modules
+
+    def _tell_curves(self) -> None:
+        """What devices do with this model, once: the server knows then where jobs like this one run well."""
+        measured = self._run.measurements
+        if measured and not self._told_curves:
+            self._told_curves = True  # also where there are too many: plans are told all the same
+            text = measured.to_text()
+            if len(text) < MOST_PROFILE_BYTES // 2:
+                self._store("profile", json.loads(text))
+
     def _tell_plan(self) -> None:
-        """Rank 0 has the plan; the server records it."""
-        plan = self._run.plan if self._run is not None and self._mine.rank == 0 else None
+        plan = self._run.plan
         if plan and plan.version > self._told_plan:
-            content = Measured(protocol=PROTOCOL, generation=self._mine.generation, content=plan.to_json())
-            self._client.store(self._mine.job, "plan", content)
+            self._store("plan", plan.to_json())
             self._told_plan = plan.version
+
+    def _store(self, what: str, content: dict[str, Any]) -> None:
+        measured = Measured(protocol=PROTOCOL, generation=self._mine.generation, content=content)
+        self._client.store(self._mine.job, what, measured)
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:

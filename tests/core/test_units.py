@@ -8,11 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError
-from mimatrix.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
+from mimatrix.core.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_duration,
+    parse_rate,
+    parse_seconds,
+)
 
 # Three digits are printed, or whole numbers from 100 up: the last digit is off by half, of at least 100.
 PRINTED = 0.00501
-PARSERS = [parse_bytes, parse_rate, parse_seconds]
+PARSERS = [parse_bytes, parse_rate, parse_seconds, parse_duration]
 NONSENSE = [
     "",
     " ",
@@ -122,6 +130,35 @@ def test_times(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds, rel=1e-15, abs=0)
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0.0),
+        ("90", 90.0),
+        (" 1.5\n", 1.5),
+        ("90s", 90.0),
+        ("2m", 120.0),
+        ("2 min", 120.0),
+        ("1h30m", 5400.0),
+        ("1h 30m 5s", 5405.0),
+        ("1H", 3600.0),
+        ("2d", 172_800.0),
+        ("1d12h", 129_600.0),
+        ("0.5h", 1800.0),
+        ("100ms", 0.1),
+        ("1e3s", 1000.0),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("text", ["1h30", "30m1h", "1h1h", "2m3min", "-5", "-5s", "1h-30m", "5w", "h", "1h30x", "1:30"])
+def test_what_is_not_a_duration(text: str) -> None:
+    with pytest.raises(UserError, match="is not a time; write for example 90s, 2m, 1h30m or 2d"):
+        parse_duration(text)
+
+
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize("text", NONSENSE)
 def test_nonsense_is_refused_with_an_example(parser: Callable[[str], float], text: str) -> None:
@@ -185,6 +222,8 @@ def test_times_below_zero(text: str) -> None:
         (parse_rate, "1e308GB"),
         (parse_seconds, "1e400s"),
         (parse_seconds, "1e308h"),
+        (parse_duration, "1e400"),
+        (parse_duration, "1e308d"),
     ],
 )
 def test_more_than_a_float_holds(parser: Callable[[str], float], text: str) -> None:
@@ -205,7 +244,7 @@ NEARLY = st.from_regex(r"[+-]?[0-9]{1,9}(\.[0-9]{0,3})?(e[+-]?[0-9]{1,3})? ?[a-z
 @settings(deadline=None)
 @given(st.text() | NEARLY)
 def test_any_text_gives_a_number_or_a_sentence(text: str) -> None:
-    for parser, least in ((parse_bytes, 0.0), (parse_rate, 5e-324), (parse_seconds, 0.0)):
+    for parser, least in ((parse_bytes, 0.0), (parse_rate, 5e-324), (parse_seconds, 0.0), (parse_duration, 0.0)):
         found = value_or_sentence(parser, text)
         if isinstance(found, str):
             assert f'"{text}"' in found
@@ -259,6 +298,10 @@ def test_what_is_not_a_number_shows(show: Callable[[float], str]) -> None:
         (format_bytes(1024), "1KiB"),
         (format_bytes(1.5e9), "1.5GB"),
         (format_bytes(64 << 20), "64MiB"),
+        (format_bytes(1536 << 20), "1536MiB"),
+        (format_bytes(131_923_456 << 10), "126GiB"),
+        (format_bytes(-(131_923_456 << 10)), "-126GiB"),
+        (format_bytes(15_830 << 20), "15.5GiB"),
         (format_bytes(-(64 << 20)), "-64MiB"),
         (format_bytes(-1.5e9), "-1.5GB"),
         (format_rate(25e9 / 8), "25Gbit"),

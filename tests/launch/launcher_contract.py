@@ -164,6 +164,7 @@ class LauncherContract:
         assert data == whole
         assert ground.launcher.read_log(name, 0, 700, 50).data == whole[700:750]
         assert ground.launcher.read_log(name, 0, len(whole)).next_offset == len(whole)
+        assert ground.launcher.read_log(name, 0, -10).data == whole[-10:]
 
     def test_output_is_there_while_the_member_runs(self, ground: Ground) -> None:
         name = ground.start("import time\nprint('a line\\nand a half up', end='', flush=True)\ntime.sleep(600)")

@@ -11,6 +11,7 @@ from mimatrix.launch.output import Log, read_log
 
 def test_nothing_was_written_yet(tmp_path: Path) -> None:
     assert read_log(tmp_path / "0", 0, 100) == LogPart(b"", 0)
+    assert read_log(tmp_path / "0", -5, 100) == LogPart(b"", 0)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 10, 25])
@@ -36,7 +37,8 @@ def test_a_reader_goes_on_over_parts_and_jumps_over_what_was_dropped(tmp_path: P
     assert read_log(tmp_path / "0", 7, 100) == LogPart(b"hij", 10)
     assert read_log(tmp_path / "0", 10, 100) == LogPart(b"", 10)
     assert read_log(tmp_path / "0", 99, 100) == LogPart(b"", 99)
-    assert read_log(tmp_path / "0", -5, 2) == LogPart(b"ef", 6)
+    assert read_log(tmp_path / "0", -5, 2) == LogPart(b"fg", 7)
+    assert read_log(tmp_path / "0", -99, 100) == LogPart(b"efghij", 10)
     assert read_log(tmp_path / "0", 4, 0) == LogPart(b"", 4)
 
 

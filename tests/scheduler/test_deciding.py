@@ -243,6 +243,11 @@ def test_the_least_important_goes() -> None:
     assert waits.reason == "needs 2 x a100; waits for low to save and go"
     leaving = replace(low, is_leaving=True)
     assert decide(State(A, (job("x", "2", priority=90),), (leaving, middle)), 0.0) == (waits,)
+    ended = replace(leaving, saves=False)
+    (waits,) = decide(State(A, (job("x", "2", priority=90),), (ended, middle)), 0.0)
+    assert waits.reason == "needs 2 x a100; waits for low to end"
+    _, waits = decide(State(A, (job("x", "4", priority=90),), (ended, middle)), 0.0)
+    assert waits.reason == "needs 4 x a100; waits for middle to save and go, and for low to end"
 
 
 def test_nobody_goes_in_vain() -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from mimatrix.scheduler.speeds import speed_of_kind, speeds_seen
+from mimatrix.planner.curve import Curve
+from mimatrix.planner.profile import Profile
+from mimatrix.scheduler.speeds import speed_of_kind, speeds_measured, speeds_seen
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,13 @@ def test_what_an_earlier_plan_saw() -> None:
     plan = {"ranks": parts, "micro": [[60, 40], [4], [10]]}
     assert speeds_seen(plan) == {"A40": 200.0, "cpu": 20.0}
     assert speeds_seen({}) == speeds_seen({"ranks": 3, "micro": None}) == {}
+
+
+def test_what_curves_of_an_earlier_run_say() -> None:
+    def profile(device: str, *points: tuple[int, float]) -> dict[str, object]:
+        curve, memory = Curve.of(points), Curve.of((samples, 1e6 * samples) for samples, _ in points)
+        return Profile(device, "m", curve, memory, 1 << 30, 0.001).to_json()
+
+    slow, fast = profile("cpu", (1, 0.1), (8, 0.4)), profile("A40", (1, 0.1), (100, 0.5))
+    assert speeds_measured({"profiles": [slow, fast, slow]}) == pytest.approx({"cpu": 20.0, "A40": 200.0})
+    assert speeds_measured({}) == speeds_measured({"profiles": [{"device": 3}]}) == {}

@@ -68,8 +68,43 @@ def test_pages_of_jobs(there: House) -> None:
     rest = there.ask("ben", "GET", f"/api/jobs?most=3&before={first['next_before']}").json()
     assert [job["id"] for job in rest["jobs"]] == numbers[1::-1]
     assert rest["next_before"] is None
+    assert (first["more"], rest["more"]) == (2, 0)
+    assert there.ask("ben", "GET", "/api/jobs?most=1&user=cho").json()["more"] == 1
+    assert there.ask("ben", "GET", "/api/jobs?most=5").json()["next_before"] is None
     assert len(there.ask("ben", "GET", "/api/jobs?user=cho&state=queued").json()["jobs"]) == 2
     assert there.ask("ben", "GET", "/api/jobs?state=done").json()["jobs"] == []
+
+
+def test_the_page_of_the_interface_has_it_all_and_asks_nobody_else(there: House) -> None:
+    answer = there.http.get("/docs")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    for path, methods in there.http.get("/openapi.json").json()["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in answer.text
+    assert "<code>most</code> (query): integer from 1 to 1000" in answer.text
+    assert "<code>snapshot</code> (body, required): string" in answer.text
+    assert "<code>state</code> (query): array of queued or starting or " in answer.text
+    assert "<code>priority</code> (body, required): integer from 0 to 100<" in answer.text
+    assert "Another priority." in answer.text
+    assert '<a href="openapi.json">' in answer.text
+    assert "://" not in answer.text
+    assert "<script" not in answer.text
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"), [("1,1,1", "3"), ("a100:1,A100:2..4,v100:1", "a100:3..5,v100:1"), ("1,cpu:1,2", "3,cpu:1")]
+)
+def test_the_same_kind_asked_for_again_is_merged(there: House, asked: str, kept: str) -> None:
+    number = submitted(there, devices=asked)
+    assert there.ask("ben", "GET", f"/api/jobs/{number}").json()["devices"] == kept
+
+
+def test_merged_devices_have_a_most_too(there: House) -> None:
+    answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, "devices": "65536,65536"})
+    assert answer.status_code == 422
+    assert "names no devices" in answer.json()["detail"]
 
 
 ROUTES: dict[tuple[str, str], set[str]] = {

@@ -89,6 +89,36 @@ def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path)
 
 
 @pytest.mark.timeout(60)
+def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) -> None:
+    with house(tmp_path, devices=1) as there:
+        crash = tmp_path / "crash"
+        waits = f"import pathlib, time\nwhile not pathlib.Path('{crash}').exists(): time.sleep(0.05)\n"
+        low = submitted(there, waits + "raise ValueError('no room')", priority=10, preemptible=True)
+        turned_until(there, low, JobState.STARTING)
+        high = submitted(there, "print('hello')", priority=90)
+        there.loop.turn()
+        assert row(there, low).leaving == "preempt"
+        crash.touch()
+        found = turned_until(there, low, *ENDED, JobState.PREEMPTED)
+        assert (found.state, found.exit_code) == (JobState.FAILED, 1)
+        assert found.reason.endswith(
+            '/0 ended with 1; its last line: "ValueError: no room"; it had been told to save and go'
+        )
+        assert turned_until(there, high, *ENDED).state == JobState.DONE
+
+
+@pytest.mark.timeout(60)
+def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
+    with house(tmp_path, devices=1) as there:
+        first = submitted(there, "import signal, time\nsignal.signal(15, lambda *_: None)\nprint('up')\ntime.sleep(60)")
+        turned_until(there, first, JobState.STARTING)
+        second = submitted(there, "print('hello')")
+        there.ask("ben", "POST", f"/api/jobs/{first}/cancel")
+        there.loop.turn()
+        assert row(there, second).reason == f"needs 1 x cpu; waits for job {first} to end"
+
+
+@pytest.mark.timeout(60)
 def test_a_job_that_was_written_down_but_not_started_is_started(tmp_path: Path) -> None:
     """As after a kill between the two."""
     with house(tmp_path) as there:

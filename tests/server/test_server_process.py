@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from houses import SCRIPTS, Server, server
 
+from mimatrix.core.errors import UserError
+from mimatrix.wire.client import Client
 from mimatrix.wire.messages import ENDED, JobState
 
 
@@ -83,6 +86,59 @@ def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
     assert up.until(second, lambda job: job.state in ENDED).state is JobState.DONE
 
 
+@pytest.mark.timeout(120)
+def test_a_job_file_a_kind_that_nobody_has_and_what_is_not_shown(up: Server, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')")
+    (tmp_path / "job.toml").write_text('script = "train.py"\ndevices = 2\nmax_time = "1h30m"\npriority = 1\n')
+    would = up.command("submit", "--dry-run", str(tmp_path / "job.toml"), "--devices", "a100:1,cpu:1")
+    assert would.stdout.startswith("it would wait: ")
+    warning = "mimatrix: no node has a device of the kind a100, so it will wait for one; there are cpu\n"
+    assert would.stderr == warning
+    done = up.command("submit", str(tmp_path / "job.toml"), "--devices", "a100:1", "--json")
+    assert (done.returncode, done.stderr) == (0, warning)
+    number = json.loads(done.stdout)["id"]
+    fine = up.command("submit", str(tmp_path / "job.toml"), "--max-time", "2d", "--json")
+    assert (fine.stderr, json.loads(fine.stdout)["devices"]) == ("", "2")
+    assert json.loads(fine.stdout)["max_time_s"] == 172_800
+    assert up.command("priority", str(number), "80").stdout == f"job {number} has priority 80\n"
+    assert json.loads(up.command("priority", str(number), "7", "--json").stdout)["priority"] == 7
+    listed = up.command("jobs", "--all", "--most", "1")
+    found = re.fullmatch(
+        r"mimatrix: (\d+) older ones are not shown; add --most (\d+) to see all of them\n", listed.stderr
+    )
+    assert found, listed.stderr
+    assert int(found[2]) == int(found[1]) + 1
+    every = up.command("jobs", "--all", "--json", "--most", found[2])
+    assert (every.stderr, len(json.loads(every.stdout))) == ("", int(found[2]))
+    assert up.command("cancel", str(number)).returncode == 0
+
+
+@pytest.mark.timeout(120)
+def test_tokens_are_made_listed_and_revoked(up: Server) -> None:
+    made = up.command("tokens", "add", "ben", "--role", "viewer")
+    found = re.fullmatch(r"token (\d+) of ben \(viewer\), shown this once: (mm_\S+)\n", made.stdout)
+    assert found, made
+    for words in (("tokens",), ("tokens", "list"), ("tokens", "--json"), ("tokens", "list", "--json")):
+        listed = up.command(*words).stdout
+        assert "ben" in listed
+        assert "secret" not in listed
+        assert found[2] not in listed
+    address = (up.data / "address").read_text().strip()
+    with Client(address, found[2]) as client:
+        assert client.jobs().jobs is not None
+    assert up.command("tokens", "revoke", found[1]).stdout == f"token {found[1]} is revoked\n"
+    with Client(address, found[2]) as client, pytest.raises(UserError, match="not known"):
+        client.jobs()
+    again = up.command("tokens", "revoke", found[1])
+    assert (again.returncode, again.stderr) == (2, f"mimatrix: there is no token {found[1]}; see mimatrix tokens\n")
+    assert json.loads(up.command("tokens", "add", "cho", "--json").stdout)["role"] == "user"
+
+
+def test_memory_of_nodes_is_short(up: Server) -> None:
+    lines = up.command("nodes").stdout.splitlines()
+    assert any(re.search(r"cpu +[\d.]{1,4}[MGT]i?B +(free|job \d+)", line) for line in lines), lines
+
+
 def test_files_of_the_server_are_for_its_user_alone(up: Server) -> None:
     assert stat.S_IMODE((up.data / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(up.data.stat().st_mode) == 0o700
@@ -105,6 +161,8 @@ def test_two_servers_do_not_share_a_folder(up: Server) -> None:
         (("submit", str(SCRIPTS / "hello.py"), "--devices", "x"), 'devices: "x" names no devices'),
         (("submit", str(SCRIPTS / "hello.py"), "--env", "x"), '"x" is no variable'),
         (("show", "9999"), "there is no job 9999; see mimatrix jobs"),
+        (("tokens", "add", "b@d"), '"b@d" is no name for a user; take up to 100 letters'),
+        (("submit", str(SCRIPTS / "hello.py"), "--max-time", "30m1h"), '"30m1h" is not a time; write for example 90s'),
         (("jobs", "--state", "don"), '"don" is no state; did you mean "done"?'),
     ],
 )
@@ -223,6 +281,7 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--host", "0.0.0.0"), "0.0.0.0 can be reached from outside"),
         (("--tls-cert", "x.pem"), "TLS needs a certificate and its key"),
         (("--tls-cert", "x.pem", "--tls-key", "y.pem"), '"x.pem" is not there'),
+        (("--tls-cert", __file__, "--tls-key", __file__), "holds no certificate in PEM format"),
         (("--database", "mysql://x@y/z"), "of no kind that is known"),
     ],
 )

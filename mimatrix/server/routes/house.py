@@ -91,7 +91,7 @@ def end_token(number: Annotated[int, Path(ge=1, le=(1 << 53))], shared: Shared, 
     with shared.sessions.begin() as session:
         row = session.get(TokenRow, number)
         if row is None or row.ended_at is not None:
-            raise Refusal(404, f"there is no token {number}; see /api/tokens")
+            raise Refusal(404, f"there is no token {number}; see mimatrix tokens")
         row.ended_at = shared.clock()
     shared.doorkeeper.forget()
     return Response(status_code=204)

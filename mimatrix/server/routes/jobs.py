@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import UserError
@@ -78,14 +78,13 @@ def jobs(
     user: Annotated[str, Query(max_length=100)] = "",
 ) -> m.Jobs:
     """A page of jobs, the newest first."""
-    asked = select(JobRow).order_by(JobRow.id.desc()).limit(most + 1)
-    asked = asked.where(JobRow.id < before) if before else asked
-    asked = asked.where(JobRow.state.in_(state)) if state else asked
-    asked = asked.where(JobRow.user == user) if user else asked
+    wanted: list[ColumnElement[bool]] = [JobRow.state.in_(state)] if state else []
+    wanted += [JobRow.user == user] if user else []
+    newer = [JobRow.id < before] if before else []
     with shared.sessions() as session:
-        rows = list(session.scalars(asked))
-    page = rows[:most]
-    return m.Jobs(jobs=tuple(map(shown, page)), next_before=page[-1].id if len(rows) > most else None)
+        page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(most)))
+        more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == most else 0
+    return m.Jobs(jobs=tuple(map(shown, page)), next_before=page[-1].id if more else None, more=more)
 
 
 @router.get("/jobs/{number}")
@@ -246,6 +245,10 @@ def _whole(data: bytes) -> tuple[str, int]:
             except UnicodeDecodeError:
                 continue
     return data.decode(errors="replace"), 0
+
+
+def _count(session: Session, *wanted: ColumnElement[bool]) -> int:
+    return session.scalar(select(func.count(JobRow.id)).where(*wanted)) or 0
 
 
 def _own(session: Session, number: int, who: Bearer) -> JobRow:

@@ -1,0 +1,51 @@
+"""How a team ended, for people: whose fault it was, its exit code once, and the last that it said."""
+
+import re
+
+from mimatrix.core.errors import MiMatrixError
+from mimatrix.launch import Launcher, MemberState, Phase, TeamState
+
+_TAIL_BYTES = 4096
+_MOST_CHARACTERS = 200
+# Colours and the like, whole; then every other character that is none to be printed.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
+
+
+def failed_rank(state: TeamState) -> int | None:
+    """The rank to blame, the first that failed; None where all ended well."""
+    if state.first_failure is not None:
+        return state.first_failure
+    return next((rank for rank, member in enumerate(state.members) if member.code != 0), None)
+
+
+def told(rank: int, seat: str, member: MemberState, words: str = "") -> str:
+    """`rank 0 on n/0 ended with 1; its last line: "ValueError: no"`."""
+    how, more = _how(member)
+    said = f": {more}" if more else ""
+    return f"rank {rank} on {seat} {how}{said}" + (f'; its last line: "{words}"' if words else "")
+
+
+def last_words(launcher: Launcher, team: str, rank: int) -> str:
+    """The last line that a rank printed, if any: not long, and nothing but characters that can be seen."""
+    try:
+        data = launcher.read_log(team, rank, -_TAIL_BYTES).data
+    except MiMatrixError:
+        return ""  # never started, forgotten, or its node is gone
+    lines = (_visible(line) for line in reversed(re.split(r"[\r\n]+", data.decode(errors="replace"))))
+    line = next(filter(None, lines), "")
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
+
+
+def _how(member: MemberState) -> tuple[str, str]:
+    """What became of it, and what else is known; the launcher's reason has the code, too."""
+    if member.phase is Phase.LOST:
+        return "was lost", member.reason
+    first, _, rest = member.reason.partition("; ")
+    if first.startswith("killed by "):
+        return f"was {first}", rest
+    return f"ended with {member.code}", rest if first == f"exit code {member.code}" else member.reason
+
+
+def _visible(line: str) -> str:
+    plain = _ESCAPES.sub("", line).replace("\t", " ")
+    return "".join(each for each in plain if each.isprintable()).strip()
