@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 STOREYS = {
     "doors": ("cli", "server", "launch", "lab"),
     "metal": ("worker", "hybrid", "engine", "profiler", "comm"),
-    "paper": ("wire", "scheduler", "planner", "netsim", "collectives", "cluster", "core"),
+    "paper": ("wire", "scheduler", "monitor", "planner", "netsim", "collectives", "cluster", "core"),
 }
 STOREY_OF = {package: storey for storey, packages in STOREYS.items() for package in packages}
 WITHOUT_TORCH = {*STOREYS["paper"], *STOREYS["doors"]}

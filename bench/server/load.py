@@ -27,6 +27,7 @@ from mimatrix.launch.launcher import (
     Team,
     TeamState,
 )
+from mimatrix.wire.messages import PROTOCOL
 
 JOBS = 20
 
@@ -92,7 +93,7 @@ async def worker(port: int, job: int, rank: int, secret: str, every_s: float, en
         step += 1
         body = json.dumps(
             {
-                "protocol": 1,
+                "protocol": PROTOCOL,
                 "generation": 1,
                 "rank": rank,
                 "state": "training",

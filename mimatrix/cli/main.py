@@ -16,6 +16,7 @@ from mimatrix.cli.plan import plan
 from mimatrix.cli.profile import profile
 from mimatrix.cli.queue import simulate_queue
 from mimatrix.cli.run import run
+from mimatrix.cli.seeing import metrics, top
 from mimatrix.cli.simulate import algorithms, simulate
 from mimatrix.cli.submit import submit
 from mimatrix.cli.tokens import tokens
@@ -38,7 +39,7 @@ app.command(context_settings=_before_the_script)(run)
 app.command(context_settings=_before_the_script)(profile)
 app.command()(plan)
 app.command()(up)
-for command in (submit, jobs, show, explain, logs, cancel, retry, priority, wait, nodes):
+for command in (submit, jobs, top, show, explain, logs, metrics, cancel, retry, priority, wait, nodes):
     app.command()(command)
 app.add_typer(tokens, name="tokens")
 app.command()(simulate)

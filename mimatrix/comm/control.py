@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mimatrix.comm.frames import LEFT, Inbox, Kind, Message, connected
@@ -15,13 +16,23 @@ _VERDICT_S = 3.0
 """How long the coordinator may take to find out who holds everybody up."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For whom a rank waits (None: for anybody), where, and since when by the monotonic clock."""
+
+    rank: int | None
+    call: object
+    round: int
+    since_s: float
+
+
 class Control:
     """One for each rank. A thread of its own reads; whoever waits asks `check` now and then."""
 
     def __init__(self, rank: int, hosts: list[str], address: str, port: int, generation: int, token: str) -> None:
         self.rank, self.hosts = rank, hosts
         self.sent, self.received = 0, 0
-        self.waits_for: int | None = None
+        self.waiting: Waiting | None = None
         self._generation = generation
         self._lost: dict[int, str] = {}
         self._faults: list[tuple[set[int], WorldError]] = []
@@ -31,6 +42,20 @@ class Control:
         self._stream.settimeout(None)
         self._send(Kind.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
         threading.Thread(target=self._listen, name="mimatrix-control", daemon=True).start()
+
+    @property
+    def waits_for(self) -> int | None:
+        """Whom this rank waits for now, if it knows."""
+        waiting = self.waiting
+        return waiting.rank if waiting else None
+
+    def begin_waiting(self, rank: int | None, call: object, number: int) -> None:
+        """From now on another rank is waited for, or anybody, in a round of a call."""
+        self.waiting = Waiting(rank, call, number, time.monotonic())
+
+    def end_waiting(self) -> None:
+        """It goes on."""
+        self.waiting = None
 
     def arrive(self, group: str, ticket: int, members: Collection[int], said: object) -> None:
         """Say that this rank has come as far as `ticket`; `said` reaches the others with their permission to go."""

@@ -68,7 +68,9 @@ class CoordinatorSync:
 
     def _await(self, ticket: int) -> None:
         started = time.perf_counter()
+        self._control.begin_waiting(None, self._call, self._round)
         self._until(ticket)
+        self._control.end_waiting()
         self.waited_s += time.perf_counter() - started
 
     def _until(self, ticket: int) -> None:

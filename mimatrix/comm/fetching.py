@@ -100,13 +100,13 @@ class FetchingExecutor(WindowsExecutor):
         self, read: _Read, reading: Reading, call: Call, offset: int, addends: dict[Take, list[torch.Tensor]]
     ) -> None:
         """Wait for a read; when it was the last of a sum, add."""
-        self._control.waits_for = self._members[read.peer]
+        self._control.begin_waiting(self._members[read.peer], call, 0)
         try:
             reading.wait(time.monotonic() + self._timeout_s)
         except WorldError as error:
             self._lost(read.peer, call, error)
             raise
-        self._control.waits_for = None
+        self._control.end_waiting()
         if not read.take.adds:
             return
         have = addends.setdefault(read.take, [])

@@ -128,7 +128,7 @@ class Flags:
     def _sleep(self, peer: int, count: int) -> None:
         counts, started = self._counts[peer], time.monotonic()
         doing = f"{self._call}, call number {self._number}, round {self._round}, since {time.strftime('%H:%M:%S')}"
-        self._control.waits_for = self._members[peer]
+        self._control.begin_waiting(self._members[peer], self._call, self._round)
         pause = 20e-6
         while True:
             trouble = self._control.trouble(self._members[peer], self._members, doing)
@@ -141,7 +141,7 @@ class Flags:
                 self._control.late(self._members[peer], self._members, doing, waited)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP_S)
-        self._control.waits_for = None
+        self._control.end_waiting()
 
     def _checked(self, peer: int) -> Announced:
         """A peer's header, if it asks for the same."""

@@ -126,12 +126,12 @@ class MessagesExecutor:
         """Until they have landed; a peer that does not come is named."""
         for flight in flights:
             peer = self._members[flight.peer]
-            self._control.waits_for = peer
+            self._control.begin_waiting(peer, self._doing, 0)
             try:
                 flight.pending.wait(self._timeout)
             except RuntimeError:
                 self._control.late(peer, self._members, self._doing, self._timeout.total_seconds())
-            self._control.waits_for = None
+            self._control.end_waiting()
 
     def _sum(self, take: Take, addends: list[torch.Tensor], call: Call, flat: torch.Tensor) -> None:
         divisor = len(self._members) if take.completes and call.op == "avg" else 1

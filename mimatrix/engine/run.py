@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mimatrix.comm.control import Waiting
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine import batchnorm, evaluating, sameness
@@ -350,6 +351,11 @@ class Run:
     def phase(self) -> str:
         """What it is about: starting, profiling, training or saving."""
         return "saving" if self._leaving and self._leaving.is_under_way else self._phase
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """In which collective this rank waits now, and for whom; None while it does not."""
+        return self._main.endpoint.control.waiting if self._main else None
 
     # What the loader calls
 

@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from mimatrix import __version__
-from mimatrix.server import describing, problems
+from mimatrix.server import describing, pages, problems
 from mimatrix.server.context import Context
 from mimatrix.server.loop import Loop
-from mimatrix.server.routes import house, jobs, workers
+from mimatrix.server.routes import house, jobs, seeing, workers
 from mimatrix.server.tables import AuditRow
 from mimatrix.wire.messages import MOST_PROFILE_BYTES, MOST_REPORT_BYTES, MOST_SNAPSHOT_BYTES, Problem, Role
 
@@ -58,7 +58,8 @@ def application(context: Context, loop: Loop) -> FastAPI:
     app.state.context, app.state.loop = context, loop
     problems.install(app)
     describing.install(app)
-    for router in (jobs.router, workers.router, house.router):
+    pages.install(app)
+    for router in (jobs.router, seeing.router, workers.router, house.router):
         app.include_router(router)
     app.add_middleware(Audit, context=context)
     app.add_middleware(Bounds)

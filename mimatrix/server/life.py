@@ -1,8 +1,9 @@
 """The life of a job: which state may follow which, and the one function that moves a job and writes that down."""
 
+from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from mimatrix.server.tables import EventRow, JobRow
+from mimatrix.server.tables import EventRow, JobRow, StintRow
 from mimatrix.wire.messages import ACTIVE, ENDED, JobState
 
 _S = JobState
@@ -36,9 +37,15 @@ def move(session: Session, job: JobRow, new: JobState, reason: str, now_s: float
     if new is _S.STARTING:
         job.generation += 1
         job.started_at, job.ended_at, job.exit_code = now_s, None, None
+        session.add_all(
+            StintRow(seat=seat, job=job.id, generation=job.generation, started_at=now_s) for seat in job.seats
+        )
     if new in WAITING:
         job.waiting_since = now_s
     if new in WAITING or new in ENDED:
+        session.execute(
+            update(StintRow).where(StintRow.job == job.id, StintRow.ended_at.is_(None)).values(ended_at=now_s)
+        )
         job.seats, job.leaving, job.leaving_at = [], "", None
     if new in ENDED:
         job.ended_at = now_s

@@ -1,13 +1,16 @@
 """What workers said last. It is in memory alone: a report costs no write, and after a restart workers say it again."""
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from mimatrix.wire.messages import Join, Report
+from mimatrix.wire.messages import Join, Report, Trouble
 
 AGAIN_S = 1.0
 _CALM_S = 5.0
 _MANY = 64
+_NOTICES = 8
 
 
 @dataclass
@@ -15,10 +18,21 @@ class LiveJob:
     """The workers of one job in one generation."""
 
     generation: int
-    ranks: int
+    seats: tuple[str, ...]
+    """The devices of its ranks."""
     joined: dict[int, Join] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each reported last, by the server's clock."""
     leave: bool = False
+    troubles: tuple[Trouble, ...] = ()
+    notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
+    """Sentences for its log."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.seats)
 
 
 class Live:
@@ -28,12 +42,17 @@ class Live:
         self._jobs: dict[int, LiveJob] = {}
         self._lock = Lock()
 
-    def begin(self, job: int, generation: int, ranks: int, *, leave: bool = False) -> None:
+    def begin(self, job: int, generation: int, seats: Sequence[str], *, leave: bool = False) -> None:
         """It was started, or found again after a restart of the server."""
         with self._lock:
             found = self._jobs.get(job)
             if found is None or found.generation != generation:
-                self._jobs[job] = LiveJob(generation, ranks, leave=leave)
+                self._jobs[job] = LiveJob(generation, tuple(seats), leave=leave)
+
+    def all(self) -> dict[int, LiveJob]:
+        """By their numbers, as of now."""
+        with self._lock:
+            return dict(self._jobs)
 
     def of(self, job: int, generation: int) -> LiveJob | None:
         """What its workers said in this generation; None for another one."""

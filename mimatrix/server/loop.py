@@ -21,9 +21,11 @@ from mimatrix.scheduler.speeds import speed_of_kind, speeds_measured, speeds_see
 from mimatrix.scheduler.usage import later
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.endings import failed_rank, last_words, told
+from mimatrix.server.history import History
 from mimatrix.server.life import WAITING, is_active, may_move, move, note
 from mimatrix.server.tables import JobRow, NodeRow, UsageRow
 from mimatrix.server.tokens import issue, revoke_of_job
+from mimatrix.server.watching import Watching
 from mimatrix.wire.messages import ACTIVE, JobState, Progress, Report, Role
 
 LEFT = 75
@@ -68,12 +70,14 @@ class Loop:
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
         self._seen_at = self._tidied_at = float("-inf")
         self._troubles: dict[str, float] = {}
+        self._watching = Watching(context, say)
+        self._history = History(context.sessions)
 
     def recover(self) -> None:
         """After a start of the server: running jobs are expected to report."""
         with self._context.sessions() as session:
             for job in _jobs(session, ACTIVE):
-                self._context.live.begin(job.id, job.generation, len(job.seats), leave=bool(job.leaving))
+                self._context.live.begin(job.id, job.generation, job.seats, leave=bool(job.leaving))
 
     def turn(self) -> None:
         """One time around."""
@@ -81,6 +85,8 @@ class Loop:
         self._follow_teams()
         self._count_usage()
         self._schedule()
+        self._watching.look()
+        self._keep()
         self._tidy()
 
     # Nodes
@@ -141,8 +147,8 @@ class Loop:
                 move(session, job, JobState.FAILED, "its snapshot is gone; submit it again", context.clock())
                 return
             self._make_checkpoints(number)
-            team = self._team(job, secret, archive)
-        context.live.begin(number, generation, len(team.members))
+            team, seats = self._team(job, secret, archive), tuple(job.seats)
+        context.live.begin(number, generation, seats)
         try:
             context.launcher.start(team)
         except MiMatrixError as error:
@@ -272,6 +278,18 @@ class Loop:
         for name in old:
             if name in known and known[name].has_ended:
                 self._context.launcher.forget(name)
+
+    # History
+
+    def _keep(self) -> None:
+        now_s = self._context.clock()
+        if not self._history.is_due(now_s):
+            return
+        with self._context.sessions() as session:
+            used = sum(len(seats) for seats in session.scalars(select(JobRow.seats).where(JobRow.state.in_(ACTIVE))))
+            queued = session.scalar(select(func.count(JobRow.id)).where(JobRow.state.in_(WAITING))) or 0
+        cluster = {"devices": len(self._seats), "used": used, "queued": queued}
+        self._history.keep(now_s, self._context.live.all(), cluster)
 
     # Usage
 

@@ -102,6 +102,32 @@ class UsageRow(Base):
     at: Mapped[float] = mapped_column(Float)
 
 
+class StintRow(Base):
+    """A job had a device for a while."""
+
+    __tablename__ = "stints"
+    __table_args__ = (Index("stints_of_seat", "seat", "id"), Index("stints_of_job", "job", "ended_at"))
+
+    id: Mapped[int] = mapped_column(_Number, primary_key=True)
+    seat: Mapped[str] = mapped_column(String(220))
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    generation: Mapped[int] = mapped_column(Integer)
+    started_at: Mapped[float] = mapped_column(Float)
+    ended_at: Mapped[float | None] = mapped_column(Float)
+
+
+class SampleRow(Base):
+    """Figures of a job at a time, or means over a while (see `history`); of the cluster under job 0."""
+
+    __tablename__ = "samples"
+    __table_args__ = (Index("samples_of_tier", "tier", "at"),)
+
+    job: Mapped[int] = mapped_column(_Number, primary_key=True, autoincrement=False)
+    tier: Mapped[int] = mapped_column(Integer, primary_key=True)
+    at: Mapped[float] = mapped_column(Float, primary_key=True)
+    figures: Mapped[dict[str, Any]] = mapped_column(default=dict)
+
+
 class AuditRow(Base):
     """Who changed what."""
 

@@ -104,6 +104,14 @@ class Client:
         asked = {"rank": rank, "offset": offset} | ({} if generation is None else {"generation": generation})
         return self._got(m.Log, f"/api/jobs/{number}/log", asked)
 
+    def ranks(self, number: int) -> m.Ranks:
+        """Its ranks as they are now, and who holds the others up."""
+        return self._got(m.Ranks, f"/api/jobs/{number}/ranks")
+
+    def history(self, number: int, points: int = 300) -> m.History:
+        """How it went."""
+        return self._got(m.History, f"/api/jobs/{number}/history", {"points": points})
+
     def act(self, number: int, action: str) -> m.Job:
         """`cancel` or `retry`."""
         return m.Job.model_validate_json(self._sent("POST", f"/api/jobs/{number}/{action}").content)

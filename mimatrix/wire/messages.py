@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler.wishes import Part, Wish
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of workers and server; another one is refused."""
 MOST_REPORT_BYTES = 8 << 10
 MOST_PROFILE_BYTES = 1 << 20
@@ -215,6 +215,26 @@ class Joined(Message):
     generation: int
 
 
+class Use(Message):
+    """How a device is used now; None where nobody can tell."""
+
+    busy: Annotated[float, Field(ge=0, le=1)] | None = None
+    memory_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    power_w: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    temperature_c: Annotated[float, Field(ge=-300, le=1000)] | None = None
+
+
+class Waiting(Message):
+    """A rank is in a collective and cannot go on: for whom it waits, and how long already."""
+
+    call: Annotated[str, Field(max_length=200)]
+    round: Count
+    peer: Count | None
+    """None: for anybody."""
+    seconds: Seconds
+
+
 class Report(Message):
     """What a worker says now and then."""
 
@@ -229,7 +249,17 @@ class Report(Message):
     compute_s: Seconds = 0.0
     waiting_s: Seconds = 0.0
     communication_s: Seconds = 0.0
+    data_s: Seconds = 0.0
+    """Waiting for the loader."""
+    samples: Count = 0
+    """Of this rank, in a step."""
     predicted_step_s: Seconds | None = None
+    planned_s: Seconds | None = None
+    """How long this rank should be busy in a step."""
+    follows: bool = False
+    """Whether batches follow speeds that change."""
+    use: Use | None = None
+    waiting: Waiting | None = None
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=32)] = Field(
         default_factory=dict
     )
@@ -242,6 +272,109 @@ class Orders(Message):
     """Save, and end."""
     again_s: Seconds
     """When to report again."""
+    notice: str = ""
+    """A sentence for the job's log, said to rank 0."""
+
+
+class Rank(Message):
+    """One rank of a job that runs, as it said last."""
+
+    rank: int
+    seat: str
+    at: datetime
+    step: int
+    step_s: float
+    compute_s: float
+    data_s: float
+    waiting_s: float
+    communication_s: float
+    samples: int
+    planned_s: float | None
+    use: Use | None
+
+
+class Trouble(Message):
+    """A rank that holds the others up."""
+
+    kind: str
+    """`slow` or `hang`."""
+    rank: int
+    seat: str
+    cause: str
+    """Of a slow one: compute, loader, link or memory."""
+    lost_s: float
+    """In every step, or since it is waited for."""
+    sentence: str
+
+
+class Ranks(Message):
+    """All ranks of a job that runs, and who holds them up."""
+
+    ranks: tuple[Rank, ...]
+    troubles: tuple[Trouble, ...]
+
+
+class Point(Message):
+    """A job over a while: means. Lists have an entry for each rank; None: it said nothing."""
+
+    at: datetime
+    step: int
+    samples_per_s: float
+    step_s: float
+    predicted_step_s: float | None
+    metrics: dict[str, float]
+    ranks: dict[str, tuple[float | None, ...]]
+    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c."""
+
+
+class History(Message):
+    """How a job went. The further back, the coarser."""
+
+    every_s: float
+    """Between points at least."""
+    points: tuple[Point, ...]
+
+
+class UsePoint(Message):
+    """The cluster over a while."""
+
+    at: datetime
+    devices: int
+    used: float
+    """Of them, by jobs; a mean."""
+    queued: float
+    """Jobs that waited; a mean."""
+
+
+class DeviceJob(Message):
+    """A job that had a device."""
+
+    id: int
+    name: str
+    user: str
+    state: JobState
+    started_at: datetime
+    ended_at: datetime | None
+
+
+class DeviceHistory(Message):
+    """Who used a device, the newest first."""
+
+    seat: str
+    jobs: tuple[DeviceJob, ...]
+
+
+class Me(Message):
+    """Whose token it is."""
+
+    user: str
+    role: Role
+
+
+class Stored(Message):
+    """The plan of a job, or the curves that it was made from."""
+
+    content: dict[str, Any]
 
 
 class Measured(Message):

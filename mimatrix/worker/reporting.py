@@ -9,13 +9,16 @@ from typing import Any
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.wire.client import Client
-from mimatrix.wire.messages import MOST_PROFILE_BYTES, PROTOCOL, JobState, Measured, Report
+from mimatrix.wire.messages import MOST_PROFILE_BYTES, PROTOCOL, JobState, Measured, Report, Waiting
+from mimatrix.worker.gauges import gauge
 from mimatrix.worker.joining import Belonging
 
 _AGAIN_S = 1.0
 _LONGEST_S = 10.0
 _MOST_METRICS = 32
 _IMPORTS_S = 5.0
+_LEAST_STEPS, _MOST_STEPS, _RECENT_S = 3, 100, 3.0
+"""A report has means over the steps of so many seconds."""
 
 
 class Reporter:
@@ -28,6 +31,7 @@ class Reporter:
         self._told_plan = -1
         self._told_curves = False
         self._since_s = time.monotonic()
+        self._gauge = gauge()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._report_on, name="mimatrix-reports", daemon=True)
 
@@ -56,6 +60,8 @@ class Reporter:
         try:
             orders = self._client.report(self._mine.job, self._report())
             self._is_asked = self._is_asked or orders.leave
+            if orders.notice:
+                sys.stderr.write(f"mimatrix: {orders.notice}\n")
             if self._run is not None and self._mine.rank == 0:
                 self._tell_curves()
                 self._tell_plan()
@@ -66,9 +72,10 @@ class Reporter:
     def _report(self) -> Report:
         mine, run = self._mine, self._run
         known: dict[str, Any] = {"protocol": PROTOCOL, "generation": mine.generation, "rank": mine.rank}
+        known["use"] = self._gauge()
         if run is None:
             return Report(**known, state=JobState.STARTING if self._begins() else JobState.TRAINING)
-        stats, plan, history = run.stats()[-10:], run.plan, run.history[-1:]
+        stats, plan, history = _recent(run.stats()), run.plan, run.history[-1:]
         known |= {"state": JobState(run.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
             seconds = sum(each.seconds for each in stats) / len(stats)
@@ -78,9 +85,12 @@ class Reporter:
                 "compute_s": sum(each.compute_s for each in stats) / len(stats),
                 "waiting_s": sum(each.waiting_s for each in stats) / len(stats),
                 "communication_s": sum(each.communication_s for each in stats) / len(stats),
+                "data_s": sum(each.data_s for each in stats) / len(stats),
+                "samples": stats[-1].samples,
             }
         if plan:
-            known["predicted_step_s"] = plan.step_s
+            known |= {"predicted_step_s": plan.step_s, "planned_s": plan.parts[mine.rank].busy_s}
+        known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting)}
         return Report(**known, metrics=_finite(history[0][1]) if history else {})
 
     def _begins(self) -> bool:
@@ -99,12 +109,31 @@ class Reporter:
     def _tell_plan(self) -> None:
         plan = self._run.plan
         if plan and plan.version > self._told_plan:
-            self._store("plan", plan.to_json())
+            why = next((why for _, changed, why in self._run.plan_changes if changed.version == plan.version), "")
+            self._store("plan", plan.to_json() | {"why": why})
             self._told_plan = plan.version
 
     def _store(self, what: str, content: dict[str, Any]) -> None:
         measured = Measured(protocol=PROTOCOL, generation=self._mine.generation, content=content)
         self._client.store(self._mine.job, what, measured)
+
+
+def _recent(stats: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    seconds = 0.0
+    for each in reversed(stats[-_MOST_STEPS:]):
+        if len(found) >= _LEAST_STEPS and seconds >= _RECENT_S:
+            break
+        found.append(each)
+        seconds += each.seconds
+    return found[::-1]
+
+
+def _waiting(found: Any) -> Waiting | None:
+    if found is None:
+        return None
+    seconds = time.monotonic() - found.since_s
+    return Waiting(call=str(found.call)[:200], round=found.round, peer=found.rank, seconds=seconds)
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from mimatrix.server.headers import PromptHeads
 
 
 class _Soon(PromptHeads):
-    head_s = 0.4
+    head_s = 1.0
 
 
 async def _app(scope: dict[str, object], receive: object, send: object) -> None:
@@ -47,7 +47,7 @@ def test_half_a_head_is_not_waited_for(port: int, said: bytes) -> None:
         began = time.monotonic()
         wire.sendall(said)
         assert wire.recv(100) == b""
-        assert 0.3 < time.monotonic() - began < 3
+        assert 0.8 < time.monotonic() - began < 5
 
 
 def test_whoever_sends_byte_by_byte_has_no_more_time(port: int) -> None:
@@ -67,4 +67,4 @@ def test_slow_heads_that_come_in_time_and_idle_connections_stay(port: int) -> No
             time.sleep(0.1)
             wire.sendall(b"Host: x\r\n\r\n")
             assert b"200" in wire.recv(1000)
-            time.sleep(0.7)  # idle for longer than a head may take
+            time.sleep(1.3)  # idle for longer than a head may take

@@ -1,5 +1,6 @@
 """The life of a job: one table, and one function that moves and writes."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def test_moves_are_those_of_the_table(tmp_path: Path, old: JobState, new: JobSta
     class Added(list[object]):
         def add(self, row: object) -> None:
             self.append(row)
+
+        def add_all(self, rows: Iterable[object]) -> None:
+            self.extend(rows)
+
+        def execute(self, statement: object) -> None:
+            assert "UPDATE stints" in str(statement)
 
     added = Added()
     if not may_move(old, new):

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 
 from mimatrix.server.access import Shared, Worker
 from mimatrix.server.context import Context
+from mimatrix.server.life import note
 from mimatrix.server.live import LiveJob
 from mimatrix.server.problems import Refusal
 from mimatrix.server.routes.jobs import Number, found
@@ -14,6 +15,7 @@ from mimatrix.server.tokens import Bearer
 from mimatrix.wire import messages as m
 
 router = APIRouter(prefix="/api", tags=["workers"])
+_MOST_WHY = 500
 
 
 @router.post("/jobs/{number}/join")
@@ -40,8 +42,9 @@ async def report(number: Number, said: m.Report, shared: Shared, who: Worker) ->
     """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
-    live.reports[said.rank] = said
-    return m.Orders(leave=live.leave, again_s=shared.live.again_s())
+    live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
+    notice = live.notices.popleft() if said.rank == 0 and live.notices else ""
+    return m.Orders(leave=live.leave, again_s=shared.live.again_s(), notice=notice)
 
 
 @router.put("/jobs/{number}/profile", status_code=204, response_class=Response)
@@ -59,7 +62,11 @@ def plan(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Respo
 def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: str) -> Response:
     _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions.begin() as session:
-        setattr(found(session, number, to_change=True), what, said.content)
+        row = found(session, number, to_change=True)
+        setattr(row, what, said.content)
+        why = said.content.get("why")
+        if what == "plan" and isinstance(why, str) and why:
+            note(session, row, f"another split: {why}"[:_MOST_WHY], shared.clock())
     return Response(status_code=204)
 
 

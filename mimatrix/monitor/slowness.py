@@ -1,0 +1,107 @@
+"""Who is slow: the rank for which the others wait in every step, for how long, and what is likely the reason.
+
+Compute times have no waiting in them, so that who is slow can be told from who waits. A rank is named when it stays
+behind for some time: one slow step says nothing.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mimatrix.core.units import format_seconds
+from mimatrix.monitor.figures import RankFigures
+
+LEAST = 0.3
+"""Of the others' time, what a rank must lag behind to be named."""
+_GOES = 0.15
+"""Below this it is named no more."""
+PERSISTS_S = 4.0
+_TIMES = 3
+_FULL = 0.97
+_LINK = 0.5
+"""Of a step, what moving data must take for a link to be the reason."""
+_LEAST_STEP_S = 1e-3
+"""Shorter steps are all overhead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """One rank, and what it costs in each step."""
+
+    rank: int
+    place: str
+    lost_s: float
+    part: float
+    """Of the step."""
+    cause: str
+    follows: bool
+
+    def __str__(self) -> str:
+        follow = "its batch will shrink" if self.follows else 'plan="profile" or "online" would give it less'
+        what = {
+            "compute": f"it computes for so much longer; {follow}",
+            "loader": "it waits for its loader; give it more loader workers or a faster disk",
+            "memory": "its memory is full; a smaller micro-batch may be faster",
+            "link": "data come and go slowly on its link",
+        }[self.cause]
+        return (
+            f"the others are idle because of rank {self.rank} on {self.place}: {format_seconds(self.lost_s)} "
+            f"({self.part:.0%}) of every step; {what}"
+        )
+
+
+def slowest(ranks: Sequence[RankFigures], least: float = LEAST) -> Slow | None:
+    """The rank that the others wait for, if there is one that stands out."""
+    working = [each for each in ranks if each.busy_s > 0 and each.step_s >= _LEAST_STEP_S]
+    if len(working) < 2:
+        return None
+    worst = max(working, key=lambda each: each.busy_s)
+    others = [each for each in working if each is not worst]
+    usual_s = statistics.median_high(each.busy_s for each in others)
+    lost_s = worst.busy_s - usual_s
+    if lost_s > least * usual_s and lost_s > least / 2 * worst.step_s:
+        return Slow(
+            worst.rank, worst.place, lost_s, lost_s / worst.step_s, _cause(worst, others, lost_s), worst.follows
+        )
+    return _by_link(working)
+
+
+def _cause(worst: RankFigures, others: Sequence[RankFigures], lost_s: float) -> str:
+    if worst.data_s - statistics.median(each.data_s for each in others) > lost_s / 2:
+        return "loader"
+    return "memory" if worst.memory_full >= _FULL else "compute"
+
+
+def _by_link(working: Sequence[RankFigures]) -> Slow | None:
+    """Nobody computes for long, and data move for long on one rank: who waits least is slowest."""
+    last = min(working, key=lambda each: each.waiting_s)
+    others = [each for each in working if each is not last]
+    lost_s = statistics.median(each.waiting_s for each in others) - last.waiting_s
+    moves = last.communication_s / last.step_s
+    if moves > _LINK and lost_s > LEAST * last.step_s:
+        return Slow(last.rank, last.place, lost_s, lost_s / last.step_s, "link", last.follows)
+    return None
+
+
+class Slowness:
+    """Follows one job: names a rank that stays behind, until it has caught up."""
+
+    def __init__(self) -> None:
+        self.named: Slow | None = None
+        self._rank = -1
+        self._since_s = 0.0
+        self._times = 0
+
+    def observe(self, now_s: float, ranks: Sequence[RankFigures]) -> Slow | None:
+        """Figures of now; the rank, if it is named by them for the first time."""
+        found = slowest(ranks, _GOES if self.named else LEAST)
+        if found is None or found.rank != self._rank:
+            self._rank, self._since_s, self._times = (found.rank if found else -1), now_s, 0
+        self._times += 1
+        if found is None or (self.named and found.rank != self.named.rank):
+            self.named = None
+        stays = found is not None and self._times >= _TIMES and now_s - self._since_s >= PERSISTS_S
+        is_new = stays and self.named is None
+        if stays:
+            self.named = found
+        return found if is_new else None

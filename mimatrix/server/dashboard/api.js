@@ -1,0 +1,86 @@
+// What the server is asked, with the token of whoever looks; its refusals as sentences.
+
+const KEY = "mimatrix-token";
+const PATIENCE_MS = 15_000;
+const UPLOAD_MS = 300_000;
+
+/** The server said no: its sentence, for people. */
+export class Refused extends Error {
+  constructor(status, sentence) {
+    super(sentence);
+    this.status = status;
+  }
+}
+
+/** Nobody answered, or somebody between us and the server did. */
+export class Away extends Error {}
+
+export const token = {
+  get: () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "",
+  set(secret, keep) {
+    this.forget();
+    (keep ? localStorage : sessionStorage).setItem(KEY, secret);
+  },
+  forget() {
+    sessionStorage.removeItem(KEY);
+    localStorage.removeItem(KEY);
+  },
+};
+
+/** The answer to `GET /api` + path; `absent` in place of a 404, if it is given. */
+export async function get(path, { absent, secret } = {}) {
+  try {
+    return await (await ask("GET", path, { secret })).json();
+  } catch (error) {
+    if (absent !== undefined && error.status === 404) return absent;
+    throw error;
+  }
+}
+
+/** The answer to a change, with `said` as JSON. */
+export async function send(method, path, said) {
+  const body = said === undefined ? undefined : JSON.stringify(said);
+  return (await ask(method, path, { body, kind: "application/json" })).json();
+}
+
+/** Whether there is something. */
+export async function has(path) {
+  try {
+    await ask("HEAD", path);
+    return true;
+  } catch (error) {
+    if (error.status === 404) return false;
+    throw error;
+  }
+}
+
+/** Hand bytes in. */
+export async function upload(path, body) {
+  await ask("PUT", path, { body, kind: "application/octet-stream", patience: UPLOAD_MS });
+}
+
+async function ask(method, path, { body, kind, secret, patience = PATIENCE_MS } = {}) {
+  const headers = { Authorization: `Bearer ${secret ?? token.get()}` };
+  if (body !== undefined) headers["Content-Type"] = kind;
+  let answer;
+  try {
+    answer = await fetch(`api${path}`, {
+      method,
+      headers,
+      body,
+      cache: "no-store",
+      credentials: "omit",
+      signal: AbortSignal.timeout(patience),
+    });
+  } catch {
+    throw new Away("The server does not answer.");
+  }
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => ({}));
+  if (answer.status >= 502) throw new Away(said.detail ? sentence(said.detail) : "The server is not ready.");
+  throw new Refused(answer.status, sentence(said.detail ?? `the server answered ${answer.status}`));
+}
+
+function sentence(said) {
+  return said[0].toUpperCase() + said.slice(1) + (/[.!?]$/.test(said) ? "" : ".");
+}

@@ -1,0 +1,92 @@
+// Curves that follow: metrics, samples a second, seconds a step.
+
+import { get } from "./api.js";
+import { Chart } from "./chart.js";
+import { h } from "./dom.js";
+import { brief, figure } from "./format.js";
+import { ended } from "./states.js";
+
+const MOST_METRICS = 8;
+const WHOLE_S = 60;
+const COLOURS = ["--accent", "--comm", "--load"];
+
+export class Curves {
+  constructor() {
+    this.points = [];
+    this.charts = new Map();
+    this.x = "step";
+    this.at = 0;
+    this.grid = h("div", { class: "charts" });
+    const choice = (value, word) => h("label", {}, h("input", { type: "radio", name: "x", value, checked: value === this.x, onchange: () => this.turn(value) }), h("span", {}, word));
+    this.element = h("section", { class: "card", hidden: true, "aria-labelledby": "curves-title" },
+      h("div", { class: "line" }, h("h2", { id: "curves-title" }, "Curves"),
+        h("fieldset", { class: "switch" }, h("legend", { class: "unseen" }, "Drawn against"), choice("step", "Steps"), choice("time", "Time"))),
+      this.grid);
+  }
+
+  /** What is new; now and then all of it, since older points become coarser. */
+  async refresh(job) {
+    const whole = !this.points.length || Date.now() - this.at > WHOLE_S * 1000 || this.generation !== job.generation;
+    if (!whole && ended(job) && this.state === job.state) return;
+    if (!job.generation) return;
+    const since = new Date(whole ? job.created_at : this.points.at(-1).at) / 1000;
+    const found = await get(`/jobs/${job.id}/history?points=300&since=${since}`, { absent: { points: [] } });
+    if (whole) {
+      this.at = Date.now();
+      this.points = found.points;
+    } else if (found.points.length) {
+      const first = new Date(found.points[0].at);
+      this.points = [...this.points.filter((point) => new Date(point.at) < first), ...found.points];
+    }
+    Object.assign(this, { state: job.state, generation: job.generation });
+    this.show();
+  }
+
+  turn(x) {
+    this.x = x;
+    this.charts.forEach((chart) => chart.leave());
+    this.charts.clear();
+    this.grid.replaceChildren();
+    this.show();
+  }
+
+  show() {
+    const points = this.x === "step" ? forward(this.points) : this.points.filter((point) => point.step > 0);
+    this.element.hidden = points.length < 2;
+    if (points.length < 2) return;
+    const xs = points.map((point) => (this.x === "step" ? point.step : new Date(point.at) / 1000));
+    const names = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].slice(0, MOST_METRICS);
+    names.forEach((name, index) => this.chart(name, figure, COLOURS[index % 3]).show(xs, points.map((point) => point.metrics[name] ?? null)));
+    this.chart("Samples/s", figure, "--good", 0).show(xs, points.map((point) => point.samples_per_s || null));
+    this.chart("Step takes", brief, "--load", 0, true).show(xs, points.map((point) => point.step_s || null), points.map((point) => point.predicted_step_s));
+  }
+
+  chart(title, format, colour, low = null, predicted = false) {
+    if (!this.charts.has(title)) {
+      const lines = [{ label: "measured", colour }, ...(predicted ? [{ label: "predicted", colour: "--soft", dash: [5, 4] }] : [])];
+      const chart = new Chart({ title, lines, format, x: this.x, low });
+      // Metrics come first, even those that are told late.
+      const later = title === "Step takes" ? undefined : this.charts.get("Samples/s");
+      this.grid.insertBefore(chart.element, later?.element ?? null);
+      this.charts.set(title, chart);
+    }
+    return this.charts.get(title);
+  }
+
+  leave() {
+    this.charts.forEach((chart) => chart.leave());
+  }
+}
+
+/** Without what was done again later: after another start, steps begin at the last checkpoint. */
+function forward(points) {
+  const kept = [];
+  let least = Infinity;
+  for (const point of points.toReversed()) {
+    if (point.step > 0 && point.step < least) {
+      kept.push(point);
+      least = point.step;
+    }
+  }
+  return kept.reverse();
+}

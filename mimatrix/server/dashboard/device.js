@@ -1,0 +1,63 @@
+// One device: what it is, who has it, who had it.
+
+import { get } from "./api.js";
+import { fill, h } from "./dom.js";
+import { bytes, span, when } from "./format.js";
+import { table } from "./plan.js";
+import { chip } from "./states.js";
+
+const HOUR_S = 3600;
+
+export function deviceView(node, number) {
+  const name = `${node}/${number}`;
+  const body = h("div", { class: "lists" }, h("p", { class: "soft" }, "Loading …"));
+  const element = h("div", { class: "page" }, h("nav", { "aria-label": "Way back" }, h("a", { href: "#/cluster" }, "← Cluster")), h("div", { class: "head" }, h("h1", {}, name)), body);
+
+  async function refresh() {
+    const [nodes, history] = await Promise.all([get("/nodes"), get(`/devices/${encodeURIComponent(node)}/${number}`, { absent: { jobs: [] } })]);
+    const host = nodes.find((each) => each.name === node);
+    const device = host?.devices.find((each) => each.name === name);
+    fill(
+      body,
+      h("p", {}, device ? `${device.kind}, ${bytes(device.memory_bytes)}, ` : "It is not in the cluster now. ", device && now(host, device)),
+      history.jobs.length > 0 && [day(history.jobs), users(history.jobs)],
+      !history.jobs.length && h("p", { class: "empty" }, "Nobody has used it yet."),
+    );
+  }
+
+  return { title: name, element, refresh };
+}
+
+function now(node, device) {
+  if (!node.answers) return "on a node that does not answer.";
+  return device.job === null ? "free." : ["used by ", h("a", { href: `#/jobs/${device.job}` }, `job ${device.job}`), "."];
+}
+
+/** The last day as a strip; less, where nobody used it before. */
+function day(jobs) {
+  const end = Date.now() / 1000;
+  const first = Math.min(...jobs.map((job) => new Date(job.started_at) / 1000));
+  const begin = Math.max(end - 24 * HOUR_S, Math.min(first, end - HOUR_S));
+  const at = (seconds) => Math.max(0, (seconds - begin) / (end - begin)) * 100;
+  const blocks = jobs
+    .map((job) => ({ job, from: at(new Date(job.started_at) / 1000), to: at(job.ended_at ? new Date(job.ended_at) / 1000 : end) }))
+    .filter(({ to }) => to > 0);
+  const used = blocks.reduce((sum, { from, to }) => sum + to - from, 0);
+  return h("section", { class: "card", "aria-labelledby": "day" },
+    h("h2", { id: "day" }, "In use"),
+    h("div", { class: "strip", role: "img", "aria-label": `In use for ${Math.round(used)} % of the time` },
+      blocks.map(({ job, from, to }) => h("i", { "data-key": `${job.id}-${job.started_at}`, title: `${job.id} ${job.name}`, style: { left: `${from}%`, width: `${Math.max(0.3, to - from)}%` } }))),
+    h("p", { class: "soft ends" }, when(new Date(begin * 1000).toISOString()), h("span", {}, "now")));
+}
+
+function users(jobs) {
+  return h("section", { class: "card", "aria-labelledby": "users" },
+    h("h2", { id: "users" }, "Who used it"),
+    table(["Job", "User", "State", "From", "For"], jobs.map((job) => [
+      h("a", { href: `#/jobs/${job.id}` }, `${job.id} ${job.name}`),
+      job.user,
+      chip(job.state),
+      when(job.started_at),
+      span((new Date(job.ended_at ?? Date.now()) - new Date(job.started_at)) / 1000),
+    ])));
+}

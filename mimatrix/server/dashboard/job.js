@@ -1,0 +1,159 @@
+// One job: how it goes, who holds it up, why it is as it is, what it says.
+
+import { get } from "./api.js";
+import { Curves } from "./curves.js";
+import { askCancel, askPriority, askRetry } from "./dialog.js";
+import { fill, h } from "./dom.js";
+import { asks, brief, count, figure, lasted, many, span, when } from "./format.js";
+import { Log } from "./log.js";
+import { planPart } from "./plan.js";
+import { bars, latest, timeline } from "./ranks.js";
+import { mayChange } from "./session.js";
+import { chip, ended, runs, waits } from "./states.js";
+
+const SELDOM_S = 10;
+const MOST_EVENTS = 100;
+
+export function jobView(number) {
+  const head = h("div", { class: "head" }, h("h1", {}, `Job ${number}`));
+  const reason = h("div");
+  const alarms = h("div", { role: "alert" });
+  const figures = h("dl", { class: "figures" });
+  const curves = new Curves();
+  const ranks = h("section", { class: "card", hidden: true });
+  const steps = h("section", { class: "card", hidden: true });
+  const plan = h("section", { class: "card", hidden: true });
+  const events = h("section", { class: "card" });
+  const facts = h("section", { class: "card" });
+  const log = new Log(number);
+  const element = h(
+    "div",
+    { class: "page job" },
+    h("nav", { "aria-label": "Way back" }, h("a", { href: "#/" }, "← All jobs")),
+    head, reason, alarms, figures, curves.element,
+    h("div", { class: "two" }, ranks, steps),
+    plan, log.element,
+    h("div", { class: "two" }, events, facts),
+  );
+  const kept = { at: 0, is: "", plan: null };
+
+  async function refresh() {
+    const job = await get(`/jobs/${number}`);
+    const [live] = await Promise.all([
+      runs(job) ? get(`/jobs/${number}/ranks`, { absent: NOBODY }) : NOBODY,
+      curves.refresh(job),
+      log.refresh(job),
+      seldom(job),
+    ]);
+    const rows = live.ranks.length ? live.ranks : latest(job, curves.points);
+    showHead(job);
+    fill(alarms, live.troubles.map((trouble) => h("p", { class: "alarm", "data-key": `${trouble.kind}-${trouble.rank}` }, h("b", {}, trouble.kind === "hang" ? "It hangs. " : "One rank is slow. "), sentence(trouble.sentence))));
+    show(ranks, rows.length > 0, () => bars(rows, live.troubles, runs(job)));
+    show(steps, rows.length > 1, () => timeline(rows, live.troubles));
+    show(plan, kept.plan !== null, () => planPart(kept.plan, rows, job));
+    return ended(job) ? SELDOM_S : undefined;
+  }
+
+  /** What changes with the job's state, or slowly. */
+  async function seldom(job) {
+    const is = [job.state, job.generation, job.priority, job.reason].join();
+    if (is === kept.is && (ended(job) || Date.now() - kept.at < SELDOM_S * 1000)) return;
+    Object.assign(kept, { is, at: Date.now() });
+    const [stored, happened] = await Promise.all([get(`/jobs/${number}/plan`, { absent: null }), get(`/jobs/${number}/events`)]);
+    kept.plan = stored?.content ?? null;
+    fill(events, eventsPart(happened));
+    fill(facts, factsPart(job));
+  }
+
+  function showHead(job) {
+    document.title = `${job.id} ${job.name}: ${job.state} · MiMatrix`;
+    fill(head, h("h1", {}, h("span", { class: "id" }, job.id), " ", job.name), chip(job.state), mayChange(job) && actions(job));
+    fill(reason, job.reason && job.reason !== job.state && h("p", { class: waits(job) ? "why" : "soft" }, waits(job) && h("b", {}, "Why it waits: "), sentence(job.reason)));
+    fill(figures, figuresPart(job));
+  }
+
+  return { title: `Job ${number}`, element, refresh, leave: () => curves.leave() };
+}
+
+const NOBODY = { ranks: [], troubles: [] };
+
+function show(part, there, make) {
+  part.hidden = !there;
+  if (there) fill(part, make());
+}
+
+function sentence(said) {
+  return said[0].toUpperCase() + said.slice(1) + (/[.!?]$/.test(said) ? "" : ".");
+}
+
+function actions(job) {
+  const button = (word, ask, look = "") => h("button", { type: "button", class: look, onclick: () => ask(job) }, word);
+  return h(
+    "div",
+    { class: "buttons" },
+    ended(job) ? button("Try again", askRetry) : [button("Priority", askPriority), button("Cancel", askCancel, "danger")],
+  );
+}
+
+function figuresPart(job) {
+  const { step, samples_per_s: rate, step_s: step_s, predicted_step_s: predicted, metrics } = job.progress;
+  const seconds = lasted(job);
+  const off = predicted && step_s ? step_s / predicted - 1 : null;
+  const beside = predicted && `predicted ${brief(predicted)}${off === null ? "" : `, ${off < 0 ? "−" : "+"}${Math.abs(off * 100).toFixed(0)} %`}`;
+  const loss = Object.entries(metrics)[0];
+  return [
+    pair("Step", step > 0 && count(step), job.progress.epoch > 0 && `epoch ${count(job.progress.epoch)}`),
+    pair("Samples/s", rate > 0 && figure(rate)),
+    pair("Step takes", step_s > 0 && brief(step_s), beside),
+    loss && pair(loss[0], figure(loss[1])),
+    pair("Devices", job.seats.length ? many(job.seats.length, "device") : `wants ${asks(job.devices)}`, nodesOf(job.seats)),
+    waits(job) && [pair("Priority", String(job.priority)), pair("Handed in", when(job.created_at))],
+    seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Runs for", span(seconds)),
+  ];
+}
+
+function nodesOf(seats) {
+  const nodes = [...new Set(seats.map((seat) => seat.slice(0, seat.lastIndexOf("/"))))];
+  return nodes.length > 2 ? `on ${many(nodes.length, "node")}` : nodes.length ? `on ${nodes.join(" and ")}` : "";
+}
+
+function pair(word, value, more) {
+  return value && h("div", { "data-key": word }, h("dt", {}, word), h("dd", {}, value, more && h("small", {}, more)));
+}
+
+function eventsPart(events) {
+  const newest = events.slice(-MOST_EVENTS).reverse();
+  return [
+    h("h2", {}, "What happened"),
+    h("ol", { class: "events", tabindex: "0", "aria-label": "Events, the newest first" }, newest.map((event) => h("li", { "data-key": event.id }, when(event.at), chip(event.state), h("span", {}, event.reason)))),
+    events.length > MOST_EVENTS && h("p", { class: "soft" }, `The newest ${MOST_EVENTS} of ${count(events.length)}; all: `, h("code", {}, "mimatrix explain")),
+  ];
+}
+
+function factsPart(job) {
+  const fact = (word, value) => [h("dt", {}, word), h("dd", {}, value)];
+  return [
+    h("h2", {}, "Details"),
+    h(
+      "dl",
+      { class: "facts" },
+      fact("User", job.user),
+      fact("Script", h("code", {}, [job.script, ...job.arguments].join(" "))),
+      fact("Asked for", asks(job.devices)),
+      fact("Priority", job.priority),
+      fact("Handed in", when(job.created_at)),
+      job.started_at && fact("Started", when(job.started_at)),
+      job.ended_at && fact("Ended", when(job.ended_at)),
+      fact("Starts", count(job.generation)),
+      job.exit_code !== null && fact("Exit code", job.exit_code),
+      job.max_time_s && fact("Time limit", span(job.max_time_s)),
+      fact("May be told to go", job.preemptible ? "yes" : "no"),
+      job.seats.length > 0 && fact("Devices", job.seats.map((seat) => [deviceLink(seat), " "])),
+    ),
+  ];
+}
+
+export function deviceLink(seat) {
+  const at = seat.lastIndexOf("/");
+  return h("a", { href: `#/cluster/${encodeURIComponent(seat.slice(0, at))}/${seat.slice(at + 1)}` }, seat);
+}

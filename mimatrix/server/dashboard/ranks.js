@@ -1,0 +1,117 @@
+// Where the time of a step goes, rank by rank: as parts of the step, and as a timeline.
+
+import { h } from "./dom.js";
+import { brief, count, figure, percent } from "./format.js";
+
+const MOST = 64;
+/** In the order of a step. */
+const PARTS = [
+  ["data_s", "loading", "load"],
+  ["compute_s", "computing", "compute"],
+  ["communication_s", "communicating", "comm"],
+  ["waiting_s", "waiting", "idle"],
+];
+
+/** Busy: what others would wait for. */
+export const busy = (rank) => rank.compute_s + rank.data_s;
+
+/** Ranks as the last point of a job's history has them. */
+export function latest(job, points) {
+  const last = points.findLast((point) => point.ranks.compute_s?.length);
+  if (!last) return [];
+  const of = (name, rank) => last.ranks[name]?.[rank] ?? 0;
+  return last.ranks.compute_s.map((_, rank) => ({
+    rank, seat: job.seats[rank] ?? "", step_s: last.step_s, samples: 0, planned_s: null, use: null,
+    ...Object.fromEntries(PARTS.map(([name]) => [name, of(name, rank)])),
+  }));
+}
+
+/** A bar for each rank: which part of its step it computes, communicates, waits. */
+export function bars(ranks, troubles, live) {
+  return [
+    h("div", { class: "line" }, h("h2", {}, "Ranks"), legend()),
+    h("p", { class: "soft" }, live ? "Parts of a step, as the ranks said last." : "Parts of a step, as they were at the end."),
+    h("ul", { class: "ranks" }, ranks.slice(0, MOST).map((rank) => bar(rank, troubles.find((each) => each.rank === rank.rank)))),
+    rest(ranks),
+  ];
+}
+
+function bar(rank, trouble) {
+  const whole = Math.max(total(rank), 1e-9);
+  const said = PARTS.map(([name, word]) => `${word} ${percent(rank[name] / whole)}`).join(", ");
+  return h(
+    "li",
+    { "data-key": rank.rank, class: trouble ? "slow" : "" },
+    h("span", { class: "label" }, h("b", {}, `Rank ${rank.rank}`), " ", h("span", { class: "soft" }, rank.seat), trouble && h("span", { class: "mark" }, words(trouble))),
+    h("span", { class: "bar", role: "img", "aria-label": `Rank ${rank.rank}: ${said}` }, PARTS.map(([name, , look]) => h("i", { class: look, style: { width: `${(100 * rank[name]) / whole}%` } }))),
+    h("span", { class: "soft small" }, facts(rank)),
+  );
+}
+
+function words(trouble) {
+  return trouble.kind === "hang" ? "hangs" : `slow${trouble.cause ? `: ${trouble.cause}` : ""}`;
+}
+
+function facts(rank) {
+  const use = rank.use ?? {};
+  return [
+    `busy ${brief(busy(rank))}`,
+    rank.planned_s && `planned ${brief(rank.planned_s)}`,
+    rank.samples > 0 && `${count(rank.samples)} samples`,
+    use.busy !== null && use.busy !== undefined && `device ${percent(use.busy)}`,
+    use.memory_bytes && use.memory_total_bytes && `memory ${percent(use.memory_bytes / use.memory_total_bytes)}`,
+    use.power_w && `${figure(use.power_w)} W`,
+    use.temperature_c && `${figure(use.temperature_c)} °C`,
+  ].filter(Boolean).join(" · ");
+}
+
+/** The step as it passes: one row for each rank, all on the same clock. */
+export function timeline(ranks, troubles) {
+  const whole = Math.max(...ranks.map(total), 1e-9);
+  const tick = nice(whole / 4);
+  const ticks = Array.from({ length: Math.floor(whole / tick) + 1 }, (_, index) => index * tick).filter((at) => at < whole * 0.96);
+  const at = (seconds) => `${(100 * seconds) / whole}%`;
+  const last = ranks.reduce((a, b) => (busy(b) > busy(a) ? b : a));
+  const alone = ranks.every((rank) => rank === last || busy(rank) < 0.8 * busy(last));
+  return [
+    h("div", { class: "line" }, h("h2", {}, "A step"), legend(last.planned_s && h("span", { class: "key" }, h("i", { class: "planned" }), "planned end"))),
+    h("p", { class: "soft" }, `Rank ${last.rank} is busy longest, ${brief(busy(last))}${alone ? ": the others wait for it" : ""}.`),
+    h("div", { class: "lanes" },
+      ranks.slice(0, MOST).map((rank) => lane(rank, at, troubles.some((each) => each.rank === rank.rank))),
+      h("div", { class: "axis", "aria-hidden": "true", "data-key": "axis" }, h("span", {}), h("span", { class: "ticks" }, ticks.map((each) => h("i", { style: { left: at(each) } }, brief(each).replace(/\.0+(?= )/, "")))))),
+    rest(ranks),
+  ];
+}
+
+function lane(rank, at, slow) {
+  let begun = 0;
+  const pieces = PARTS.map(([name, word, look]) => {
+    const piece = h("i", { class: look, title: `${word}: ${brief(rank[name])}`, style: { left: at(begun), width: at(rank[name]) } });
+    begun += rank[name];
+    return piece;
+  });
+  const said = PARTS.map(([name, word]) => `${word} ${brief(rank[name])}`).join(", ");
+  return h("div", { class: `lane${slow ? " slow" : ""}`, "data-key": rank.rank },
+    h("span", {}, rank.rank, slow && h("span", { class: "unseen" }, " (slow)")),
+    h("span", { class: "track", role: "img", "aria-label": `Rank ${rank.rank}: ${said}` }, pieces,
+      rank.planned_s && h("b", { class: "planned", title: `planned: ${brief(rank.planned_s)}`, style: { left: at(rank.planned_s) } })));
+}
+
+function legend(more) {
+  return h("span", { class: "legend" }, PARTS.map(([, word, look]) => h("span", { class: "key" }, h("i", { class: look }), word)), more);
+}
+
+function rest(ranks) {
+  return ranks.length > MOST && h("p", { class: "soft" }, `The first ${MOST} of ${count(ranks.length)} ranks.`);
+}
+
+function total(rank) {
+  return PARTS.reduce((sum, [name]) => sum + rank[name], 0);
+}
+
+/** 1, 2 or 5 times a power of ten. */
+function nice(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  const first = value / power;
+  return power * (first < 1.5 ? 1 : first < 3.5 ? 2 : first < 7.5 ? 5 : 10);
+}

@@ -1,0 +1,116 @@
+"""What is kept of reports: points of every job that runs and of the cluster, thinned as they grow old."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
+from mimatrix.monitor.thinning import TIERS, mean, short, tier_for
+from mimatrix.server.database import Sessions
+from mimatrix.server.live import LiveJob
+from mimatrix.server.tables import SampleRow
+from mimatrix.wire.messages import Report
+
+CLUSTER = 0
+"""What is kept under this number is no job's."""
+_MOST_RANKS = 128
+"""Of larger jobs only what rank 0 says of all is kept."""
+_PRUNED_S = 60.0
+_BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
+_BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
+
+
+class History:
+    """Writes points, one for each job in the time of the finest tier."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._kept_at = [0.0] * len(TIERS)
+        self._pruned_at = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time for a point."""
+        return now_s - self._kept_at[0] >= TIERS[0].every_s
+
+    def keep(self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any]) -> None:
+        """How all is now."""
+        found = {number: point_of(live) for number, live in jobs.items() if 0 in live.reports}
+        points = [(CLUSTER, dict(cluster)), *found.items()]
+        with self._sessions.begin() as session:
+            _write(session, 0, now_s, points)
+            self._kept_at[0] = now_s
+            for number in range(1, len(TIERS)):
+                self._thin(session, number, now_s)
+            if now_s - self._pruned_at > _PRUNED_S:
+                self._pruned_at = now_s
+                for number, tier in enumerate(TIERS):
+                    old = (SampleRow.tier == number, SampleRow.at < now_s - tier.kept_s)
+                    session.execute(delete(SampleRow).where(*old))
+
+    def _thin(self, session: Session, number: int, now_s: float) -> None:
+        """Means of the tier below, once its time is full."""
+        tier = TIERS[number]
+        if not self._kept_at[number]:
+            self._kept_at[number] = now_s
+        if now_s - self._kept_at[number] < tier.every_s:
+            return
+        since_s, self._kept_at[number] = self._kept_at[number], now_s
+        asked = select(SampleRow).where(SampleRow.tier == number - 1, SampleRow.at > since_s, SampleRow.at <= now_s)
+        by_job: dict[int, list[dict[str, Any]]] = {}
+        for row in session.scalars(asked.order_by(SampleRow.at)):
+            by_job.setdefault(row.job, []).append(row.figures)
+        _write(session, number, now_s, [(job, mean(points)) for job, points in by_job.items()])
+
+
+def read(session: Session, job: int, since_s: float, now_s: float, points: int) -> tuple[float, list[SampleRow]]:
+    """How far apart, and at most so many points since a time, the oldest first.
+
+    What a tier does not have yet, since its time is not full, comes from the finer ones.
+    """
+    number = tier_for(since_s, now_s, points)
+    found: list[SampleRow] = []
+    for tier in range(number, -1, -1):
+        after = SampleRow.at > found[-1].at if found else SampleRow.at >= since_s
+        asked = select(SampleRow).where(SampleRow.job == job, SampleRow.tier == tier, after)
+        found += session.scalars(asked.order_by(SampleRow.at))
+    step = max(1, -(-len(found) // points))
+    joined = [_one(found[start : start + step]) for start in range(0, len(found), step)]
+    return TIERS[number].every_s * step, joined
+
+
+def point_of(live: LiveJob) -> dict[str, Any]:
+    """What the ranks of a job said last, as one point."""
+    first = live.reports[0]
+    known: dict[str, Any] = {
+        "step": first.step,
+        "samples_per_s": short(first.samples_per_s),
+        "step_s": short(first.step_s),
+        "predicted_step_s": short(first.predicted_step_s),
+        "metrics": {name: short(value) for name, value in first.metrics.items()},
+    }
+    if live.ranks <= _MOST_RANKS:
+        known["ranks"] = _by_rank([live.reports.get(rank) for rank in range(live.ranks)])
+    return known
+
+
+def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:
+    found = {name: [short(getattr(each, name)) if each else None for each in reports] for name in _BY_RANK}
+    uses = [each.use if each else None for each in reports]
+    for name in _BY_DEVICE:
+        values = [short(getattr(use, name)) if use else None for use in uses]
+        if any(value is not None for value in values):
+            found[name] = values
+    return found
+
+
+def _one(rows: Sequence[SampleRow]) -> SampleRow:
+    last = rows[-1]
+    figures = mean([row.figures for row in rows]) if len(rows) > 1 else last.figures
+    return SampleRow(job=last.job, tier=last.tier, at=last.at, figures=figures)
+
+
+def _write(session: Session, tier: int, at_s: float, points: Iterable[tuple[int, dict[str, Any]]]) -> None:
+    rows = [{"job": job, "tier": tier, "at": at_s, "figures": figures} for job, figures in points]
+    if rows:
+        session.execute(insert(SampleRow), rows)

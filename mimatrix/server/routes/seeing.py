@@ -1,0 +1,148 @@
+"""What people look at: ranks as they are now, how it went, who used what."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+from fastapi.responses import PlainTextResponse
+from sqlalchemy import select
+
+from mimatrix.server import history as kept
+from mimatrix.server.access import Person, Shared
+from mimatrix.server.exposition import CONTENT_TYPE, exposition
+from mimatrix.server.problems import Refusal
+from mimatrix.server.routes.jobs import Number, found
+from mimatrix.server.tables import JobRow, SampleRow, StintRow
+from mimatrix.wire import messages as m
+
+router = APIRouter(tags=["seeing"])
+_HOUR_S = 3600.0
+Since = Annotated[float | None, Query(ge=0, le=1e11)]
+Points = Annotated[int, Query(ge=2, le=1000)]
+
+
+@router.get("/api/me")
+def me(who: Person) -> m.Me:
+    """Whose token this is."""
+    return m.Me(user=who.user, role=who.role)
+
+
+@router.get("/api/jobs/{number}/ranks")
+def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
+    """What the ranks of a job that runs said last, and who holds the others up."""
+    with shared.sessions() as session:
+        row = found(session, number)
+    live = shared.live.of(number, row.generation)
+    if live is None:
+        return m.Ranks(ranks=(), troubles=())
+    return m.Ranks(
+        ranks=tuple(
+            m.Rank(
+                rank=rank,
+                seat=live.seats[rank],
+                at=_time(live.heard.get(rank, 0.0)),
+                step=said.step,
+                step_s=said.step_s,
+                compute_s=said.compute_s,
+                data_s=said.data_s,
+                waiting_s=said.waiting_s,
+                communication_s=said.communication_s,
+                samples=said.samples,
+                planned_s=said.planned_s,
+                use=said.use,
+            )
+            for rank, said in sorted(live.reports.copy().items())
+            if rank < live.ranks
+        ),
+        troubles=live.troubles,
+    )
+
+
+@router.get("/api/jobs/{number}/history")
+def history(number: Number, shared: Shared, _: Person, since: Since = None, points: Points = 300) -> m.History:
+    """How a job went, from a time on (seconds since 1970) or from its start."""
+    with shared.sessions() as session:
+        row = found(session, number)
+        since_s = since if since is not None else row.started_at or row.created_at
+        until_s = row.ended_at or shared.clock()
+        every_s, rows = kept.read(session, number, min(since_s, until_s), shared.clock(), points)
+    return m.History(every_s=every_s, points=tuple(map(_point, rows)))
+
+
+@router.get("/api/jobs/{number}/plan")
+def plan(number: Number, shared: Shared, _: Person) -> m.Stored:
+    """The plan that it runs by."""
+    with shared.sessions() as session:
+        content = found(session, number).plan
+    if content is None:
+        raise Refusal(404, f'job {number} has no plan; one is made by mimatrix.init(..., plan="profile")')
+    return m.Stored(content=content)
+
+
+@router.get("/api/use")
+def use(
+    shared: Shared,
+    _: Person,
+    hours: Annotated[float, Query(gt=0, le=24 * 62)] = 24.0,
+    points: Points = 300,
+) -> list[m.UsePoint]:
+    """How much of the cluster was used."""
+    now_s = shared.clock()
+    with shared.sessions() as session:
+        _every_s, rows = kept.read(session, kept.CLUSTER, now_s - hours * _HOUR_S, now_s, points)
+    return [m.UsePoint(at=_time(row.at), **row.figures) for row in rows]
+
+
+@router.get("/api/devices/{node}/{number}")
+def device(
+    node: Annotated[str, Path(min_length=1, max_length=200)],
+    number: Annotated[int, Path(ge=0, le=100_000)],
+    shared: Shared,
+    _: Person,
+) -> m.DeviceHistory:
+    """Who used a device, the newest first."""
+    seat = f"{node}/{number}"
+    asked = select(StintRow, JobRow).join(JobRow).where(StintRow.seat == seat).order_by(StintRow.id.desc()).limit(100)
+    with shared.sessions() as session:
+        rows = list(session.execute(asked))
+    return m.DeviceHistory(
+        seat=seat,
+        jobs=tuple(
+            m.DeviceJob(
+                id=row.id,
+                name=row.name,
+                user=row.user,
+                state=m.JobState(row.state),
+                started_at=_time(stint.started_at),
+                ended_at=_time(stint.ended_at) if stint.ended_at else None,
+            )
+            for stint, row in rows
+        ),
+    )
+
+
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+def metrics(shared: Shared, _: Person) -> Response:
+    """Figures for Prometheus."""
+    return Response(exposition(shared), media_type=CONTENT_TYPE)
+
+
+def _point(row: SampleRow) -> m.Point:
+    figures = row.figures
+    return m.Point(
+        at=_time(row.at),
+        step=figures.get("step") or 0,
+        samples_per_s=figures.get("samples_per_s") or 0.0,
+        step_s=figures.get("step_s") or 0.0,
+        predicted_step_s=figures.get("predicted_step_s"),
+        metrics=figures.get("metrics") or {},
+        ranks=figures.get("ranks") or {},
+    )
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

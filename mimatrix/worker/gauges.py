@@ -1,0 +1,74 @@
+"""How this worker's device is used: of a GPU by the driver's own figures, of a CPU by what this process takes."""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from mimatrix.wire.messages import Use
+
+_MILLI = 1000.0
+
+
+def gauge() -> Callable[[], Use | None]:
+    """A function that tells it; None from it where nobody can tell. Made once, since libraries are looked for."""
+    uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    found = _of_gpu(uuid) if uuid.startswith("GPU-") else None
+    return found or _of_process() or (lambda: None)
+
+
+def _of_gpu(uuid: str) -> Callable[[], Use | None] | None:
+    try:
+        nvml = import_module("pynvml")  # what nvidia-ml-py is imported as
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # noqa: BLE001 (it may be missing, too old, or without a driver: there are no figures then)
+        return None
+
+    def asked(name: str, *more: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *more)
+        except nvml.NVMLError:
+            return None
+
+    def told() -> Use:
+        rates, memory = asked("nvmlDeviceGetUtilizationRates"), asked("nvmlDeviceGetMemoryInfo")
+        power = asked("nvmlDeviceGetPowerUsage")
+        return Use(
+            busy=rates.gpu / 100 if rates else None,
+            memory_bytes=int(memory.used) if memory else None,
+            memory_total_bytes=int(memory.total) if memory else None,
+            power_w=power / _MILLI if power is not None else None,
+            temperature_c=asked("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        )
+
+    return told
+
+
+def _of_process() -> Callable[[], Use | None] | None:
+    try:
+        psutil = import_module("psutil")
+    except ImportError:
+        return None
+    process, total = psutil.Process(), psutil.virtual_memory().total
+    process.cpu_percent()
+
+    def told() -> Use:
+        return Use(
+            busy=min(1.0, process.cpu_percent() / 100),
+            memory_bytes=process.memory_info().rss,
+            memory_total_bytes=total,
+            temperature_c=_temperature(psutil),
+        )
+
+    return told
+
+
+def _temperature(psutil: Any) -> float | None:
+    """Of the processor, where the machine has a sensor that says so."""
+    try:
+        sensors = psutil.sensors_temperatures()
+    except (AttributeError, OSError):
+        return None
+    named = [sensors[name] for name in ("coretemp", "k10temp", "cpu_thermal") if sensors.get(name)]
+    return float(named[0][0].current) if named else None

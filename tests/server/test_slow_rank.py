@@ -1,0 +1,85 @@
+"""A worker that becomes slow, and one that stops inside of a collective, are named: real server, real ranks."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from houses import Server, server
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
+    with server(tmp_path / "data", devices=2) as there:
+        number = there.submit("seen.py", "--devices", "2")
+        there.until(number, lambda job: job.progress.step > 100)
+        assert not _named(there, number, "rank")
+        pid = _process_of(1)
+        with _slowed(pid):
+            took = _until_named(there, number, "the others are idle because of rank 1 on ", within_s=20)
+        assert took < 15  # with a margin for a busy machine: docs/measurements/monitoring.md has what was measured
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            _until_named(there, number, "rank 1 on ", "has not come to all_reduce", "rank 0 waits for it", within_s=25)
+            seen = there.command("top", "--once").stdout
+            assert "<- holds the others up" in seen
+            assert "has not come to all_reduce" in seen
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert "mimatrix: the others are idle because of rank 1" in there.command("logs", str(number)).stdout
+        assert f"job {number}: the others are idle because of rank 1" in there.said()
+        lines = there.command("metrics", str(number), "--csv").stdout.splitlines()
+        assert lines[0].startswith("at,step,samples_per_s,step_s,predicted_step_s,loss,compute_s_rank0,compute_s_rank1")
+        assert len(lines) > 2
+
+
+def _named(there: Server, number: int, *words: str) -> bool:
+    with there.client() as client:
+        return any(all(word in event.reason for word in words) for event in client.events(number))
+
+
+def _until_named(there: Server, number: int, *words: str, within_s: float) -> float:
+    began = time.monotonic()
+    while not _named(there, number, *words):
+        assert time.monotonic() - began < within_s, there.command("top", "--once").stdout
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def _process_of(rank: int) -> int:
+    """The newest worker of that rank."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"mimatrix.worker" in words and f"\0MIMATRIX_RANK={rank}\0".encode() in b"\0" + variables + b"\0":
+            found.append(int(folder.name))
+    return max(found)
+
+
+@contextmanager
+def _slowed(pid: int) -> Iterator[None]:
+    """To less than half: it is stopped for two thirds of the time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.02)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
