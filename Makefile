@@ -70,4 +70,7 @@ docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py
 	$(MAKE) study
 
-.PHONY: help setup demo test long check bench study allreduce engine heterogeneous server peers soak docs
+pictures: $(READY) ## make the pictures of the dashboard anew; needs Chromium and a quiet machine
+	$(BIN)/python tests/dashboard/pictures.py
+
+.PHONY: help setup demo test long check bench study allreduce engine heterogeneous server peers soak docs pictures

@@ -61,7 +61,7 @@ export function jobView(number) {
     Object.assign(kept, { is, at: Date.now() });
     const [stored, happened] = await Promise.all([get(`/jobs/${number}/plan`, { absent: null }), get(`/jobs/${number}/events`)]);
     kept.plan = stored?.content ?? null;
-    fill(events, eventsPart(happened));
+    fill(events, eventsPart(job, happened));
     fill(facts, factsPart(job));
   }
 
@@ -121,12 +121,12 @@ function pair(word, value, more) {
   return value && h("div", { "data-key": word }, h("dt", {}, word), h("dd", {}, value, more && h("small", {}, more)));
 }
 
-function eventsPart(events) {
+function eventsPart(job, events) {
   const newest = events.slice(-MOST_EVENTS).reverse();
   return [
     h("h2", {}, "What happened"),
     h("ol", { class: "events", tabindex: "0", "aria-label": "Events, the newest first" }, newest.map((event) => h("li", { "data-key": event.id }, when(event.at), chip(event.state), h("span", {}, event.reason)))),
-    events.length > MOST_EVENTS && h("p", { class: "soft" }, `The newest ${MOST_EVENTS} of ${count(events.length)}; all: `, h("code", {}, "mimatrix explain")),
+    events.length > MOST_EVENTS && h("p", { class: "soft" }, `The newest ${MOST_EVENTS} of ${count(events.length)}; all: `, h("code", {}, `mimatrix explain ${job.id}`)),
   ];
 }
 

@@ -125,7 +125,7 @@ function row(job) {
   const seconds = lasted(job);
   const facts = [
     job.user,
-    runs(job) ? many(job.seats.length, "device") : `wants ${asks(job.devices)}`,
+    runs(job) ? many(job.seats.length, "device") : `${waits(job) ? "wants " : ""}${asks(job.devices)}`,
     runs(job) && step > 0 && `step ${count(step)}`,
     runs(job) && rate > 0 && `${count(rate)} samples/s`,
     waits(job) && `priority ${job.priority}`,
