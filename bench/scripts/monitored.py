@@ -23,6 +23,7 @@ dataset = TensorDataset(torch.randn(128 * STEPS, 512), torch.randint(0, 10, (128
 
 
 def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Of one micro-batch."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
