@@ -18,7 +18,7 @@ import pytest
 from mimatrix.core.errors import UserError
 from mimatrix.launch.launcher import Launcher, Member, MemberState, Phase, Team, TeamState
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 Make = Callable[[], Launcher]
 
 FOREVER = "import time\nprint('up')\ntime.sleep(600)"

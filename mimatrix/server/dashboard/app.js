@@ -18,6 +18,7 @@ const VIEWS = [
   [/^#\/cluster\/([^/]+)\/(\d+)$/, (node, number) => deviceView(decodeURIComponent(node), Number(number))],
   [/^#\/submit$/, () => submitView()],
 ];
+const UNKNOWN = "The server does not know this token (any more); sign in with another one.";
 const $ = (id) => document.getElementById(id);
 const main = $("main");
 // How far down each page was read: whoever comes back finds their place again.
@@ -36,7 +37,7 @@ async function begin(reason = "") {
   try {
     setWho(await get("/me"));
   } catch (error) {
-    if (error instanceof Refused) return askWho(error.message);
+    if (error instanceof Refused) return askWho(error.status === 401 ? UNKNOWN : error.message);
     tell({ sentence: error.message, again_s: 4 });
     return setTimeout(begin, 4000);
   }

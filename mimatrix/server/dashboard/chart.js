@@ -16,9 +16,16 @@ export class Chart {
     this.data = [[], ...lines.map(() => [])];
     this.value = h("span", { class: "figure" });
     this.place = h("div", { class: "plot", role: "img" });
-    this.keys = lines.map((line) => h("span", { class: `key ${line.dash ? "dashed" : ""}`, style: { "--c": `var(${line.colour})` } }, line.label));
+    this.keys = lines.map((line) =>
+      h("span", { class: `key ${line.dash ? "dashed" : ""}`, style: { "--c": `var(${line.colour})` } }, line.label),
+    );
     const legend = lines.length > 1 && h("span", { class: "legend" }, this.keys);
-    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "name" }, title), this.value, legend), this.place);
+    this.element = h(
+      "figure",
+      { class: "chart" },
+      h("figcaption", {}, h("span", { class: "name" }, title), this.value, legend),
+      this.place,
+    );
     this.sized = new ResizeObserver(() => this.fit());
     this.sized.observe(this.place);
     this.painted = () => this.draw();
@@ -27,7 +34,8 @@ export class Chart {
 
   /** Show `xs` (seconds since 1970, or steps) against a list for each line. */
   show(xs, ...ys) {
-    const other = xs.length !== this.data[0].length || xs.at(-1) !== this.data[0].at(-1) || ys[0].at(-1) !== this.data[1].at(-1);
+    const other =
+      xs.length !== this.data[0].length || xs.at(-1) !== this.data[0].at(-1) || ys[0].at(-1) !== this.data[1].at(-1);
     this.data = [xs, ...ys];
     if (this.plot && other) this.plot.setData(this.data);
     else if (!this.plot && xs.length) this.draw();
@@ -48,7 +56,9 @@ export class Chart {
   }
 
   tell(at) {
-    const known = this.data[1].map((value, index) => [value, index]).filter(([value]) => value !== null && value !== undefined);
+    const known = this.data[1]
+      .map((value, index) => [value, index])
+      .filter(([value]) => value !== null && value !== undefined);
     const last = at >= 0 && this.data[1][at] !== null ? this.data[1][at] : known.at(-1)?.[0];
     fill(this.value, known.length ? this.format(last) : "");
     const said = known.length ? `from ${this.format(known[0][0])} to ${this.format(known.at(-1)[0])}` : "nothing yet";
@@ -62,8 +72,14 @@ export class Chart {
     if (!width || !this.data[0].length) return;
     const colours = getComputedStyle(this.place);
     const colour = (name) => colours.getPropertyValue(name).trim();
-    const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-    const values = (_, splits) => splits.map((value) => (value === null ? "" : this.format(value).replace(/\.0+(?= )/, "")));
+    const axis = {
+      stroke: colour("--soft"),
+      grid: { stroke: colour("--line"), width: 1 },
+      ticks: { show: false },
+      font: "11px system-ui, sans-serif",
+    };
+    const values = (_, splits) =>
+      splits.map((value) => (value === null ? "" : this.format(value).replace(/\.0+(?= )/, "")));
     this.plot = new uPlot(
       {
         width,
@@ -71,17 +87,26 @@ export class Chart {
         legend: { show: false },
         padding: [8, 8, 0, 0],
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
-        scales: { x: { time: this.x === "time", ...(this.span ? { range: (_, first, last) => this.span(first, last) } : {}) }, y: { range: (_, low, high) => this.range(low, high) } },
-        axes: [{ ...axis, grid: { show: false }, space: 70, size: 26, ...(this.x === "time" ? { values: CLOCK } : {}) }, { ...axis, values, space: 32, size: 58 }],
-        series: [{}, ...this.lines.map((line) => ({
-          stroke: colour(line.colour),
-          width: 1.75,
-          dash: line.dash,
-          fill: line.filled ? colour("--fill") : undefined,
-          paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-          points: { show: this.data[0].length < 2 },
-          spanGaps: true,
-        }))],
+        scales: {
+          x: { time: this.x === "time", ...(this.span ? { range: (_, first, last) => this.span(first, last) } : {}) },
+          y: { range: (_, low, high) => this.range(low, high) },
+        },
+        axes: [
+          { ...axis, grid: { show: false }, space: 70, size: 26, ...(this.x === "time" ? { values: CLOCK } : {}) },
+          { ...axis, values, space: 32, size: 58 },
+        ],
+        series: [
+          {},
+          ...this.lines.map((line) => ({
+            stroke: colour(line.colour),
+            width: 1.75,
+            dash: line.dash,
+            fill: line.filled ? colour("--fill") : undefined,
+            paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
+            points: { show: this.data[0].length < 2 },
+            spanGaps: true,
+          })),
+        ],
         hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx ?? this.data[0].length - 1)] },
       },
       this.data,

@@ -17,11 +17,30 @@ export class Curves {
     this.x = "step";
     this.at = 0;
     this.grid = h("div", { class: "charts" });
-    const choice = (value, word) => h("label", {}, h("input", { type: "radio", name: "x", value, checked: value === this.x, onchange: () => this.turn(value) }), h("span", {}, word));
-    this.element = h("section", { class: "card", hidden: true, "aria-labelledby": "curves-title" },
-      h("div", { class: "line" }, h("h2", { id: "curves-title" }, "Curves"),
-        h("fieldset", { class: "switch" }, h("legend", { class: "unseen" }, "Drawn against"), choice("step", "Steps"), choice("time", "Time"))),
-      this.grid);
+    const choice = (value, word) =>
+      h(
+        "label",
+        {},
+        h("input", { type: "radio", name: "x", value, checked: value === this.x, onchange: () => this.turn(value) }),
+        h("span", {}, word),
+      );
+    this.element = h(
+      "section",
+      { class: "card", hidden: true, "aria-labelledby": "curves-title" },
+      h(
+        "div",
+        { class: "line" },
+        h("h2", { id: "curves-title" }, "Curves"),
+        h(
+          "fieldset",
+          { class: "switch" },
+          h("legend", { class: "unseen" }, "Drawn against"),
+          choice("step", "Steps"),
+          choice("time", "Time"),
+        ),
+      ),
+      this.grid,
+    );
   }
 
   /** What is new; now and then all of it, since older points become coarser. */
@@ -56,14 +75,29 @@ export class Curves {
     if (points.length < 2) return;
     const xs = points.map((point) => (this.x === "step" ? point.step : new Date(point.at) / 1000));
     const names = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].slice(0, MOST_METRICS);
-    names.forEach((name, index) => this.chart(name, figure, COLOURS[index % 3]).show(xs, points.map((point) => point.metrics[name] ?? null)));
-    this.chart("Samples/s", figure, "--good", 0).show(xs, points.map((point) => point.samples_per_s || null));
-    this.chart("Step takes", brief, "--load", 0, true).show(xs, points.map((point) => point.step_s || null), points.map((point) => point.predicted_step_s));
+    names.forEach((name, index) =>
+      this.chart(name, figure, COLOURS[index % 3]).show(
+        xs,
+        points.map((point) => point.metrics[name] ?? null),
+      ),
+    );
+    this.chart("Samples/s", figure, "--good", 0).show(
+      xs,
+      points.map((point) => point.samples_per_s || null),
+    );
+    this.chart("Step takes", brief, "--load", 0, true).show(
+      xs,
+      points.map((point) => point.step_s || null),
+      points.map((point) => point.predicted_step_s),
+    );
   }
 
   chart(title, format, colour, low = null, predicted = false) {
     if (!this.charts.has(title)) {
-      const lines = [{ label: "measured", colour }, ...(predicted ? [{ label: "predicted", colour: "--soft", dash: [5, 4] }] : [])];
+      const lines = [
+        { label: "measured", colour },
+        ...(predicted ? [{ label: "predicted", colour: "--soft", dash: [5, 4] }] : []),
+      ];
       const chart = new Chart({ title, lines, format, x: this.x, low });
       // Metrics come first, even those that are told late.
       const later = title === "Step takes" ? undefined : this.charts.get("Samples/s");

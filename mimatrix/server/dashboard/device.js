@@ -11,15 +11,29 @@ const HOUR_S = 3600;
 export function deviceView(node, number) {
   const name = `${node}/${number}`;
   const body = h("div", { class: "lists" }, h("p", { class: "soft" }, "Loading …"));
-  const element = h("div", { class: "page" }, h("nav", { "aria-label": "Way back" }, h("a", { href: "#/cluster" }, "← Cluster")), h("div", { class: "head" }, h("h1", {}, name)), body);
+  const element = h(
+    "div",
+    { class: "page" },
+    h("nav", { "aria-label": "Way back" }, h("a", { href: "#/cluster" }, "← Cluster")),
+    h("div", { class: "head" }, h("h1", {}, name)),
+    body,
+  );
 
   async function refresh() {
-    const [nodes, history] = await Promise.all([get("/nodes"), get(`/devices/${encodeURIComponent(node)}/${number}`, { absent: { jobs: [] } })]);
+    const [nodes, history] = await Promise.all([
+      get("/nodes"),
+      get(`/devices/${encodeURIComponent(node)}/${number}`, { absent: { jobs: [] } }),
+    ]);
     const host = nodes.find((each) => each.name === node);
     const device = host?.devices.find((each) => each.name === name);
     fill(
       body,
-      h("p", {}, device ? `${device.kind}, ${bytes(device.memory_bytes)}, ` : "It is not in the cluster now. ", device && now(host, device)),
+      h(
+        "p",
+        {},
+        device ? `${device.kind}, ${bytes(device.memory_bytes)}, ` : "It is not in the cluster now. ",
+        device && now(host, device),
+      ),
       history.jobs.length > 0 && [day(history.jobs), users(history.jobs)],
       !history.jobs.length && h("p", { class: "empty" }, "Nobody has used it yet."),
     );
@@ -30,7 +44,9 @@ export function deviceView(node, number) {
 
 function now(node, device) {
   if (!node.answers) return "on a node that does not answer.";
-  return device.job === null ? "free." : ["used by ", h("a", { href: `#/jobs/${device.job}` }, `job ${device.job}`), "."];
+  return device.job === null
+    ? "free."
+    : ["used by ", h("a", { href: `#/jobs/${device.job}` }, `job ${device.job}`), "."];
 }
 
 /** The last day as a strip; less, where nobody used it before. */
@@ -40,24 +56,46 @@ function day(jobs) {
   const begin = Math.max(end - 24 * HOUR_S, Math.min(first, end - HOUR_S));
   const at = (seconds) => Math.max(0, (seconds - begin) / (end - begin)) * 100;
   const blocks = jobs
-    .map((job) => ({ job, from: at(new Date(job.started_at) / 1000), to: at(job.ended_at ? new Date(job.ended_at) / 1000 : end) }))
+    .map((job) => ({
+      job,
+      from: at(new Date(job.started_at) / 1000),
+      to: at(job.ended_at ? new Date(job.ended_at) / 1000 : end),
+    }))
     .filter(({ to }) => to > 0);
   const used = blocks.reduce((sum, { from, to }) => sum + to - from, 0);
-  return h("section", { class: "card", "aria-labelledby": "day" },
+  return h(
+    "section",
+    { class: "card", "aria-labelledby": "day" },
     h("h2", { id: "day" }, "In use"),
-    h("div", { class: "strip", role: "img", "aria-label": `In use for ${Math.round(used)} % of the time` },
-      blocks.map(({ job, from, to }) => h("i", { "data-key": `${job.id}-${job.started_at}`, title: `${job.id} ${job.name}`, style: { left: `${from}%`, width: `${Math.max(0.3, to - from)}%` } }))),
-    h("p", { class: "soft ends" }, when(new Date(begin * 1000).toISOString()), h("span", {}, "now")));
+    h(
+      "div",
+      { class: "strip", role: "img", "aria-label": `In use for ${Math.round(used)} % of the time` },
+      blocks.map(({ job, from, to }) =>
+        h("i", {
+          "data-key": `${job.id}-${job.started_at}`,
+          title: `${job.id} ${job.name}`,
+          style: { left: `${from}%`, width: `${Math.max(0.3, to - from)}%` },
+        }),
+      ),
+    ),
+    h("p", { class: "soft ends" }, when(new Date(begin * 1000).toISOString()), h("span", {}, "now")),
+  );
 }
 
 function users(jobs) {
-  return h("section", { class: "card", "aria-labelledby": "users" },
+  return h(
+    "section",
+    { class: "card", "aria-labelledby": "users" },
     h("h2", { id: "users" }, "Who used it"),
-    table(["Job", "User", "State", "From", "For"], jobs.map((job) => [
-      h("a", { href: `#/jobs/${job.id}` }, `${job.id} ${job.name}`),
-      job.user,
-      chip(job.state),
-      when(job.started_at),
-      span((new Date(job.ended_at ?? Date.now()) - new Date(job.started_at)) / 1000),
-    ])));
+    table(
+      ["Job", "User", "State", "From", "For"],
+      jobs.map((job) => [
+        h("a", { href: `#/jobs/${job.id}` }, `${job.id} ${job.name}`),
+        job.user,
+        chip(job.state),
+        when(job.started_at),
+        span((new Date(job.ended_at ?? Date.now()) - new Date(job.started_at)) / 1000),
+      ]),
+    ),
+  );
 }

@@ -67,7 +67,13 @@ export function askRetry(job) {
 
 export function askPriority(job) {
   const field = h("input", {
-    id: "priority-wanted", type: "number", min: 0, max: 100, step: 1, required: true, value: job.priority,
+    id: "priority-wanted",
+    type: "number",
+    min: 0,
+    max: 100,
+    step: 1,
+    required: true,
+    value: job.priority,
     "data-label": "From 0 to 100; the higher, the sooner",
   });
   askFirst({

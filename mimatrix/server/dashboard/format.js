@@ -17,7 +17,10 @@ export function figure(value) {
   if (size >= 1000) return plain.format(value);
   if (size === 0) return "0";
   if (size < 0.001) return value.toExponential(2);
-  return value.toPrecision(size < 1 ? 3 : 4).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return value
+    .toPrecision(size < 1 ? 3 : 4)
+    .replace(/(\.\d*?)0+$/, "$1")
+    .replace(/\.$/, "");
 }
 
 /** Of a step: 12.3 ms, 1.24 s. */

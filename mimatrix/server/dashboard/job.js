@@ -17,7 +17,8 @@ const MOST_EVENTS = 100;
 export function jobView(number) {
   const head = h("div", { class: "head" }, h("h1", {}, `Job ${number}`));
   const reason = h("div");
-  const alarms = h("div", { role: "alert" });
+  const alarms = h("div");
+  const heard = h("div", { role: "alert", class: "unseen" });
   const figures = h("dl", { class: "figures" });
   const curves = new Curves();
   const ranks = h("section", { class: "card", hidden: true });
@@ -30,12 +31,18 @@ export function jobView(number) {
     "div",
     { class: "page job" },
     h("nav", { "aria-label": "Way back" }, h("a", { href: "#/" }, "← All jobs")),
-    head, reason, alarms, figures, curves.element,
+    head,
+    reason,
+    alarms,
+    heard,
+    figures,
+    curves.element,
     h("div", { class: "two" }, ranks, steps),
-    plan, log.element,
+    plan,
+    log.element,
     h("div", { class: "two" }, events, facts),
   );
-  const kept = { at: 0, is: "", plan: null };
+  const kept = { at: 0, is: "", plan: null, troubles: "" };
 
   async function refresh() {
     const job = await get(`/jobs/${number}`);
@@ -47,7 +54,7 @@ export function jobView(number) {
     ]);
     const rows = live.ranks.length ? live.ranks : latest(job, curves.points);
     showHead(job);
-    fill(alarms, live.troubles.map((trouble) => h("p", { class: "alarm", "data-key": `${trouble.kind}-${trouble.rank}` }, h("b", {}, trouble.kind === "hang" ? "It hangs. " : "One rank is slow. "), sentence(trouble.sentence))));
+    showTroubles(live.troubles);
     show(ranks, rows.length > 0, () => bars(rows, live.troubles, runs(job)));
     show(steps, rows.length > 1, () => timeline(rows, live.troubles));
     show(plan, kept.plan !== null, () => planPart(kept.plan, rows, job));
@@ -59,16 +66,47 @@ export function jobView(number) {
     const is = [job.state, job.generation, job.priority, job.reason].join();
     if (is === kept.is && (ended(job) || Date.now() - kept.at < SELDOM_S * 1000)) return;
     Object.assign(kept, { is, at: Date.now() });
-    const [stored, happened] = await Promise.all([get(`/jobs/${number}/plan`, { absent: null }), get(`/jobs/${number}/events`)]);
+    const [stored, happened] = await Promise.all([
+      get(`/jobs/${number}/plan`, { absent: null }),
+      get(`/jobs/${number}/events`),
+    ]);
     kept.plan = stored?.content ?? null;
     fill(events, eventsPart(job, happened));
     fill(facts, factsPart(job));
   }
 
+  function showTroubles(troubles) {
+    const title = (trouble) => (trouble.kind === "hang" ? "It hangs. " : "One rank is slow. ");
+    fill(
+      alarms,
+      troubles.map((trouble) => h("p", { class: "alarm" }, h("b", {}, title(trouble)), sentence(trouble.sentence))),
+    );
+    // Its figures change all the time; it is read out once.
+    const who = troubles.map((trouble) => `${trouble.kind} ${trouble.rank}`).join();
+    if (who !== kept.troubles)
+      fill(heard, troubles.map((trouble) => title(trouble) + sentence(trouble.sentence)).join(" "));
+    kept.troubles = who;
+  }
+
   function showHead(job) {
     document.title = `${job.id} ${job.name}: ${job.state} · MiMatrix`;
-    fill(head, h("h1", {}, h("span", { class: "id" }, job.id), " ", job.name), chip(job.state), mayChange(job) && actions(job));
-    fill(reason, job.reason && job.reason !== job.state && h("p", { class: waits(job) ? "why" : "soft" }, waits(job) && h("b", {}, "Why it waits: "), sentence(job.reason)));
+    fill(
+      head,
+      h("h1", {}, h("span", { class: "id" }, job.id), " ", job.name),
+      chip(job.state),
+      mayChange(job) && actions(job),
+    );
+    fill(
+      reason,
+      job.reason &&
+        job.reason !== job.state &&
+        h(
+          "p",
+          { class: waits(job) ? "why" : "soft" },
+          waits(job) && h("b", {}, "Why it waits: "),
+          sentence(job.reason),
+        ),
+    );
     fill(figures, figuresPart(job));
   }
 
@@ -91,7 +129,9 @@ function actions(job) {
   return h(
     "div",
     { class: "buttons" },
-    ended(job) ? button("Try again", askRetry) : [button("Priority", askPriority), button("Cancel", askCancel, "danger")],
+    ended(job)
+      ? button("Try again", askRetry)
+      : [button("Priority", askPriority), button("Cancel", askCancel, "danger")],
   );
 }
 
@@ -99,14 +139,20 @@ function figuresPart(job) {
   const { step, samples_per_s: rate, step_s: step_s, predicted_step_s: predicted, metrics } = job.progress;
   const seconds = lasted(job);
   const off = predicted && step_s ? step_s / predicted - 1 : null;
-  const beside = predicted && `predicted ${brief(predicted)}${off === null ? "" : `, ${off < 0 ? "−" : "+"}${Math.abs(off * 100).toFixed(0)} %`}`;
+  const beside =
+    predicted &&
+    `predicted ${brief(predicted)}${off === null ? "" : `, ${off < 0 ? "−" : "+"}${Math.abs(off * 100).toFixed(0)} %`}`;
   const loss = Object.entries(metrics)[0];
   return [
     pair("Step", step > 0 && count(step), job.progress.epoch > 0 && `epoch ${count(job.progress.epoch)}`),
     pair("Samples/s", rate > 0 && figure(rate)),
     pair("Step takes", step_s > 0 && brief(step_s), beside),
     loss && pair(loss[0], figure(loss[1])),
-    pair("Devices", job.seats.length ? many(job.seats.length, "device") : `wants ${asks(job.devices)}`, nodesOf(job.seats)),
+    pair(
+      "Devices",
+      job.seats.length ? many(job.seats.length, "device") : `wants ${asks(job.devices)}`,
+      nodesOf(job.seats),
+    ),
     waits(job) && [pair("Priority", String(job.priority)), pair("Handed in", when(job.created_at))],
     seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Runs for", span(seconds)),
   ];
@@ -125,8 +171,20 @@ function eventsPart(job, events) {
   const newest = events.slice(-MOST_EVENTS).reverse();
   return [
     h("h2", {}, "What happened"),
-    h("ol", { class: "events", tabindex: "0", "aria-label": "Events, the newest first" }, newest.map((event) => h("li", { "data-key": event.id }, when(event.at), chip(event.state), h("span", {}, event.reason)))),
-    events.length > MOST_EVENTS && h("p", { class: "soft" }, `The newest ${MOST_EVENTS} of ${count(events.length)}; all: `, h("code", {}, `mimatrix explain ${job.id}`)),
+    h(
+      "ol",
+      { class: "events", tabindex: "0", "aria-label": "Events, the newest first" },
+      newest.map((event) =>
+        h("li", { "data-key": event.id }, when(event.at), chip(event.state), h("span", {}, event.reason)),
+      ),
+    ),
+    events.length > MOST_EVENTS &&
+      h(
+        "p",
+        { class: "soft" },
+        `The newest ${MOST_EVENTS} of ${count(events.length)}; all: `,
+        h("code", {}, `mimatrix explain ${job.id}`),
+      ),
   ];
 }
 
@@ -148,7 +206,11 @@ function factsPart(job) {
       job.exit_code !== null && fact("Exit code", job.exit_code),
       job.max_time_s && fact("Time limit", span(job.max_time_s)),
       fact("May be told to go", job.preemptible ? "yes" : "no"),
-      job.seats.length > 0 && fact("Devices", job.seats.map((seat) => [deviceLink(seat), " "])),
+      job.seats.length > 0 &&
+        fact(
+          "Devices",
+          job.seats.map((seat) => [deviceLink(seat), " "]),
+        ),
     ),
   ];
 }

@@ -21,8 +21,18 @@ export class Log {
     this.element = h(
       "section",
       { class: "card log", "aria-labelledby": "log-title" },
-      h("div", { class: "line" }, h("h2", { id: "log-title" }, "Output"),
-        this.tools = h("div", { class: "tools" }, this.starts, h("div", { class: "field" }, h("label", { for: "log-rank" }, "Rank"), this.rank), this.pause)),
+      h(
+        "div",
+        { class: "line" },
+        h("h2", { id: "log-title" }, "Output"),
+        (this.tools = h(
+          "div",
+          { class: "tools" },
+          this.starts,
+          h("div", { class: "field" }, h("label", { for: "log-rank" }, "Rank"), this.rank),
+          this.pause,
+        )),
+      ),
       this.note,
       this.text,
     );
@@ -82,10 +92,18 @@ export class Log {
 
   choices(job) {
     const ranks = Math.max(1, job.seats.length);
-    fill(this.rank, Array.from({ length: ranks }, (_, rank) => h("option", { value: rank, "data-key": `r${rank}` }, rank)));
+    fill(
+      this.rank,
+      Array.from({ length: ranks }, (_, rank) => h("option", { value: rank, "data-key": `r${rank}` }, rank)),
+    );
     if (job.generation !== this.generation) {
       this.generation = job.generation;
-      fill(this.start, Array.from({ length: job.generation }, (_, at) => h("option", { value: at + 1, "data-key": `s${at}` }, `${at + 1}.`)));
+      fill(
+        this.start,
+        Array.from({ length: job.generation }, (_, at) =>
+          h("option", { value: at + 1, "data-key": `s${at}` }, `${at + 1}.`),
+        ),
+      );
       this.start.value = job.generation;
       this.forget();
     }
@@ -96,7 +114,16 @@ export class Log {
     const empty = !this.text.textContent;
     const command = h("code", {}, `mimatrix logs ${job.id} --rank ${this.rank.value}`);
     this.text.hidden = empty;
-    fill(this.note, empty ? (job.generation ? "It has said nothing yet." : "It has not started yet.") : this.cut ? ["The end of it; all of it: ", command] : "");
+    fill(
+      this.note,
+      empty
+        ? job.generation
+          ? "It has said nothing yet."
+          : "It has not started yet."
+        : this.cut
+          ? ["The end of it; all of it: ", command]
+          : "",
+    );
     this.note.hidden = !empty && !this.cut;
   }
 }

@@ -13,7 +13,15 @@ const SELDOM_S = 10;
 // More jobs than this are asked for less often.
 const MANY = 300;
 const HOUR_S = 3600;
-const GROUPS = { "": "All states", running: "Running", waiting: "Waiting", done: "Done", failed: "Failed", cancelled: "Cancelled" };
+const TYPING_MS = 250;
+const GROUPS = {
+  "": "All states",
+  running: "Running",
+  waiting: "Waiting",
+  done: "Done",
+  failed: "Failed",
+  cancelled: "Cancelled",
+};
 // What was looked for stays while other pages are seen.
 const filter = { text: "", state: "", user: "" };
 const shown = { running: PAGE, waiting: PAGE, ended: PAGE };
@@ -21,16 +29,32 @@ const shown = { running: PAGE, waiting: PAGE, ended: PAGE };
 export function overview() {
   const use = useCard();
   const users = h("select", { id: "user", onchange: change });
-  const states = h("select", { id: "state", onchange: change }, Object.entries(GROUPS).map(([value, word]) => h("option", { value }, word)));
-  const text = h("input", { id: "text", type: "search", placeholder: "Name, script or number", oninput: change, value: filter.text });
+  const states = h(
+    "select",
+    { id: "state", onchange: change },
+    Object.entries(GROUPS).map(([value, word]) => h("option", { value }, word)),
+  );
+  const text = h("input", {
+    id: "text",
+    type: "search",
+    placeholder: "Name, script or number",
+    oninput: change,
+    value: filter.text,
+  });
   const lists = h("div", { class: "lists" }, h("p", { class: "soft" }, "Loading …"));
   const found = { live: [], ended: [], older: 0, at: 0, ids: "" };
+  let typing;
   states.value = filter.state;
 
   const element = h(
     "div",
     { class: "page" },
-    h("div", { class: "head" }, h("h1", {}, "Jobs"), mayHandIn() && h("a", { class: "button main", href: "#/submit" }, "Submit a job")),
+    h(
+      "div",
+      { class: "head" },
+      h("h1", {}, "Jobs"),
+      mayHandIn() && h("a", { class: "button main", href: "#/submit" }, "Submit a job"),
+    ),
     use.element,
     h(
       "form",
@@ -45,10 +69,10 @@ export function overview() {
 
   function change() {
     Object.assign(filter, { text: text.value, state: states.value, user: users.value });
-    found.at = 0;
     Object.assign(shown, { running: PAGE, waiting: PAGE, ended: PAGE });
     show();
-    refreshEnded().then(show, () => {});
+    clearTimeout(typing);
+    typing = setTimeout(() => refreshEnded().then(show, () => {}), TYPING_MS);
   }
 
   async function refresh() {
@@ -63,22 +87,31 @@ export function overview() {
   }
 
   async function refreshEnded() {
+    const asking = (found.asking = {});
     found.at = Date.now();
     const wanted = ENDED.includes(filter.state) ? [filter.state] : ENDED;
     const most = filter.text ? SEARCHED : Math.min(SEARCHED, shown.ended);
     const user = filter.user ? `&user=${encodeURIComponent(filter.user)}` : "";
     const page = await get(`/jobs?most=${most}&${asked(wanted)}${user}`);
-    Object.assign(found, { ended: page.jobs, older: page.more });
+    // An answer that was overtaken by that to a later question is of no use.
+    if (found.asking === asking) Object.assign(found, { ended: page.jobs, older: page.more });
   }
 
   function show() {
     const names = new Set([...found.live, ...found.ended].map((job) => job.user).concat(filter.user || []));
     names.delete(who().user);
-    fill(users, option("", "Everybody"), option(who().user, `${who().user} (you)`), [...names].sort().map((name) => option(name, name)));
+    fill(
+      users,
+      option("", "Everybody"),
+      option(who().user, `${who().user} (you)`),
+      [...names].sort().map((name) => option(name, name)),
+    );
     users.value = filter.user;
     if (!found.known) return;
     const running = found.live.filter((job) => runs(job) && fits(job));
-    const waiting = found.live.filter((job) => waits(job) && fits(job)).sort((a, b) => b.priority - a.priority || a.id - b.id);
+    const waiting = found.live
+      .filter((job) => waits(job) && fits(job))
+      .sort((a, b) => b.priority - a.priority || a.id - b.id);
     const ended = found.ended.filter(fits);
     const every = running.length + waiting.length + ended.length;
     fill(
@@ -117,7 +150,10 @@ function fits(job) {
   if (user && job.user !== user) return false;
   if (state === "running" ? !runs(job) : state === "waiting" ? !waits(job) : state && job.state !== state) return false;
   const said = `${job.id} ${job.name} ${job.script} ${job.user} ${job.reason}`.toLowerCase();
-  return text.toLowerCase().split(/\s+/).every((word) => said.includes(word));
+  return text
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => said.includes(word));
 }
 
 function row(job) {
@@ -136,14 +172,19 @@ function row(job) {
     { "data-key": job.id },
     h("a", { class: "title", href: `#/jobs/${job.id}` }, h("span", { class: "id" }, job.id), " ", job.name),
     chip(job.state),
-    h("span", { class: "facts" }, facts.map((fact) => h("span", {}, fact))),
+    h(
+      "span",
+      { class: "facts" },
+      facts.map((fact) => h("span", {}, fact)),
+    ),
     h("span", { class: "at" }, when(job.ended_at ?? job.created_at)),
     (waits(job) || job.state === "failed") && job.reason && h("span", { class: "reason" }, job.reason),
   );
 }
 
 function nothing() {
-  if (filter.text || filter.state || filter.user) return h("p", { class: "empty", "data-key": "none" }, "No job fits this. Take something out of the filter.");
+  if (filter.text || filter.state || filter.user)
+    return h("p", { class: "empty", "data-key": "none" }, "No job fits this. Take something out of the filter.");
   return h("p", { class: "empty", "data-key": "none" }, "No jobs yet: ", h("code", {}, "mimatrix submit train.py"));
 }
 
@@ -160,7 +201,11 @@ function useCard() {
   const now = h("div", { class: "now" });
   const chart = new Chart({
     title: "Devices over the day",
-    lines: [{ label: "in use", colour: "--accent", filled: true, stepped: true }, { label: "devices", colour: "--soft", dash: [4, 4], stepped: true }, { label: "jobs waiting", colour: "--wait", stepped: true }],
+    lines: [
+      { label: "in use", colour: "--accent", filled: true, stepped: true },
+      { label: "devices", colour: "--soft", dash: [4, 4], stepped: true },
+      { label: "jobs waiting", colour: "--wait", stepped: true },
+    ],
     format: (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1)),
     low: 0,
     span: (first, last) => [Math.max(last - 24 * HOUR_S, Math.min(first, last - HOUR_S)), last],
@@ -189,8 +234,19 @@ function useCard() {
     fill(
       now,
       h("p", { class: "big" }, h("b", {}, count(used)), ` of ${many(devices.length, "device")} in use`),
-      h("div", { class: "meter", role: "img", "aria-label": `${used} of ${devices.length} devices in use` }, h("i", { style: { width: `${devices.length ? (100 * used) / devices.length : 0}%` } })),
-      h("p", { class: "soft" }, many(nodes.length, "node"), silent > 0 && h("span", { class: "bad" }, `, ${count(silent)} ${silent === 1 ? "does" : "do"} not answer`), " · ", h("a", { href: "#/cluster" }, "See the cluster")),
+      h(
+        "div",
+        { class: "meter", role: "img", "aria-label": `${used} of ${devices.length} devices in use` },
+        h("i", { style: { width: `${devices.length ? (100 * used) / devices.length : 0}%` } }),
+      ),
+      h(
+        "p",
+        { class: "soft" },
+        many(nodes.length, "node"),
+        silent > 0 && h("span", { class: "bad" }, `, ${count(silent)} ${silent === 1 ? "does" : "do"} not answer`),
+        " · ",
+        h("a", { href: "#/cluster" }, "See the cluster"),
+      ),
     );
   }
 

@@ -20,18 +20,36 @@ export function planPart(plan, ranks, job) {
         brief(part.busy_s),
         measured.has(rank) ? [brief(busy(measured.get(rank))), " ", off(busy(measured.get(rank)), part.busy_s)] : "–",
         brief(part.idle_s),
-        part.room_bytes > 0 ? [bytes(part.memory_bytes), " ", h("span", { class: "soft" }, percent(part.memory_bytes / part.room_bytes))] : bytes(part.memory_bytes),
+        part.room_bytes > 0
+          ? [bytes(part.memory_bytes), " ", h("span", { class: "soft" }, percent(part.memory_bytes / part.room_bytes))]
+          : bytes(part.memory_bytes),
       ]),
     ),
     h("h3", {}, "Why so"),
-    h("ul", { class: "reasons" }, [...plan.reasons, plan.why].filter(Boolean).map((reason) => h("li", {}, reason))),
-    plan.left_out.length > 0 && [h("h3", {}, "Left out"), h("ul", { class: "reasons" }, plan.left_out.map((each) => h("li", {}, h("b", {}, each.name), ": ", each.reason)))],
+    h(
+      "ul",
+      { class: "reasons" },
+      [...plan.reasons, plan.why].filter(Boolean).map((reason) => h("li", {}, reason)),
+    ),
+    plan.left_out.length > 0 && [
+      h("h3", {}, "Left out"),
+      h(
+        "ul",
+        { class: "reasons" },
+        plan.left_out.map((each) => h("li", {}, h("b", {}, each.name), ": ", each.reason)),
+      ),
+    ],
   ];
 }
 
 function against(plan, job) {
   const { step_s: step_s, samples_per_s: rate } = job.progress;
-  const row = (word, predicted, measured, show) => [word, show(predicted), measured > 0 ? show(measured) : "–", measured > 0 ? off(measured, predicted) : "–"];
+  const row = (word, predicted, measured, show) => [
+    word,
+    show(predicted),
+    measured > 0 ? show(measured) : "–",
+    measured > 0 ? off(measured, predicted) : "–",
+  ];
   return table(
     ["", "Predicted", "Measured", "Off by"],
     [
@@ -46,7 +64,11 @@ function against(plan, job) {
 function off(measured, predicted) {
   if (!predicted) return "";
   const part = measured / predicted - 1;
-  return h("span", { class: Math.abs(part) > 0.15 ? "off" : "soft" }, `${part < 0 ? "−" : "+"}${Math.abs(part * 100).toFixed(0)} %`);
+  return h(
+    "span",
+    { class: Math.abs(part) > 0.15 ? "off" : "soft" },
+    `${part < 0 ? "−" : "+"}${Math.abs(part * 100).toFixed(0)} %`,
+  );
 }
 
 /** 3 × 16 + 8 */
@@ -61,8 +83,32 @@ function grouped(sizes) {
 
 /** On a narrow screen every row becomes a card; the roles keep it a table for those who hear it. */
 export function table(heads, rows, look = "") {
-  return h("table", { class: look, role: "table" },
-    h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((head) => head ? h("th", { scope: "col", role: "columnheader" }, head) : h("td", { role: "cell" })))),
-    h("tbody", { role: "rowgroup" }, rows.map((cells) => h("tr", { role: "row" }, cells.map((cell, at) =>
-      at ? h("td", { role: "cell", "data-head": heads[at] }, cell) : h("th", { scope: "row", role: "rowheader" }, cell))))));
+  return h(
+    "table",
+    { class: look, role: "table" },
+    h(
+      "thead",
+      { role: "rowgroup" },
+      h(
+        "tr",
+        { role: "row" },
+        heads.map((head) => (head ? h("th", { scope: "col", role: "columnheader" }, head) : h("td", { role: "cell" }))),
+      ),
+    ),
+    h(
+      "tbody",
+      { role: "rowgroup" },
+      rows.map((cells) =>
+        h(
+          "tr",
+          { role: "row" },
+          cells.map((cell, at) =>
+            at
+              ? h("td", { role: "cell", "data-head": heads[at] }, cell)
+              : h("th", { scope: "row", role: "rowheader" }, cell),
+          ),
+        ),
+      ),
+    ),
+  );
 }

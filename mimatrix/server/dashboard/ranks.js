@@ -21,7 +21,12 @@ export function latest(job, points) {
   if (!last) return [];
   const of = (name, rank) => last.ranks[name]?.[rank] ?? 0;
   return last.ranks.compute_s.map((_, rank) => ({
-    rank, seat: job.seats[rank] ?? "", step_s: last.step_s, samples: 0, planned_s: null, use: null,
+    rank,
+    seat: job.seats[rank] ?? "",
+    step_s: last.step_s,
+    samples: 0,
+    planned_s: null,
+    use: null,
     ...Object.fromEntries(PARTS.map(([name]) => [name, of(name, rank)])),
   }));
 }
@@ -30,8 +35,21 @@ export function latest(job, points) {
 export function bars(ranks, troubles, live) {
   return [
     h("div", { class: "line" }, h("h2", {}, "Ranks"), legend()),
-    h("p", { class: "soft" }, live ? "Parts of a step, as the ranks said last." : "Parts of a step, as they were at the end."),
-    h("ul", { class: "ranks" }, ranks.slice(0, MOST).map((rank) => bar(rank, troubles.find((each) => each.rank === rank.rank)))),
+    h(
+      "p",
+      { class: "soft" },
+      live ? "Parts of a step, as the ranks said last." : "Parts of a step, as they were at the end.",
+    ),
+    h(
+      "ul",
+      { class: "ranks" },
+      chosen(ranks, troubles).map((rank) =>
+        bar(
+          rank,
+          troubles.find((each) => each.rank === rank.rank),
+        ),
+      ),
+    ),
     rest(ranks),
   ];
 }
@@ -42,8 +60,19 @@ function bar(rank, trouble) {
   return h(
     "li",
     { "data-key": rank.rank, class: trouble ? "slow" : "" },
-    h("span", { class: "label" }, h("b", {}, `Rank ${rank.rank}`), " ", h("span", { class: "soft" }, rank.seat), trouble && h("span", { class: "mark" }, words(trouble))),
-    h("span", { class: "bar", role: "img", "aria-label": `Rank ${rank.rank}: ${said}` }, PARTS.map(([name, , look]) => h("i", { class: look, style: { width: `${(100 * rank[name]) / whole}%` } }))),
+    h(
+      "span",
+      { class: "label" },
+      h("b", {}, `Rank ${rank.rank}`),
+      " ",
+      h("span", { class: "soft" }, rank.seat),
+      trouble && h("span", { class: "mark" }, words(trouble)),
+    ),
+    h(
+      "span",
+      { class: "bar", role: "img", "aria-label": `Rank ${rank.rank}: ${said}` },
+      PARTS.map(([name, , look]) => h("i", { class: look, style: { width: `${(100 * rank[name]) / whole}%` } })),
+    ),
     h("span", { class: "soft small" }, facts(rank)),
   );
 }
@@ -62,23 +91,54 @@ function facts(rank) {
     use.memory_bytes && use.memory_total_bytes && `memory ${percent(use.memory_bytes / use.memory_total_bytes)}`,
     use.power_w && `${figure(use.power_w)} W`,
     use.temperature_c && `${figure(use.temperature_c)} °C`,
-  ].filter(Boolean).join(" · ");
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }
 
 /** The step as it passes: one row for each rank, all on the same clock. */
 export function timeline(ranks, troubles) {
   const whole = Math.max(...ranks.map(total), 1e-9);
   const tick = nice(whole / 4);
-  const ticks = Array.from({ length: Math.floor(whole / tick) + 1 }, (_, index) => index * tick).filter((at) => at < whole * 0.96);
+  const ticks = Array.from({ length: Math.floor(whole / tick) + 1 }, (_, index) => index * tick).filter(
+    (at) => at < whole * 0.96,
+  );
   const at = (seconds) => `${(100 * seconds) / whole}%`;
   const last = ranks.reduce((a, b) => (busy(b) > busy(a) ? b : a));
   const alone = ranks.every((rank) => rank === last || busy(rank) < 0.8 * busy(last));
   return [
-    h("div", { class: "line" }, h("h2", {}, "A step"), legend(last.planned_s && h("span", { class: "key" }, h("i", { class: "planned" }), "planned end"))),
-    h("p", { class: "soft" }, `Rank ${last.rank} is busy longest, ${brief(busy(last))}${alone ? ": the others wait for it" : ""}.`),
-    h("div", { class: "lanes" },
-      ranks.slice(0, MOST).map((rank) => lane(rank, at, troubles.some((each) => each.rank === rank.rank))),
-      h("div", { class: "axis", "aria-hidden": "true", "data-key": "axis" }, h("span", {}), h("span", { class: "ticks" }, ticks.map((each) => h("i", { style: { left: at(each) } }, brief(each).replace(/\.0+(?= )/, "")))))),
+    h(
+      "div",
+      { class: "line" },
+      h("h2", {}, "A step"),
+      legend(last.planned_s && h("span", { class: "key" }, h("i", { class: "planned" }), "planned end")),
+    ),
+    h(
+      "p",
+      { class: "soft" },
+      `Rank ${last.rank} is busy longest, ${brief(busy(last))}${alone ? ": the others wait for it" : ""}.`,
+    ),
+    h(
+      "div",
+      { class: "lanes" },
+      chosen(ranks, troubles).map((rank) =>
+        lane(
+          rank,
+          at,
+          troubles.some((each) => each.rank === rank.rank),
+        ),
+      ),
+      h(
+        "div",
+        { class: "axis", "aria-hidden": "true", "data-key": "axis" },
+        h("span", {}),
+        h(
+          "span",
+          { class: "ticks" },
+          ticks.map((each) => h("i", { style: { left: at(each) } }, brief(each).replace(/\.0+(?= )/, ""))),
+        ),
+      ),
+    ),
     rest(ranks),
   ];
 }
@@ -86,19 +146,40 @@ export function timeline(ranks, troubles) {
 function lane(rank, at, slow) {
   let begun = 0;
   const pieces = PARTS.map(([name, word, look]) => {
-    const piece = h("i", { class: look, title: `${word}: ${brief(rank[name])}`, style: { left: at(begun), width: at(rank[name]) } });
+    const piece = h("i", {
+      class: look,
+      title: `${word}: ${brief(rank[name])}`,
+      style: { left: at(begun), width: at(rank[name]) },
+    });
     begun += rank[name];
     return piece;
   });
   const said = PARTS.map(([name, word]) => `${word} ${brief(rank[name])}`).join(", ");
-  return h("div", { class: `lane${slow ? " slow" : ""}`, "data-key": rank.rank },
+  return h(
+    "div",
+    { class: `lane${slow ? " slow" : ""}`, "data-key": rank.rank },
     h("span", {}, rank.rank, slow && h("span", { class: "unseen" }, " (slow)")),
-    h("span", { class: "track", role: "img", "aria-label": `Rank ${rank.rank}: ${said}` }, pieces,
-      rank.planned_s && h("b", { class: "planned", title: `planned: ${brief(rank.planned_s)}`, style: { left: at(rank.planned_s) } })));
+    h(
+      "span",
+      { class: "track", role: "img", "aria-label": `Rank ${rank.rank}: ${said}` },
+      pieces,
+      rank.planned_s &&
+        h("b", { class: "planned", title: `planned: ${brief(rank.planned_s)}`, style: { left: at(rank.planned_s) } }),
+    ),
+  );
 }
 
 function legend(more) {
-  return h("span", { class: "legend" }, PARTS.map(([, word, look]) => h("span", { class: "key" }, h("i", { class: look }), word)), more);
+  return h(
+    "span",
+    { class: "legend" },
+    PARTS.map(([, word, look]) => h("span", { class: "key" }, h("i", { class: look }), word)),
+    more,
+  );
+}
+
+function chosen(ranks, troubles) {
+  return ranks.filter((rank, at) => at < MOST || troubles.some((trouble) => trouble.rank === rank.rank));
 }
 
 function rest(ranks) {

@@ -6,7 +6,11 @@ import { fill, h } from "./dom.js";
 /** The form; `done` is called when the server knows the token. */
 export function signIn(done, reason) {
   const secret = h("input", {
-    id: "token", type: "password", autocomplete: "current-password", required: true, spellcheck: "false",
+    id: "token",
+    type: "password",
+    autocomplete: "current-password",
+    required: true,
+    spellcheck: "false",
     "aria-describedby": "token-hint token-trouble",
   });
   const keep = h("input", { id: "keep", type: "checkbox" });
@@ -24,7 +28,10 @@ export function signIn(done, reason) {
           token.set(secret.value.trim(), keep.checked);
           done();
         } catch (error) {
-          fill(trouble, error instanceof Refused && error.status === 401 ? "The server does not know this token." : error.message);
+          fill(
+            trouble,
+            error instanceof Refused && error.status === 401 ? "The server does not know this token." : error.message,
+          );
           secret.focus();
         } finally {
           go.disabled = false;
@@ -39,7 +46,15 @@ export function signIn(done, reason) {
     "section",
     { class: "alone" },
     h("h1", {}, "Sign in"),
-    h("p", { id: "token-hint" }, "With the token that ", h("code", {}, "mimatrix up"), " printed, or that an admin made for you: ", h("code", {}, "mimatrix tokens add NAME"), "."),
+    h(
+      "p",
+      { id: "token-hint" },
+      "With the token that ",
+      h("code", {}, "mimatrix up"),
+      " printed, or that an admin made for you: ",
+      h("code", {}, "mimatrix tokens add NAME"),
+      ".",
+    ),
     form,
   );
 }

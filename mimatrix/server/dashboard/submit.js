@@ -11,25 +11,55 @@ const MOST_BYTES = 64 * 2 ** 20;
 export function submitView() {
   const title = "Submit a job";
   const cannot = whyNot();
-  const element = h("div", { class: "page narrow-page" }, h("div", { class: "head" }, h("h1", {}, title)), cannot ? h("p", { class: "empty" }, cannot) : form());
+  const element = h(
+    "div",
+    { class: "page narrow-page" },
+    h("div", { class: "head" }, h("h1", {}, title)),
+    cannot ? h("p", { class: "empty" }, cannot) : form(),
+  );
   return { title, element };
 }
 
 function whyNot() {
   if (!mayHandIn()) return "A viewer looks and hands nothing in; ask an admin for the role user.";
   const command = h("code", {}, "mimatrix submit train.py");
-  if (!globalThis.crypto?.subtle) return ["The browser lets a page check files only over https or on 127.0.0.1. From a terminal it works anyway: ", command];
-  if (!globalThis.CompressionStream) return ["This browser is too old to pack files. From a terminal it works anyway: ", command];
+  if (!globalThis.crypto?.subtle)
+    return [
+      "The browser lets a page check files only over https or on 127.0.0.1. From a terminal it works anyway: ",
+      command,
+    ];
+  if (!globalThis.CompressionStream)
+    return ["This browser is too old to pack files. From a terminal it works anyway: ", command];
   return null;
 }
 
 function form() {
   const script = h("input", { id: "script", type: "file", accept: ".py", required: true, onchange: named });
   const files = h("input", { id: "files", type: "file", multiple: true });
-  const name = h("input", { id: "job-name", type: "text", required: true, maxlength: 100, pattern: "[A-Za-z0-9][A-Za-z0-9._ \\-]*", autocomplete: "off" });
-  const devices = h("input", { id: "devices", type: "text", required: true, value: "1", autocomplete: "off", spellcheck: "false" });
+  const name = h("input", {
+    id: "job-name",
+    type: "text",
+    required: true,
+    maxlength: 100,
+    pattern: "[A-Za-z0-9][A-Za-z0-9._ \\-]*",
+    autocomplete: "off",
+  });
+  const devices = h("input", {
+    id: "devices",
+    type: "text",
+    required: true,
+    value: "1",
+    autocomplete: "off",
+    spellcheck: "false",
+  });
   const priority = h("input", { id: "priority", type: "number", min: 0, max: 100, required: true, value: "50" });
-  const words = h("input", { id: "arguments", type: "text", autocomplete: "off", spellcheck: "false", placeholder: '--lr 0.1 --note "two words"' });
+  const words = h("input", {
+    id: "arguments",
+    type: "text",
+    autocomplete: "off",
+    spellcheck: "false",
+    placeholder: '--lr 0.1 --note "two words"',
+  });
   const hours = h("input", { id: "hours", type: "number", min: 0, step: "any" });
   const retries = h("input", { id: "retries", type: "number", min: 0, max: 100, value: "0" });
   const preemptible = h("input", { id: "preemptible", type: "checkbox" });
@@ -39,7 +69,11 @@ function form() {
   const check = h("button", { type: "button", onclick: () => attempt(dryRun) }, "What would happen?");
 
   function named() {
-    if (script.files[0] && !name.value) name.value = script.files[0].name.replace(/\.py$/, "").replace(/[^A-Za-z0-9._ -]/g, "-").replace(/^[^A-Za-z0-9]+/, "");
+    if (script.files[0] && !name.value)
+      name.value = script.files[0].name
+        .replace(/\.py$/, "")
+        .replace(/[^A-Za-z0-9._ -]/g, "-")
+        .replace(/^[^A-Za-z0-9]+/, "");
   }
 
   const said = (snapshot) => ({
@@ -61,7 +95,10 @@ function form() {
 
   async function handIn() {
     const packed = await archive(await read([script.files[0], ...files.files]));
-    if (packed.length > MOST_BYTES) throw new Error(`Packed, the files have ${bytes(packed.length)}, and at most ${bytes(MOST_BYTES)} can be sent. Leave data where the job can read it.`);
+    if (packed.length > MOST_BYTES)
+      throw new Error(
+        `Packed, the files have ${bytes(packed.length)}, and at most ${bytes(MOST_BYTES)} can be sent. Leave data where the job can read it.`,
+      );
     const snapshot = await digest(packed);
     if (!(await has(`/snapshots/${snapshot}`))) await upload(`/snapshots/${snapshot}`, packed);
     const job = await send("POST", "/jobs", said(snapshot));
@@ -89,14 +126,27 @@ function form() {
     field("Script", script, "A Python file, as for torchrun"),
     field("Further files", files, "They lie beside the script; no folders. A whole folder: mimatrix submit"),
     field("Name", name, "Letters, digits, dots, dashes and spaces"),
-    h("div", { class: "pair" },
+    h(
+      "div",
+      { class: "pair" },
       field("Devices", devices, "2, or a100:2,v100:4, or 2..8, or all"),
-      field("Priority", priority, "From 0 to 100; the higher, the sooner")),
+      field("Priority", priority, "From 0 to 100; the higher, the sooner"),
+    ),
     field("Arguments", words),
-    h("details", {}, h("summary", {}, "More"),
-      h("div", { class: "pair" }, field("Time limit in hours", hours, "Empty: none"), field("Tries after a failure", retries)),
-      h("label", { class: "check" }, preemptible, "May be told to save and let a more urgent job go first")),
-    wrong, would,
+    h(
+      "details",
+      {},
+      h("summary", {}, "More"),
+      h(
+        "div",
+        { class: "pair" },
+        field("Time limit in hours", hours, "Empty: none"),
+        field("Tries after a failure", retries),
+      ),
+      h("label", { class: "check" }, preemptible, "May be told to save and let a more urgent job go first"),
+    ),
+    wrong,
+    would,
     h("div", { class: "buttons" }, check, go),
   );
   return element;
@@ -104,7 +154,13 @@ function form() {
 
 function field(word, control, hint) {
   if (hint) control.setAttribute("aria-describedby", `${control.id}-hint`);
-  return h("div", { class: "field" }, h("label", { for: control.id }, word), control, hint && h("p", { class: "hint", id: `${control.id}-hint` }, hint));
+  return h(
+    "div",
+    { class: "field" },
+    h("label", { for: control.id }, word),
+    control,
+    hint && h("p", { class: "hint", id: `${control.id}-hint` }, hint),
+  );
 }
 
 async function read(files) {
@@ -115,5 +171,7 @@ async function read(files) {
 
 /** Words as a shell would see them: quotes hold together. */
 export function split(line) {
-  return [...line.matchAll(/(?:[^\s"']+|"[^"]*"|'[^']*')+/g)].map(([word]) => word.replace(/"([^"]*)"|'([^']*)'/g, "$1$2"));
+  return [...line.matchAll(/(?:[^\s"']+|"[^"]*"|'[^']*')+/g)].map(([word]) =>
+    word.replace(/"([^"]*)"|'([^']*)'/g, "$1$2"),
+  );
 }

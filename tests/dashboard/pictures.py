@@ -1,0 +1,96 @@
+"""Make the pictures of docs/dashboard.md anew: `make pictures`, on a quiet machine."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "server"))
+
+from browsers import DESK, PHONE, Visit, browser, visit  # noqa: E402
+from houses import SCRIPTS, Server, server  # noqa: E402
+from playwright.sync_api import Browser  # noqa: E402
+
+from mimatrix.wire.messages import JobState  # noqa: E402
+
+PICTURES = TESTS.parent / "docs" / "pictures"
+SHOWN = Path(__file__).parent / "scripts" / "shown.py"
+SMALL = (1280, 420)
+
+
+def main() -> None:
+    """A small team, a few jobs, and what they see of them."""
+    with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data", devices=4) as up, browser() as chromium:
+        ann, ben = (_token(up, name) for name in ("ann", "ben"))
+        _hand_in(up, ben, "warm-up", SCRIPTS / "hello.py", "1")
+        _hand_in(up, ann, "broken", SCRIPTS / "failing.py", "1")
+        first = _hand_in(up, ann, "mlp-planned", SHOWN, "2", "120", "planned")
+        up.until(first, lambda job: job.progress.step > 0)
+        _hand_in(up, ben, "sweep-1", SCRIPTS / "patient.py", "1", "400")
+        _hand_in(up, ben, "sweep-2", SCRIPTS / "patient.py", "4", "400")
+        _hand_in(up, ann, "large", SCRIPTS / "patient.py", "a100:8", "400")
+        time.sleep(80)
+        _shoot(chromium, up, ann, "#/", "jobs")
+        _shoot(chromium, up, ann, "#/", "phone", size=PHONE)
+        _shoot(chromium, up, ann, f"#/jobs/{first}", "job", down_to=".job > .card:nth-of-type(3)")
+        _shoot(chromium, up, ann, "#/cluster", "cluster", scheme="dark", size=SMALL)
+        up.until(first, lambda job: job.state is JobState.DONE, within_s=120)
+        second = _hand_in(up, ann, "mlp-even", SHOWN, "2", "80", "even", priority=100)
+        up.until(second, lambda job: job.progress.step > 0)
+        time.sleep(60)
+        _shoot(chromium, up, ann, f"#/jobs/{second}", "slow", down_to=".two")
+
+
+def _token(up: Server, user: str) -> str:
+    secret: str = json.loads(up.command("tokens", "add", user, "--role", "user", "--json").stdout)["secret"]
+    return secret
+
+
+def _hand_in(up: Server, token: str, name: str, script: Path, devices: str, *arguments: str, priority: int = 50) -> int:
+    options = ("--name", name, "--devices", devices, "--priority", str(priority), "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "mimatrix.cli.main", "submit", *options, str(script), "--", *arguments],
+        env={**os.environ, "MIMATRIX_DATA": str(up.data), "MIMATRIX_SERVER": "", "MIMATRIX_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    number: int = json.loads(done.stdout)["id"]
+    return number
+
+
+def _shoot(
+    chromium: Browser,
+    up: Server,
+    token: str,
+    route: str,
+    name: str,
+    *,
+    size: tuple[int, int] = DESK,
+    scheme: Literal["light", "dark"] = "light",
+    down_to: str = "",
+) -> None:
+    with visit(chromium, f"http://127.0.0.1:{up.port}", size, scheme) as seen:
+        seen.sign_in(token)
+        seen.go(route)
+        seen.page.wait_for_timeout(4000)
+        if down_to:
+            seen.page.set_viewport_size({"width": size[0], "height": _end_of(seen, down_to) + 20})
+            seen.page.wait_for_timeout(500)
+        seen.page.screenshot(path=PICTURES / f"dashboard-{name}.png")
+
+
+def _end_of(seen: Visit, selector: str) -> int:
+    box = seen.page.locator(selector).first.bounding_box()
+    assert box
+    return int(box["y"] + box["height"])
+
+
+if __name__ == "__main__":
+    main()
