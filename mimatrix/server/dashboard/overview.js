@@ -12,7 +12,8 @@ const SEARCHED = 1000;
 const SELDOM_S = 10;
 // More jobs than this are asked for less often.
 const MANY = 300;
-const HOUR_S = 3600;
+const DAY_S = 86_400;
+const LEAST_S = 300;
 const TYPING_MS = 250;
 const GROUPS = {
   "": "All states",
@@ -208,7 +209,7 @@ function useCard() {
     ],
     format: (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1)),
     low: 0,
-    span: (first, last) => [Math.max(last - 24 * HOUR_S, Math.min(first, last - HOUR_S)), last],
+    span: (first, last) => [Math.max(last - DAY_S, Math.min(first, last - LEAST_S)), last],
     height: 130,
   });
   const element = h("section", { class: "card use", "aria-label": "Use of the cluster" }, now, chart.element);

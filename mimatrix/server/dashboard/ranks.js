@@ -98,7 +98,7 @@ function facts(rank) {
 
 /** The step as it passes: one row for each rank, all on the same clock. */
 export function timeline(ranks, troubles) {
-  const whole = Math.max(...ranks.map(total), 1e-9);
+  const whole = Math.max(...ranks.map((rank) => Math.max(total(rank), rank.planned_s ?? 0)), 1e-9);
   const tick = nice(whole / 4);
   const ticks = Array.from({ length: Math.floor(whole / tick) + 1 }, (_, index) => index * tick).filter(
     (at) => at < whole * 0.96,
