@@ -25,6 +25,8 @@ class LiveJob:
     heard: dict[int, float] = field(default_factory=dict)
     """When each reported last, by the server's clock."""
     leave: bool = False
+    split_noted_s: float = float("-inf")
+    """When a change of its plan was last written down."""
     troubles: tuple[Trouble, ...] = ()
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
     """Sentences for its log."""

@@ -16,6 +16,8 @@ from mimatrix.wire import messages as m
 
 router = APIRouter(prefix="/api", tags=["workers"])
 _MOST_WHY = 500
+_SPLITS_S = 60.0
+"""Where speeds jump, splits change every few steps: not each of them is worth an event."""
 
 
 @router.post("/jobs/{number}/join")
@@ -60,13 +62,14 @@ def plan(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Respo
 
 
 def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: str) -> Response:
-    _live(number, said.protocol, said.generation, shared, who)
+    live, now_s = _live(number, said.protocol, said.generation, shared, who), shared.clock()
     with shared.sessions.begin() as session:
         row = found(session, number, to_change=True)
         setattr(row, what, said.content)
         why = said.content.get("why")
-        if what == "plan" and isinstance(why, str) and why:
-            note(session, row, f"another split: {why}"[:_MOST_WHY], shared.clock())
+        if what == "plan" and isinstance(why, str) and why and now_s - live.split_noted_s >= _SPLITS_S:
+            note(session, row, f"another split: {why}"[:_MOST_WHY], now_s)
+            live.split_noted_s = now_s
     return Response(status_code=204)
 
 
