@@ -121,6 +121,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
     assert up.until(first, lambda job: job.state in ENDED).state is JobState.CANCELLED
 
 
+@pytest.mark.long
 def test_a_job_that_trains_shows_curves_ranks_and_where_a_step_goes(up: Server, chromium: Browser) -> None:
     with (
         running(up, "training.py", "--devices", "2", "--", "3000", "0.02") as number,
@@ -145,6 +146,7 @@ def test_a_job_that_trains_shows_curves_ranks_and_where_a_step_goes(up: Server, 
         assert not seen.is_wider_than_the_screen()
 
 
+@pytest.mark.long
 def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
     with visit(chromium, origin(up)) as seen:
         page = seen.page
@@ -190,6 +192,7 @@ def test_who_only_looks_is_offered_nothing_else(up: Server, chromium: Browser) -
         expect(seen.page.get_by_text("A viewer looks and hands nothing in")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_said_in_words_and_a_server_that_is_away_is_waited_for(up: Server, chromium: Browser) -> None:
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
     said = "rank 1 on n/1 computes 3.0 times as long as planned; the others lose 20 ms in every step"
@@ -210,6 +213,7 @@ def test_a_slow_rank_is_said_in_words_and_a_server_that_is_away_is_waited_for(up
         expect(page.get_by_text("The server does not answer.")).to_be_hidden()
 
 
+@pytest.mark.long
 def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> None:
     jobs = [_job(number) for number in range(1000, 0, -1)]
 

@@ -30,6 +30,7 @@ def _missing() -> str:
 
 MISSING = _missing()
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(bool(MISSING), reason=MISSING or "everything is there"),
     pytest.mark.timeout(180),
 ]

@@ -17,6 +17,7 @@ from houses import server
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(not shutil.which("promtool"), reason="Prometheus is not installed"),
     pytest.mark.timeout(150),
 ]

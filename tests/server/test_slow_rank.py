@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from houses import Server, server
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
 def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
