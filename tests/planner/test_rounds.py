@@ -39,7 +39,8 @@ def test_large_numbers_are_near_their_bound(seed: int, width: int, samples: int)
     found = fewest_seconds(times, samples)
     taken = float(sum(times[size - 1] for size in found.sizes))
     assert sum(found.sizes) >= samples
-    assert found.bound_s <= taken * (1 + 1e-12) <= found.bound_s * 1.02
+    # So many micro-batches are a whole number: one more begins where the bound has a part of one.
+    assert found.bound_s <= taken * (1 + 1e-12) <= found.bound_s * 1.02 + times[0]
 
 
 @settings(deadline=None)
