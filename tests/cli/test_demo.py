@@ -74,6 +74,7 @@ def test_what_is_shown_while_it_goes_on(capsys: pytest.CaptureFixture[str]) -> N
     assert "█" in shown
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_real_thing_in_short(tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"

@@ -78,6 +78,7 @@ def check_paths(name: str, counters: dict[str, int]) -> None:
         assert counters.get(f"{word} windows", 0) > 0, counters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_tutorial_under_torchrun_gives_the_parameters_of_gloo(name: str, tutorials: Path) -> None:
     """With two ranks there is one order to add in, so all of them are the same to the last bit."""
