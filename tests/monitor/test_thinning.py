@@ -35,6 +35,6 @@ def test_the_finest_tier_that_is_not_too_fine(span_s: float, tier: int) -> None:
 
 
 def test_a_month_of_ten_jobs_is_small() -> None:
-    """What docs say of the size: rows of eight ranks take less than 700 bytes."""
+    """What docs say of the size: rows of eight ranks take about 1,100 bytes with all that a table needs."""
     rows = 11 * sum(min(tier.kept_s, 31 * DAY_S) / tier.every_s for tier in TIERS)
-    assert rows * 700 < 1e9
+    assert rows * 1100 < 1e9
