@@ -22,7 +22,7 @@ def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
         pid = _process_of(1)
         with _slowed(pid):
             took = _until_named(there, number, "the others are idle because of rank 1 on ", within_s=20)
-        assert took < 15  # ten on a quiet machine
+        assert took < 15  # ten are wanted; the rest is a margin for a busy machine
         os.kill(pid, signal.SIGSTOP)
         try:
             _until_named(there, number, "rank 1 on ", "has not come to all_reduce", "rank 0 waits for it", within_s=25)
