@@ -172,4 +172,5 @@ def losses(records: Sequence[Record], global_batch: int) -> list[float]:
 def _why(reason: str, said: str) -> str:
     """The exception that a rank died of, behind the reason why all ended."""
     found = re.search(r"^(?:\[\w+\]:? ?)*((?:\w+\.)*\w*(?:Error|Exception): .+)$", said, re.MULTILINE)
-    return f"{reason}: {found[1]}" if found else reason
+    last = said.strip().rpartition("\n")[2]
+    return f"{reason}: {found[1] if found else last}" if found or last else reason
