@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import typer
 from mimatrix.cli.screen import plain_console, print_json, progress
 from mimatrix.core.errors import UserError, WorldError, nearest
 from mimatrix.core.units import format_bytes, format_rate, format_seconds, parse_bytes
+from mimatrix.worker.ports import free_port
 
 _COLLECTIVES = {"allreduce": "all_reduce", "reducescatter": "reduce_scatter", "allgather": "all_gather"}
 _PEERS = ("gloo", "mpi", "nccl")
@@ -113,7 +113,11 @@ def _against(text: str) -> list[str]:
 def _all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
     """Start all ranks here and read what rank 0 says."""
     command = [sys.executable, "-m", "mimatrix.comm.measure", json.dumps(request)]
-    settings = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+    settings = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port("127.0.0.1")),
+        "WORLD_SIZE": str(world),
+    }
     settings.setdefault("OMP_NUM_THREADS", "1")
     if "mpi" in request["against"]:
         starter = [_mpiexec(), "--allow-run-as-root", "--oversubscribe", "-n", str(world)]
@@ -178,11 +182,6 @@ def _mpiexec() -> str:
     if not found:
         raise UserError("there is no mpiexec here; install openmpi and mpi4py, or leave mpi out of --against")
     return found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _print(found: dict[str, Any]) -> None:

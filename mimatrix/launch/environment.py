@@ -1,6 +1,5 @@
 """What every worker is told: the variables of torchrun, so that a script for torchrun runs unchanged."""
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,14 +46,3 @@ def environment(
 def threads_text(threads: int | None, outside: Mapping[str, str]) -> str:
     """The value of OMP_NUM_THREADS: what is asked for, what is set outside, or one."""
     return str(threads) if threads is not None else outside.get("OMP_NUM_THREADS", "") or "1"
-
-
-def free_port(taken: set[int]) -> int:
-    """A port that nobody listens on and that is not one of `taken`, which it joins."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        if port not in taken:
-            taken.add(port)
-            return port

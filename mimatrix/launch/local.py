@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
-from mimatrix.launch.environment import Attempt, emulated, environment, free_port, threads_text
+from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
 from mimatrix.launch.interrupts import Told, raised
 from mimatrix.launch.memory import joining, limit_memory
 from mimatrix.launch.quotas import remove_remains
 from mimatrix.launch.slowdown import Slowdown, slow_down
+from mimatrix.worker.ports import free_port
 
 BAD_INPUT = 2
 """The exit code that no restart can help."""
@@ -140,7 +141,7 @@ class _Attempts:
     def _commands(self) -> list[Command]:
         launch = self._launch
         threads = threads_text(launch.threads, self._outside)
-        port = free_port(self._ports)
+        port = free_port(taken=self._ports)
         attempt = Attempt(launch.ranks, port, self._run_id, self.restarts, launch.max_restarts, threads)
         return [self._command(attempt, rank) for rank in range(launch.ranks)]
 

@@ -11,6 +11,7 @@ from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, Join, Joined
 from mimatrix.wire.torchrun import Place, torchrun_variables
+from mimatrix.worker.ports import free_port
 
 _DEADLINE_S = 300.0
 _PAUSE_S = 0.1
@@ -43,7 +44,7 @@ def join(client: Client, mine: Belonging, say: Callable[[str], None]) -> Joined:
     """Where all ranks meet. A server that does not answer is asked again, until the deadline."""
     address, port = _own_address(mine.server), 0
     if mine.rank == 0:
-        port = _free_port(address)
+        port = free_port(address)
     said = Join(protocol=PROTOCOL, generation=mine.generation, rank=mine.rank, address=address, port=port)
     deadline, last = time.monotonic() + _DEADLINE_S, "rank 0 has not come"
     pause = _PAUSE_S
@@ -80,9 +81,3 @@ def _own_address(server: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise WorldError(f"there is no way to the job server at {server} ({error}); look at the network") from None
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import pytest
 from mimatrix.core.errors import UserError
 from mimatrix.lab import TIMED_OUT, Ending
 from mimatrix.launch import Launch, Outcome, run_local
-from mimatrix.launch.environment import Attempt, environment, free_port, threads_text
+from mimatrix.launch.environment import Attempt, environment, threads_text
 from mimatrix.launch.local import Again, Over, decide
+from mimatrix.worker.ports import free_port
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
 FAIL_ONCE = """
@@ -81,7 +83,15 @@ def test_threads() -> None:
 
 def test_ports_are_new() -> None:
     taken: set[int] = set()
-    assert len({free_port(taken) for _ in range(20)}) == 20 == len(taken)
+    assert len({free_port(taken=taken) for _ in range(20)}) == 20 == len(taken)
+
+
+def test_ports_are_none_that_the_kernel_gives_away_meanwhile() -> None:
+    first, last = (int(word) for word in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    found = {free_port("127.0.0.1") for _ in range(20)}
+    assert not any(first <= port <= last for port in found)
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as listener:
+        assert listener.getsockname()[1] not in range(first, last + 1)
 
 
 LOST = Ending(137, "[1] ended by SIGKILL", "1")
