@@ -35,6 +35,8 @@ class Checkpoints:
         self._saved: tuple[str, int] | None = None
         self.said: tuple[int, str, int] = (0, "", 1)
         """How often `save` was called on this rank, and with what folder and `keep` last."""
+        self.kept: tuple[disk.Saved, ...] = ()
+        """On rank 0, the newest first."""
 
     def save(self, folder: str, keep: int, *, wait: bool) -> None:
         """Begin to save; what went wrong in the save before is raised here. A second one of a step is the first."""
@@ -173,6 +175,7 @@ class Checkpoints:
         if self._rank == 0:
             with suppress(OSError):  # the new one is there; the next save tries again
                 disk.prune(place.parent, keep)
+                self.kept = disk.listed(place.parent)
 
     # Inside
 

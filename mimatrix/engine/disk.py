@@ -18,6 +18,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +86,17 @@ class Written:
     results: list[WriteResult]
     files: dict[str, list[int]]
     facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is there."""
+
+    path: str
+    step: int
+    at_s: float
+    """Since 1970."""
+    bytes: int
 
 
 class _Saving(DefaultSavePlanner):
@@ -179,6 +191,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(found, key=_saved_at, reverse=True)
+
+
+def listed(folder: Path, most: int = 20) -> tuple[Saved, ...]:
+    """The checkpoints of a folder that are whole, the one saved last first."""
+    found = []
+    for path in checkpoints_in(folder)[:most]:
+        with suppress(WorldError, KeyError):  # half copied by somebody, or of another version
+            facts = read_facts(path)
+            weight = sum(size for size, _ in facts["files"].values())
+            found.append(Saved(str(path), facts["step"], facts["saved_at"], weight))
+    return tuple(found)
 
 
 def read_facts(path: Path) -> dict[str, Any]:

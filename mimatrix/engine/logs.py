@@ -53,10 +53,9 @@ class Logs:
         """The same with nobody else: figures stay where they are, on a GPU perhaps, until somebody looks."""
         self._keep({step: sums for step, sums in self._open.items() if step < before})
 
-    @property
-    def history(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, means) of all steps with figures."""
-        return [(step, {name: float(value) for name, value in means.items()}) for step, means in self._joined]
+    def history(self, start: int = 0) -> list[tuple[int, dict[str, float]]]:
+        """(step, means) of the steps with figures, from the `start`-th on; below 0 counted from the last."""
+        return [(step, {name: float(value) for name, value in means.items()}) for step, means in self._joined[start:]]
 
     def _keep(self, found: Mapping[int, Sums]) -> None:
         for step in sorted(found):

@@ -20,6 +20,7 @@ from mimatrix.engine.alone import Alone
 from mimatrix.engine.binding import Binding, check_elementwise, check_steps
 from mimatrix.engine.checkpoint import Checkpoints
 from mimatrix.engine.cycle import Cycle
+from mimatrix.engine.disk import Saved
 from mimatrix.engine.exchange import Exchange, Message
 from mimatrix.engine.feed import Feed, Micro, Position, check_loading
 from mimatrix.engine.hooks import hear_gradients, hear_modules
@@ -216,7 +217,16 @@ class Run:
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
         """(step, means) of what was logged, in order."""
-        return self._logs.history
+        return self._logs.history()
+
+    def logged(self, start: int) -> list[tuple[int, dict[str, float]]]:
+        """The same from the `start`-th entry on; below 0 counted from the last. History grows with every step."""
+        return self._logs.history(start)
+
+    @property
+    def checkpoints(self) -> tuple[Saved, ...]:
+        """What lies in the folder that was last saved to, the newest first; known to rank 0, once it has saved."""
+        return self._checkpoints.kept if self._checkpoints else ()
 
     @property
     def split(self) -> Split:

@@ -28,6 +28,7 @@ _OF_RANK: dict[str, tuple[str, Figure]] = {
     "mimatrix_rank_data_seconds": ("Waiting for the loader, in a step", lambda said: said.data_s),
     "mimatrix_rank_waiting_seconds": ("Waiting for other ranks, in a step", lambda said: said.waiting_s),
     "mimatrix_rank_communication_seconds": ("Moving data, in a step", lambda said: said.communication_s),
+    "mimatrix_rank_moved_bytes": ("Moved in collectives, in a step", lambda said: said.moved_bytes),
     "mimatrix_device_busy_ratio": ("How busy its device is", lambda said: said.use.busy if said.use else None),
     "mimatrix_device_memory_bytes": (
         "Memory of its device in use",

@@ -1,7 +1,7 @@
 """What workers said last. It is in memory alone: a report costs no write, and after a restart workers say it again."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -11,6 +11,8 @@ AGAIN_S = 1.0
 _CALM_S = 5.0
 _MANY = 64
 _NOTICES = 8
+_LATE_S = 15.0
+"""Figures that are older say nothing of now."""
 
 
 @dataclass
@@ -37,11 +39,23 @@ class LiveJob:
         return len(self.seats)
 
 
+def said_on(jobs: Mapping[int, LiveJob], now_s: float) -> dict[str, Report]:
+    """What was said of late on each device that has a worker."""
+    return {
+        live.seats[rank]: said
+        for live in jobs.values()
+        for rank, said in live.reports.copy().items()
+        if rank < live.ranks and now_s - live.heard.get(rank, 0.0) < _LATE_S
+    }
+
+
 class Live:
     """All jobs that run."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, LiveJob] = {}
+        self.places: dict[int, int] = {}
+        """Of jobs that wait in the queue, from 1; the loop writes a new one each time."""
         self._lock = Lock()
 
     def begin(self, job: int, generation: int, seats: Sequence[str], *, leave: bool = False) -> None:

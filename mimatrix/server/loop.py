@@ -315,7 +315,9 @@ class Loop:
         for decision in decisions:
             if not isinstance(decision, Wait):
                 self._apply(decision)
-        self._note_waits({_number(each.job): each.reason for each in decisions if isinstance(each, Wait)})
+        waits = {_number(each.job): each.reason for each in decisions if isinstance(each, Wait)}
+        self._context.live.places = {number: place for place, number in enumerate(waits, start=1)}
+        self._note_waits(waits)
 
     def _state(self, session: Session) -> State:
         now_s = self._context.clock()

@@ -49,6 +49,8 @@ class JobRow(Base):
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
     profile: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     plan: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    checkpoints: Mapped[list[Any]] = mapped_column(JSON, default=list)
+    """The newest first."""
 
 
 class EventRow(Base):

@@ -100,7 +100,7 @@ class Client:
         return [m.Event.model_validate(each) for each in self._sent("GET", f"/api/jobs/{number}/events").json()]
 
     def log(self, number: int, rank: int, offset: int, generation: int | None = None) -> m.Log:
-        """Output of a rank from `offset` on."""
+        """Output of a rank from `offset` on; below 0 counted from its end."""
         asked = {"rank": rank, "offset": offset} | ({} if generation is None else {"generation": generation})
         return self._got(m.Log, f"/api/jobs/{number}/log", asked)
 
@@ -111,6 +111,12 @@ class Client:
     def history(self, number: int, points: int = 300) -> m.History:
         """How it went."""
         return self._got(m.History, f"/api/jobs/{number}/history", {"points": points})
+
+    def checkpoints(self, number: int) -> list[m.Checkpoint]:
+        """What it has saved, the newest first."""
+        return [
+            m.Checkpoint.model_validate(each) for each in self._sent("GET", f"/api/jobs/{number}/checkpoints").json()
+        ]
 
     def act(self, number: int, action: str) -> m.Job:
         """`cancel` or `retry`."""
@@ -145,10 +151,11 @@ class Client:
 
     def report(self, job: int, said: m.Report) -> m.Orders:
         """What a worker has to say."""
-        return self._post(m.Orders, f"/api/jobs/{job}/report", said)
+        sent = self._sent("POST", f"/api/jobs/{job}/report", json=said.model_dump(mode="json", exclude_none=True))
+        return m.Orders.model_validate_json(sent.content)
 
-    def store(self, job: int, what: str, said: m.Measured) -> None:
-        """`profile` or `plan`."""
+    def store(self, job: int, what: str, said: m.Message) -> None:
+        """`profile`, `plan` or `checkpoints`."""
         self._sent("PUT", f"/api/jobs/{job}/{what}", json=said.model_dump(mode="json"))
 
     # Inside

@@ -72,6 +72,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 Variable = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Rate = Annotated[float, Field(ge=0, le=1e15)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
@@ -119,6 +120,8 @@ class Job(Message):
     state: JobState
     reason: str
     """Why it is in this state, or why it waits."""
+    place: int | None = None
+    """In the queue, from 1; None: it does not wait, or was just handed in."""
     script: str
     arguments: tuple[str, ...]
     devices: str
@@ -157,6 +160,27 @@ class Event(Message):
     reason: str
 
 
+class Use(Message):
+    """How a device is used now; None where nobody can tell."""
+
+    busy: Annotated[float, Field(ge=0, le=1)] | None = None
+    memory_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    power_w: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    temperature_c: Annotated[float, Field(ge=-300, le=1000)] | None = None
+
+
+class Traffic(Message):
+    """What a machine's link carries now, whoever it is for."""
+
+    nic: Annotated[str, Field(max_length=50)]
+    """The interface by which the machine reaches the server."""
+    received_bytes_per_s: Rate
+    sent_bytes_per_s: Rate
+    capacity_bytes_per_s: Rate | None = None
+    """Each way; None where nobody can tell."""
+
+
 class Device(Message):
     """A device of a node, and the job that has it."""
 
@@ -164,6 +188,10 @@ class Device(Message):
     kind: str
     memory_bytes: int
     job: int | None
+    use: Use | None = None
+    """As its worker says; None without one."""
+    moved_bytes_per_s: float | None = None
+    """Summed and gathered with other devices."""
 
 
 class Node(Message):
@@ -175,6 +203,8 @@ class Node(Message):
     answers: bool
     seen_at: datetime
     devices: tuple[Device, ...]
+    traffic: Traffic | None = None
+    """Of its link, where a worker runs there that tells."""
 
 
 class Wait(Message):
@@ -215,16 +245,6 @@ class Joined(Message):
     generation: int
 
 
-class Use(Message):
-    """How a device is used now; None where nobody can tell."""
-
-    busy: Annotated[float, Field(ge=0, le=1)] | None = None
-    memory_bytes: Count | None = None
-    memory_total_bytes: Count | None = None
-    power_w: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    temperature_c: Annotated[float, Field(ge=-300, le=1000)] | None = None
-
-
 class Waiting(Message):
     """A rank is in a collective and cannot go on: for whom it waits, and how long already."""
 
@@ -253,12 +273,16 @@ class Report(Message):
     """Waiting for the loader."""
     samples: Count = 0
     """Of this rank, in a step."""
+    moved_bytes: Count = 0
+    """In collectives, in a step."""
     predicted_step_s: Seconds | None = None
     planned_s: Seconds | None = None
     """How long this rank should be busy in a step."""
     follows: bool = False
     """Whether batches follow speeds that change."""
     use: Use | None = None
+    traffic: Traffic | None = None
+    """Said by one worker of each machine."""
     waiting: Waiting | None = None
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=32)] = Field(
         default_factory=dict
@@ -383,6 +407,23 @@ class Measured(Message):
     protocol: int
     generation: Count
     content: dict[str, Any]
+
+
+class Checkpoint(Message):
+    """One that is there."""
+
+    path: Annotated[str, Field(max_length=4096)]
+    step: Count
+    saved_at: datetime
+    bytes: Count
+
+
+class Saved(Message):
+    """What lies in the folder of a job's checkpoints, the newest first."""
+
+    protocol: int
+    generation: Count
+    checkpoints: Annotated[tuple[Checkpoint, ...], Field(max_length=100)]
 
 
 class TokenWanted(Message):

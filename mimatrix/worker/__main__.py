@@ -12,7 +12,8 @@ from pathlib import Path
 from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.engine.observers import OBSERVERS
 from mimatrix.wire.client import Client
-from mimatrix.worker.joining import Belonging, enter, join
+from mimatrix.worker.gauges import link_gauge
+from mimatrix.worker.joining import Belonging, enter, join, own_address
 from mimatrix.worker.reporting import Reporter
 
 BAD_INPUT, GAVE_WAY = 2, 1
@@ -25,8 +26,11 @@ def main(words: list[str]) -> None:
     for name in _SECRETS:
         os.environ.pop(name, None)  # nothing that the script starts needs it
     with Client(mine.server, mine.token) as client:
-        enter(join(client, mine, _say), mine)
-        reporter = Reporter(client, mine, Path(os.environ.get("MIMATRIX_CHECKPOINTS") or "checkpoints"))
+        joined = join(client, mine, _say)
+        enter(joined, mine)
+        # One of a machine is enough to say what its link carries.
+        link = link_gauge(own_address(mine.server)) if joined.local_rank == 0 else lambda: None
+        reporter = Reporter(client, mine, Path(os.environ.get("MIMATRIX_CHECKPOINTS") or "checkpoints"), link)
         OBSERVERS.append(reporter.observe)
         reporter.start()
         try:

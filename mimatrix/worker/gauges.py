@@ -1,13 +1,16 @@
 """How this worker's device is used: of a GPU by the driver's own figures, of a CPU by what this process takes."""
 
 import os
+import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from mimatrix.wire.messages import Use
+from mimatrix.wire.messages import Traffic, Use
 
 _MILLI = 1000.0
+_MBIT_BYTES, _NO_SPEED = 125_000.0, 65_535
+_LEAST_S = 0.5
 
 
 def gauge() -> Callable[[], Use | None]:
@@ -46,9 +49,8 @@ def _of_gpu(uuid: str) -> Callable[[], Use | None] | None:
 
 
 def _of_process() -> Callable[[], Use | None] | None:
-    try:
-        psutil = import_module("psutil")
-    except ImportError:
+    psutil = _psutil()
+    if psutil is None:
         return None
     process, total = psutil.Process(), psutil.virtual_memory().total
     process.cpu_percent()
@@ -62,6 +64,53 @@ def _of_process() -> Callable[[], Use | None] | None:
         )
 
     return told
+
+
+def link_gauge(address: str) -> Callable[[], Traffic | None]:
+    """Tells what the link with this address carries, as a mean since it was asked last."""
+    psutil = _psutil()
+    nic = _nic_of(psutil, address) if psutil else ""
+    if not nic:
+        return lambda: None
+    last = [time.monotonic(), *_counted(psutil, nic)]
+
+    def told() -> Traffic | None:
+        now = [time.monotonic(), *_counted(psutil, nic)]
+        seconds, received, sent = (new - old for new, old in zip(now, last, strict=True))
+        if seconds < _LEAST_S:
+            return None
+        last[:] = now
+        return Traffic(
+            nic=nic[:50],
+            received_bytes_per_s=max(0.0, received) / seconds,
+            sent_bytes_per_s=max(0.0, sent) / seconds,
+            capacity_bytes_per_s=_capacity(psutil, nic),
+        )
+
+    return told
+
+
+def _nic_of(psutil: Any, address: str) -> str:
+    found = psutil.net_if_addrs().items()
+    return next((nic for nic, known in found if any(each.address == address for each in known)), "")
+
+
+def _counted(psutil: Any, nic: str) -> tuple[int, int]:
+    found = psutil.net_io_counters(pernic=True).get(nic)
+    return (found.bytes_recv, found.bytes_sent) if found else (0, 0)
+
+
+def _capacity(psutil: Any, nic: str) -> float | None:
+    """Drivers give it in Mbit/s, and 0 or all ones where there is no such thing."""
+    found = psutil.net_if_stats().get(nic)
+    return found.speed * _MBIT_BYTES if found and 0 < found.speed < _NO_SPEED else None
+
+
+def _psutil() -> Any:
+    try:
+        return import_module("psutil")
+    except ImportError:
+        return None
 
 
 def _temperature(psutil: Any) -> float | None:

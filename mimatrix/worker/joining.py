@@ -42,7 +42,7 @@ class Belonging:
 
 def join(client: Client, mine: Belonging, say: Callable[[str], None]) -> Joined:
     """Where all ranks meet. A server that does not answer is asked again, until the deadline."""
-    address, port = _own_address(mine.server), 0
+    address, port = own_address(mine.server), 0
     if mine.rank == 0:
         port = free_port(address)
     said = Join(protocol=PROTOCOL, generation=mine.generation, rank=mine.rank, address=address, port=port)
@@ -70,7 +70,7 @@ def enter(joined: Joined, mine: Belonging) -> None:
     os.environ.update(torchrun_variables(place, f"job-{mine.job}", mine.generation - 1, 0))
 
 
-def _own_address(server: str) -> str:
+def own_address(server: str) -> str:
     """Of the interface by which this machine reaches the server; a datagram socket that sends nothing knows."""
     parts = urlsplit(server)
     try:

@@ -4,12 +4,25 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.wire.client import Client
-from mimatrix.wire.messages import MOST_PROFILE_BYTES, PROTOCOL, JobState, Measured, Report, Waiting
+from mimatrix.wire.messages import (
+    MOST_PROFILE_BYTES,
+    PROTOCOL,
+    Checkpoint,
+    JobState,
+    Measured,
+    Report,
+    Saved,
+    Traffic,
+    Waiting,
+)
+from mimatrix.worker.board import Board
 from mimatrix.worker.gauges import gauge
 from mimatrix.worker.joining import Belonging
 
@@ -19,17 +32,23 @@ _MOST_METRICS = 32
 _IMPORTS_S = 5.0
 _LEAST_STEPS, _MOST_STEPS, _RECENT_S = 3, 100, 3.0
 """A report has means over the steps of so many seconds."""
+_PARTS = ("compute", "waiting", "communication", "data")
+_SPEEDS = ("samples_per_s", "step_s")
 
 
 class Reporter:
     """The thread that speaks with the server for one worker."""
 
-    def __init__(self, client: Client, mine: Belonging, checkpoints: Path) -> None:
+    def __init__(
+        self, client: Client, mine: Belonging, checkpoints: Path, link: Callable[[], Traffic | None] = lambda: None
+    ) -> None:
         self._client, self._mine, self._checkpoints = client, mine, checkpoints
+        self._link, self._board = link, Board(checkpoints)
         self._run: Any = None
         self._is_asked = False
         self._told_plan = -1
         self._told_curves = False
+        self._told_saved: tuple[Any, ...] = ()
         self._since_s = time.monotonic()
         self._gauge = gauge()
         self._over = threading.Event()
@@ -54,17 +73,21 @@ class Reporter:
         while not self._over.wait(pause):
             pause = self._reported(pause)
         self._reported(0.0)
+        self._board.close()
 
     def _reported(self, pause: float) -> float:
         """When to report again. A server that is away is not waited for, and asked less and less often."""
+        report = self._report()
+        self._write_down(report)
         try:
-            orders = self._client.report(self._mine.job, self._report())
+            orders = self._client.report(self._mine.job, report)
             self._is_asked = self._is_asked or orders.leave
             if orders.notice:
                 sys.stderr.write(f"mimatrix: {orders.notice}\n")
             if self._run is not None and self._mine.rank == 0:
                 self._tell_curves()
                 self._tell_plan()
+                self._tell_saved()
             return orders.again_s
         except MiMatrixError:
             return min(_LONGEST_S, max(_AGAIN_S, 2 * pause))
@@ -72,26 +95,27 @@ class Reporter:
     def _report(self) -> Report:
         mine, run = self._mine, self._run
         known: dict[str, Any] = {"protocol": PROTOCOL, "generation": mine.generation, "rank": mine.rank}
-        known["use"] = self._gauge()
+        known |= {"use": self._gauge(), "traffic": self._link()}
         if run is None:
             return Report(**known, state=JobState.STARTING if self._begins() else JobState.TRAINING)
-        stats, plan, history = _recent(run.stats()), run.plan, run.history[-1:]
+        stats, plan, history = _recent(run.stats()), run.plan, run.logged(-1)
         known |= {"state": JobState(run.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
-            seconds = sum(each.seconds for each in stats) / len(stats)
-            known |= {
+            seconds = _mean(stats, "seconds")
+            known |= {f"{name}_s": _mean(stats, f"{name}_s") for name in _PARTS} | {
                 "step_s": seconds,
-                "samples_per_s": sum(run.split.batches) / seconds if seconds else 0.0,
-                "compute_s": sum(each.compute_s for each in stats) / len(stats),
-                "waiting_s": sum(each.waiting_s for each in stats) / len(stats),
-                "communication_s": sum(each.communication_s for each in stats) / len(stats),
-                "data_s": sum(each.data_s for each in stats) / len(stats),
+                "samples_per_s": _short(sum(run.split.batches) / seconds) if seconds else 0.0,
                 "samples": stats[-1].samples,
+                "moved_bytes": sum(stats[-1].moved_bytes.values()),
             }
         if plan:
-            known |= {"predicted_step_s": plan.step_s, "planned_s": plan.parts[mine.rank].busy_s}
+            known |= {"predicted_step_s": _short(plan.step_s), "planned_s": _short(plan.parts[mine.rank].busy_s)}
         known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting)}
         return Report(**known, metrics=_finite(history[0][1]) if history else {})
+
+    def _write_down(self, report: Report) -> None:
+        if self._run is not None and self._mine.rank == 0:
+            self._board.follow(self._run, {name: getattr(report, name) for name in _SPEEDS})
 
     def _begins(self) -> bool:
         """A script is read and imports for a while; one that knows nothing of runs is taken to train after that."""
@@ -113,9 +137,31 @@ class Reporter:
             self._store("plan", plan.to_json() | {"why": why})
             self._told_plan = plan.version
 
+    def _tell_saved(self) -> None:
+        kept = self._run.checkpoints
+        if kept != self._told_saved:
+            listed = tuple(
+                Checkpoint(
+                    path=each.path, step=each.step, saved_at=datetime.fromtimestamp(each.at_s, UTC), bytes=each.bytes
+                )
+                for each in kept
+            )
+            said = Saved(protocol=PROTOCOL, generation=self._mine.generation, checkpoints=listed)
+            self._client.store(self._mine.job, "checkpoints", said)
+            self._told_saved = kept
+
     def _store(self, what: str, content: dict[str, Any]) -> None:
         measured = Measured(protocol=PROTOCOL, generation=self._mine.generation, content=content)
         self._client.store(self._mine.job, what, measured)
+
+
+def _mean(stats: list[Any], name: str) -> float:
+    return _short(sum(getattr(each, name) for each in stats) / len(stats))
+
+
+def _short(value: float) -> float:
+    """Six digits: more are noise, and bytes."""
+    return float(f"{value:.6g}")
 
 
 def _recent(stats: list[Any]) -> list[Any]:

@@ -123,6 +123,7 @@ ROUTES: dict[tuple[str, str], set[str]] = {
     ("GET", "/api/jobs/{number}/ranks"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/jobs/{number}/history"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/jobs/{number}/plan"): {"admin", "user", "viewer", "other"},
+    ("GET", "/api/jobs/{number}/checkpoints"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/use"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/devices/{node}/{number}"): {"admin", "user", "viewer", "other"},
     ("PATCH", "/api/jobs/{number}"): {"admin", "user"},
@@ -132,6 +133,7 @@ ROUTES: dict[tuple[str, str], set[str]] = {
     ("POST", "/api/jobs/{number}/report"): {"worker"},
     ("PUT", "/api/jobs/{number}/profile"): {"worker"},
     ("PUT", "/api/jobs/{number}/plan"): {"worker"},
+    ("PUT", "/api/jobs/{number}/checkpoints"): {"worker"},
     ("GET", "/api/nodes"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/tokens"): {"admin"},
     ("POST", "/api/tokens"): {"admin"},
@@ -147,6 +149,7 @@ BODIES: dict[str, Any] = {
     "/api/jobs/{number}/report": {"protocol": PROTOCOL, "generation": 1, "rank": 0, "state": "training"},
     "/api/jobs/{number}/profile": {"protocol": PROTOCOL, "generation": 1, "content": {}},
     "/api/jobs/{number}/plan": {"protocol": PROTOCOL, "generation": 1, "content": {}},
+    "/api/jobs/{number}/checkpoints": {"protocol": PROTOCOL, "generation": 1, "checkpoints": []},
     "/api/tokens": {"user": "eve", "role": "viewer"},
 }
 BEARERS = {"admin": "ann", "user": "ben", "viewer": "dee", "other": "cho", "worker": "worker-1", "nobody": ""}

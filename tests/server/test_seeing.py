@@ -165,6 +165,42 @@ def test_a_plan_and_why_it_changed(there: House) -> None:
         assert session.get_one(JobRow, number).state == JobState.STARTING
 
 
+def test_what_was_saved(there: House) -> None:
+    number = training(there)
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/checkpoints").json() == []
+    one = {"path": "/data/job-1/step-00000120", "step": 120, "saved_at": "2026-11-01T12:00:00Z", "bytes": 4096}
+    body = {"protocol": PROTOCOL, "generation": 1, "checkpoints": [one]}
+    assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/checkpoints", json=body).status_code == 204
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/checkpoints").json() == [one]
+
+
+def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
+    there.loop._see_nodes()
+    (node,) = there.ask("dee", "GET", "/api/nodes").json()
+    number = submitted(there)
+    worker(there, number, tuple(each["name"] for each in node["devices"][:2]))
+    traffic = {"nic": "eth0", "received_bytes_per_s": 2e6, "sent_bytes_per_s": 1e6, "capacity_bytes_per_s": 1.25e9}
+    reported(there, number, 0, use={"busy": 0.75}, moved_bytes=1_000_000, traffic=traffic)
+    reported(there, number, 1, use={"busy": 0.5}, moved_bytes=1_000_000)
+    (node,) = there.ask("dee", "GET", "/api/nodes").json()
+    assert node["traffic"] == traffic
+    assert [each["use"] and each["use"]["busy"] for each in node["devices"]] == [0.75, 0.5, None, None]
+    assert [each["moved_bytes_per_s"] for each in node["devices"]] == [4e6, 4e6, None, None]
+    clock.ahead_s += 60  # nobody has said anything of late
+    (node,) = there.ask("dee", "GET", "/api/nodes").json()
+    assert node["traffic"] is None
+    assert node["devices"][0]["use"] is None
+
+
+def test_places_in_the_queue(there: House) -> None:
+    there.loop._see_nodes()
+    numbers = [submitted(there, devices="3", priority=priority) for priority in (50, 10, 90)]
+    assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["place"] for number in numbers] == [None] * 3
+    there.loop._schedule()
+    listed = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
+    assert {job["id"]: job["place"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
+
+
 def test_who_am_i(there: House) -> None:
     assert there.ask("dee", "GET", "/api/me").json() == {"user": "dee", "role": "viewer"}
 

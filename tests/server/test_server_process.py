@@ -224,7 +224,7 @@ def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
     with server(tmp_path / "data", devices=2) as up:
         alone = up.submit("training.py", "--devices", "2", "--", "24", "0.0")
         assert up.until(alone, lambda job: job.state in ENDED, 120).state is JobState.DONE
-        low = up.submit("training.py", "--devices", "2", "--preemptible", "--priority", "10", "--", "24", "0.2")
+        low = up.submit("training.py", "--devices", "2", "--preemptible", "--priority", "10", "--", "24", "0.35")
         up.until(low, lambda job: job.progress.step >= 5, 120)
         high = up.submit("hello.py", "--devices", "2", "--priority", "90")
         assert up.until(high, lambda job: job.state in ENDED, 120).state is JobState.DONE
@@ -238,6 +238,25 @@ def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
         )
         assert len(first) == len(second) == 24
         assert max(abs(first[step] - second[step]) for step in first) < 1e-10
+        _check_what_is_left(up, low, second)
+
+
+def _check_what_is_left(up: Server, number: int, losses: dict[str, float]) -> None:
+    """The checkpoint that it went on from is listed, and TensorBoard reads its losses of both starts."""
+    with up.client() as client:
+        saved = client.checkpoints(number)
+        log = client.log(number, 0, -5)
+        assert log.text == client.log(number, 0, 0).text[-5:]
+    assert saved
+    assert all(Path(each.path).is_dir() and each.bytes > 0 and 5 <= each.step < 24 for each in saved)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(up.data / "checkpoints" / f"job-{number}" / "tensorboard"))
+    found.Reload()
+    assert {each.step: each.value for each in found.Scalars("loss")} == pytest.approx(
+        {int(step): value for step, value in losses.items()}, rel=1e-6
+    )
+    assert found.Scalars("speed/samples_per_s")[-1].value > 0
 
 
 def _running(word: str) -> list[str]:

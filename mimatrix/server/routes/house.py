@@ -1,5 +1,6 @@
 """The house itself: nodes, tokens, the audit log, and whether it is well."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from sqlalchemy import select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from mimatrix.server.access import Admin, Person, Shared
+from mimatrix.server.live import said_on
 from mimatrix.server.problems import Refusal
 from mimatrix.server.tables import AuditRow, JobRow, NodeRow, TokenRow
 from mimatrix.server.tokens import issue
@@ -60,7 +62,8 @@ def nodes(shared: Shared, _: Person) -> list[m.Node]:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
         active = session.scalars(select(JobRow).where(JobRow.state.in_(m.ACTIVE)))
         holder = {seat: job.id for job in active for seat in job.seats}
-    return [_node(row, holder, shared.clock()) for row in rows]
+    said = said_on(shared.live.all(), shared.clock())
+    return [_node(row, holder, said, shared.clock()) for row in rows]
 
 
 @router.get("/api/tokens")
@@ -122,16 +125,20 @@ def audit(
         ]
 
 
-def _node(row: NodeRow, holder: dict[str, int], now_s: float) -> m.Node:
+def _node(row: NodeRow, holder: dict[str, int], said: Mapping[str, m.Report], now_s: float) -> m.Node:
+    seats = [f"{row.name}/{number}" for number in range(len(row.devices["devices"]))]
     devices = tuple(
         m.Device(
-            name=f"{row.name}/{number}",
+            name=seat,
             kind=each["kind"],
             memory_bytes=each["memory_bytes"],
-            job=holder.get(f"{row.name}/{number}"),
+            job=holder.get(seat),
+            use=said[seat].use if seat in said else None,
+            moved_bytes_per_s=_moved(said[seat]) if seat in said else None,
         )
-        for number, each in enumerate(row.devices["devices"])
+        for seat, each in zip(seats, row.devices["devices"], strict=True)
     )
+    told = (said[seat].traffic for seat in seats if seat in said)
     return m.Node(
         name=row.name,
         address=row.address,
@@ -139,4 +146,9 @@ def _node(row: NodeRow, holder: dict[str, int], now_s: float) -> m.Node:
         answers=now_s - row.seen_at < _SILENT_S,
         seen_at=datetime.fromtimestamp(row.seen_at, UTC),
         devices=devices,
+        traffic=next((each for each in told if each), None),
     )
+
+
+def _moved(said: m.Report) -> float | None:
+    return said.moved_bytes / said.step_s if said.step_s else None

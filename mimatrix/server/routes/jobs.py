@@ -1,6 +1,8 @@
 """Jobs, as people hand them in, look at them and end them."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -84,14 +86,15 @@ def jobs(
     with shared.sessions() as session:
         page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(most)))
         more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == most else 0
-    return m.Jobs(jobs=tuple(map(shown, page)), next_before=page[-1].id if more else None, more=more)
+    listed = tuple(shown(row, shared.live.places) for row in page)
+    return m.Jobs(jobs=listed, next_before=page[-1].id if more else None, more=more)
 
 
 @router.get("/jobs/{number}")
 def job(number: Number, shared: Shared, _: Person) -> m.Job:
     """One of them."""
     with shared.sessions() as session:
-        return shown(found(session, number))
+        return shown(found(session, number), shared.live.places)
 
 
 @router.get("/jobs/{number}/events")
@@ -114,10 +117,10 @@ def log(
     shared: Shared,
     _: Person,
     rank: Annotated[int, Query(ge=0, le=100_000)] = 0,
-    offset: Annotated[int, Query(ge=0, le=(1 << 53))] = 0,
+    offset: Annotated[int, Query(ge=-(1 << 53), le=(1 << 53))] = 0,
     generation: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
 ) -> m.Log:
-    """Output of a rank from `offset` on."""
+    """Output of a rank from `offset` on; below 0 counted from its end."""
     with shared.sessions() as session:
         row = found(session, number)
     wanted = row.generation if generation is None else generation
@@ -128,8 +131,8 @@ def log(
         part = shared.launcher.read_log(team_name(number, wanted), rank, offset)
     except UserError:
         # Not started yet, or forgotten since: there is nothing to read.
-        return m.Log(generation=wanted, text="", next_offset=offset, has_ended=has_ended)
-    text, left = _whole(part.data)
+        return m.Log(generation=wanted, text="", next_offset=max(0, offset), has_ended=has_ended)
+    text, left = _whole(_from_character(part.data) if offset < 0 else part.data)
     return m.Log(generation=wanted, text=text, next_offset=part.next_offset - left, has_ended=has_ended)
 
 
@@ -211,14 +214,15 @@ def found(session: Session, number: int, *, to_change: bool = False) -> JobRow:
     return row
 
 
-def shown(row: JobRow) -> m.Job:
-    """As people see it."""
+def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Job:
+    """As people see it; `places` are those in the queue."""
     return m.Job(
         id=row.id,
         name=row.name,
         user=row.user,
         state=m.JobState(row.state),
         reason=row.reason,
+        place=places.get(row.id) if row.state in WAITING else None,
         script=row.script,
         arguments=tuple(row.arguments),
         devices=row.devices,
@@ -245,6 +249,11 @@ def _whole(data: bytes) -> tuple[str, int]:
             except UnicodeDecodeError:
                 continue
     return data.decode(errors="replace"), 0
+
+
+def _from_character(data: bytes) -> bytes:
+    """Without the end of a character whose beginning was not read."""
+    return data.lstrip(bytes(range(0x80, 0xC0)))
 
 
 def _count(session: Session, *wanted: ColumnElement[bool]) -> int:

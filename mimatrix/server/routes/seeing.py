@@ -79,6 +79,13 @@ def plan(number: Number, shared: Shared, _: Person) -> m.Stored:
     return m.Stored(content=content)
 
 
+@router.get("/api/jobs/{number}/checkpoints")
+def checkpoints(number: Number, shared: Shared, _: Person) -> list[m.Checkpoint]:
+    """What it has saved, the newest first."""
+    with shared.sessions() as session:
+        return [m.Checkpoint.model_validate(each) for each in found(session, number).checkpoints]
+
+
 @router.get("/api/use")
 def use(
     shared: Shared,

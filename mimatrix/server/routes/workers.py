@@ -61,6 +61,15 @@ def plan(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Respo
     return _store(number, said, shared, who, "plan")
 
 
+@router.put("/jobs/{number}/checkpoints", status_code=204, response_class=Response)
+def saved(number: Number, said: m.Saved, shared: Shared, who: Worker) -> Response:
+    """What its rank 0 has saved."""
+    _live(number, said.protocol, said.generation, shared, who)
+    with shared.sessions.begin() as session:
+        found(session, number, to_change=True).checkpoints = said.model_dump(mode="json")["checkpoints"]
+    return Response(status_code=204)
+
+
 def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: str) -> Response:
     live, now_s = _live(number, said.protocol, said.generation, shared, who), shared.clock()
     with shared.sessions.begin() as session:
