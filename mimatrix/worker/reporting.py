@@ -22,7 +22,7 @@ from mimatrix.wire.messages import (
     Traffic,
     Waiting,
 )
-from mimatrix.worker.board import Board
+from mimatrix.worker.tensorboard import Board
 from mimatrix.worker.gauges import gauge
 from mimatrix.worker.joining import Belonging
 

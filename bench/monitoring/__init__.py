@@ -1,0 +1,1 @@
+"""What monitoring costs, how soon it names who is slow or missing, and whether it cries wolf."""

@@ -1,0 +1,56 @@
+"""`python -m bench.monitoring [cost|naming|calm|scale|page]`; figures are kept, and docs/measurements/monitoring.md is written from them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench import scale
+from bench.markdown import MEASUREMENTS, machine, write_page
+from bench.monitoring import calm, cost, naming
+
+_KEPT = MEASUREMENTS / "monitoring"
+_PARTS = {"cost": cost.section, "naming": naming.section, "calm": calm.section, "scale": scale.section}
+
+
+def main(
+    what: Annotated[str, typer.Argument(help="cost, naming, calm, scale or page.")],
+    turns: Annotated[int, typer.Option(help="Of cost: with and without, so many times.")] = 60,
+    rounds: Annotated[int, typer.Option(help="Of naming.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Of calm.")] = 3600.0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the figures and write the page.")] = False,
+) -> None:
+    """Measure one thing, or only write the page."""
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "cost": lambda: cost.measured(turns),
+        "naming": lambda: naming.measured(rounds),
+        "calm": lambda: calm.measured(seconds),
+        "scale": lambda: scale.measured(scale.Size(), 60.0, True),
+    }
+    if what != "page":
+        found = measures[what]()
+        print(json.dumps(found, indent=1))
+        if keep:
+            _KEPT.mkdir(parents=True, exist_ok=True)
+            (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
+    if keep or what == "page":
+        write()
+
+
+def write() -> None:
+    """The page, of what was kept."""
+    parts = [
+        section(json.loads(path.read_text())) for name, section in _PARTS.items() if (path := _file(name)).is_file()
+    ]
+    text = "\n".join(part.rstrip() + "\n" for part in parts)
+    write_page("monitoring.md", f"# Monitoring\n\nMeasured on {machine()}.\n\n{text}")
+
+
+def _file(name: str) -> Path:
+    return _KEPT / f"{name}.json"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,57 @@
+"""Whether anybody is named while nobody is slow: even ranks for an hour."""
+
+import time
+from typing import Any
+
+from bench.monitoring.house import process_of, serving
+from mimatrix.launch.quotas import quotas
+
+SPEED = 0.3
+
+
+def measured(seconds: float) -> dict[str, Any]:
+    """How often somebody was named, and how even the two were."""
+    with serving() as house, quotas({0: SPEED, 1: SPEED}) as groups:
+        number = house.submit("even.py")
+        house.until(number, lambda job: job.progress.step > 50, 120)
+        for rank in (0, 1):
+            groups[rank].write_text(str(process_of(number, rank)))
+        started, named, looks = time.monotonic(), 0, 0
+        largest = 1.0
+        with house.client() as client:
+            first = client.job(number).progress.step
+            while time.monotonic() - started < seconds:
+                time.sleep(1.0)
+                now = client.ranks(number)
+                looks += 1
+                named += bool(now.troubles)
+                busy = [each.compute_s + each.data_s for each in now.ranks]
+                if len(busy) == 2 and min(busy) > 0:
+                    largest = max(largest, max(busy) / min(busy))
+                if looks % 60 == 0:
+                    print(f"{looks} s, step {client.job(number).progress.step}, named {named}", flush=True)
+            steps = client.job(number).progress.step - first
+            sentences = [
+                each.reason for each in client.events(number) if "rank" in each.reason and "idle" in each.reason
+            ]
+            sentences += [each.reason for each in client.events(number) if "has not come" in each.reason]
+    return {
+        "seconds": round(time.monotonic() - started),
+        "steps": steps,
+        "looks": looks,
+        "looks_with_a_name": named,
+        "sentences": sentences,
+        "largest_ratio": round(largest, 3),
+    }
+
+
+def section(found: dict[str, Any]) -> str:
+    """For the page."""
+    said = "".join(f"\n- {sentence}" for sentence in found["sentences"])
+    return f"""## Whether it cries wolf
+`python -m bench.monitoring calm`
+
+Two ranks of {SPEED:g} processors each with the same work, for {found["seconds"] / 60:.0f} minutes ({found["steps"]:,} steps), looked at every second:
+somebody was named **{len(found["sentences"])}** times ({found["looks_with_a_name"]} of {found["looks"]:,} looks). The longest that one rank
+took in a report, of the time of the other, was {found["largest_ratio"]:.2f} times as long.{said}
+"""

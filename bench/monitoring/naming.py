@@ -1,0 +1,143 @@
+"""How soon a rank is named that becomes slow, or stops: in events, logs, terminal and browser."""
+
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Page
+
+from bench.markdown import table
+from bench.monitoring.house import House, process_of, serving
+from bench.server.browsing import browser
+from mimatrix.launch.quotas import quotas
+
+SPEED = 0.5
+"""Of a processor, for each rank; half of it when slowed."""
+SLOW, HANG = "the others are idle because of rank 1", "rank 1 on "
+_PLACES = {"events": "events (explain)", "log": "log of the job", "said": "log of the server", "top": "mimatrix top"}
+_GIVE_UP_S = 60.0
+Look = Callable[[], str]
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Seconds until each place has the sentence, by round."""
+    found: dict[str, list[dict[str, float]]] = {"slow": [], "hang": []}
+    with serving() as house, quotas({0: SPEED, 1: SPEED, 2: SPEED / 2}) as groups:
+        number = house.submit("even.py")
+        house.until(number, lambda job: job.progress.step > 50, 120)
+        for rank in (0, 1):
+            groups[rank].write_text(str(process_of(number, rank)))
+        second = process_of(number, 1)
+        for _ in range(rounds):
+            _quiet(house, number)
+            with _watched(house, number, SLOW) as times:
+                groups[2].write_text(str(second))
+            found["slow"].append(times)
+            groups[1].write_text(str(second))
+            _quiet(house, number)
+            with _watched(house, number, "has not come to") as times:
+                os.kill(second, signal.SIGSTOP)
+            found["hang"].append(times)
+            os.kill(second, signal.SIGCONT)
+            print(found["slow"][-1], found["hang"][-1], flush=True)
+    return found
+
+
+def section(found: dict[str, Any]) -> str:
+    """For the page."""
+    rows = []
+    for place, shown in (*_PLACES.items(), ("page", "dashboard")):
+        slow, hang = ([times[place] for times in found[kind]] for kind in ("slow", "hang"))
+        rows.append(
+            [shown, *(f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (slow, hang))]
+        )
+    return f"""## How soon somebody is named
+`python -m bench.monitoring naming`
+
+Two ranks of half a processor each (control groups); rank 1 gets a quarter in mid-run, and later is stopped (SIGSTOP) while the
+other one comes to its all-reduce. Seconds from that moment until the sentence that names it is to be read, median and range of
+{len(found["slow"])} times. Wanted: 10 and 15.
+
+{table(["where", "slowed to half [s]", "stopped [s]"], rows)}"""
+
+
+def _quiet(house: House, number: int) -> None:
+    """Until nobody is named, and for some seconds more."""
+    deadline = time.monotonic() + _GIVE_UP_S
+    with house.client() as client:
+        while client.ranks(number).troubles:
+            assert time.monotonic() < deadline, "somebody is still named"
+            time.sleep(0.2)
+    time.sleep(8)
+
+
+@contextmanager
+def _watched(house: House, number: int, words: str) -> Iterator[dict[str, float]]:
+    """Everybody looks; what is done inside is what they wait for. Filled when all have seen it."""
+    times: dict[str, float] = {}
+    ready, begun = threading.Barrier(len(_PLACES) + 2, timeout=60), threading.Event()
+    began: list[float] = []
+    errors: list[Exception] = []
+
+    def watch(place: str, opened: Callable[[], Any]) -> None:
+        try:
+            with opened() as look:
+                before = look().count(words)
+                ready.wait()
+                begun.wait(_GIVE_UP_S)
+                while look().count(words) <= before:
+                    if time.monotonic() - began[0] > _GIVE_UP_S:
+                        raise TimeoutError(f'"{words}" was not seen in {place} within {_GIVE_UP_S:g} s')
+                    time.sleep(0.1)
+                times[place] = round(time.monotonic() - began[0], 2)
+        except Exception as error:  # noqa: BLE001 (raised by whoever started it)
+            errors.append(error)
+            ready.abort()
+
+    places = {**{place: _looks(house, number, place) for place in _PLACES}, "page": lambda: _page(house, number)}
+    threads = [threading.Thread(target=watch, args=each, daemon=True) for each in places.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        ready.wait()
+        began.append(time.monotonic())
+        yield times
+        begun.set()
+    finally:
+        begun.set()
+        for thread in threads:
+            thread.join(_GIVE_UP_S + 30)
+    if errors:
+        raise errors[0]
+
+
+def _looks(house: House, number: int, place: str) -> Callable[[], Any]:
+    @contextmanager
+    def opened() -> Iterator[Look]:
+        with house.client() as client:
+            looks: dict[str, Look] = {
+                "events": lambda: "\n".join(event.reason for event in client.events(number)),
+                "log": lambda: client.log(number, 0, -60_000).text,
+                "said": house.log.read_text,
+                "top": lambda: " ".join(house.command("top", "--once").split()),
+            }
+            yield looks[place]
+
+    return opened
+
+
+@contextmanager
+def _page(house: House, number: int) -> Iterator[Look]:
+    """What stands above the job in the dashboard."""
+    with browser() as chromium:
+        page: Page = chromium.new_page()
+        page.goto(f"{house.address}/#token={house.token}")
+        page.wait_for_selector("#who:not([hidden])")
+        page.goto(f"{house.address}/#/jobs/{number}")
+        page.wait_for_selector("h1")
+        yield lambda: str(page.locator("main").inner_text())
