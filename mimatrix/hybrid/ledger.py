@@ -1,0 +1,96 @@
+"""What a shard has applied: versions, samples, and the pushes of each group by number. No torch here.
+
+A push that comes again, since its group did not hear that it was applied, is known by its number and not applied twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mimatrix.core.errors import WorldError
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a group sends, beside the numbers themselves."""
+
+    group: int
+    number: int
+    """Of this group's pushes, from 1."""
+    samples: int
+    seen: int
+    """The version that its parameters had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """It counts now, or did before."""
+
+    version: int
+    """Of the parameters with it."""
+    staleness: int
+    again: bool
+    """Whether it had come before."""
+
+
+@dataclass
+class Ledger:
+    """Of one shard."""
+
+    version: int = 0
+    samples: int = 0
+    pushes: dict[int, int] = field(default_factory=dict)
+    """The last number of each group."""
+    applied: dict[int, Applied] = field(default_factory=dict)
+    """What became of it."""
+
+    def known(self, push: Push) -> Applied | None:
+        """What became of this push, if it came before. A gap is an error: pushes of a group come in order."""
+        last = self.pushes.get(push.group, 0)
+        if push.number == last:
+            found = self.applied[push.group]
+            return Applied(found.version, found.staleness, again=True)
+        if push.number != last + 1:
+            raise WorldError(
+                f"group {push.group} pushes number {push.number} after {last}; it has lost track, start it again"
+            )
+        return None
+
+    def staleness(self, push: Push) -> int:
+        """Pushes that were applied since the group took its parameters."""
+        if push.seen > self.version:
+            raise WorldError(f"group {push.group} has version {push.seen} of a shard that is at {self.version}")
+        return self.version - push.seen
+
+    def enter(self, push: Push) -> Applied:
+        """It is applied."""
+        staleness = self.staleness(push)
+        self.version, self.samples = self.version + 1, self.samples + push.samples
+        found = Applied(self.version, staleness, again=False)
+        self.pushes[push.group], self.applied[push.group] = push.number, found
+        return found
+
+    def to_json(self) -> dict[str, object]:
+        """For a checkpoint, and for a mirror that begins."""
+        applied = {str(group): [each.version, each.staleness] for group, each in self.applied.items()}
+        return {
+            "version": self.version,
+            "samples": self.samples,
+            "pushes": {str(group): number for group, number in self.pushes.items()},
+            "applied": applied,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, object]) -> "Ledger":
+        """The same again."""
+        pushes, applied = found["pushes"], found["applied"]
+        version, samples = found["version"], found["samples"]
+        assert isinstance(pushes, Mapping)
+        assert isinstance(applied, Mapping)
+        assert isinstance(version, int)
+        assert isinstance(samples, int)
+        return cls(
+            version,
+            samples,
+            {int(group): int(number) for group, number in pushes.items()},
+            {int(group): Applied(int(at), int(late), again=False) for group, (at, late) in applied.items()},
+        )

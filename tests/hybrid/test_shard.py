@@ -1,0 +1,145 @@
+"""A shard against formulas that are written out: two groups in lock-step, staleness included."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimatrix.core.errors import UserError, WorldError
+from mimatrix.hybrid.ledger import Ledger, Push
+from mimatrix.hybrid.rules import PLAIN, Rules
+from mimatrix.hybrid.shard import Shard
+
+LR, MOMENTUM, B = 0.05, 0.9, 32
+SGD = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+TARGET = torch.linspace(-1, 2, 7, dtype=torch.float64)
+
+
+def gradient(at: torch.Tensor, group: int) -> torch.Tensor:
+    """Of a bowl that each group sees a little differently."""
+    return (at - TARGET) * (1 + 0.1 * group) + 0.01 * group
+
+
+def by_hand(rules: Rules, script: list[tuple[str, int, int]]) -> torch.Tensor:
+    """The formulas, in plain words: `script` has ("pull", group, _) and ("push", group, samples)."""
+    x, v = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    version = seen = 0
+    before: float | None = None
+    has: dict[int, tuple[torch.Tensor, int]] = {}
+    for what, group, samples in script:
+        if what == "pull":
+            has[group] = (x.clone(), version)
+            continue
+        at, since = has[group]
+        ratio = samples / B if rules.scales else 1.0
+        if rules.scales and ratio > 1 and seen < rules.warm_up:
+            ratio = 1 + (ratio - 1) * seen / rules.warm_up
+        factor = ratio / (1 + version - since) ** rules.damping
+        if rules.corrects and before is not None:
+            v = v * before / factor
+        v = MOMENTUM * v + gradient(at, group)
+        x = x - LR * factor * v
+        version, seen, before = version + 1, seen + samples, factor
+    return x
+
+
+def by_shard(rules: Rules, script: list[tuple[str, int, int]]) -> torch.Tensor:
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, rules)
+    has, numbers = {}, dict.fromkeys(range(4), 0)
+    for what, group, samples in script:
+        if what == "pull":
+            has[group] = shard.pull()
+        else:
+            numbers[group] += 1
+            push = Push(group, numbers[group], samples, has[group].version)
+            shard.push(push, gradient(has[group].values, group))
+    return shard.pull().values
+
+
+LOCK_STEP = [
+    step
+    for turn in range(12)
+    for step in (
+        [("pull", 0, 0), ("pull", 1, 0), ("push", 0, 64), ("pull", 0, 0), ("push", 0, 64), ("push", 1, 32)]
+        if turn % 3
+        else [("pull", 1, 0), ("push", 1, 16), ("pull", 0, 0), ("push", 0, 96)]
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(B),
+        Rules(B, warm_up=500),
+        Rules(B, damping=0.0),
+        Rules(B, damping=1.0),
+        Rules(B, corrects=False),
+        Rules(B, scales=False),
+        Rules(B, **PLAIN),  # type: ignore[arg-type]
+    ],
+)
+def test_two_groups_in_lock_step(rules: Rules) -> None:
+    assert torch.equal(by_shard(rules, LOCK_STEP), by_shard(rules, LOCK_STEP))
+    assert (by_shard(rules, LOCK_STEP) - by_hand(rules, LOCK_STEP)).abs().max() < 1e-10
+
+
+def test_one_group_is_the_optimizer_itself() -> None:
+    script = [step for _ in range(30) for step in (("pull", 0, 0), ("push", 0, B))]
+    value = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    optimizer = SGD([value])
+    for _ in range(30):
+        value.grad = gradient(value.detach(), 0)
+        optimizer.step()
+    assert torch.equal(by_shard(Rules(B, warm_up=100), script), value.detach())
+
+
+@given(st.integers(1, 10_000), st.integers(0, 50), st.integers(0, 100_000), st.integers(0, 50_000))
+def test_factors_stay_in_their_bounds(samples: int, staleness: int, seen: int, warm_up: int) -> None:
+    rules = Rules(B, warm_up=warm_up)
+    factor = rules.factor(samples, staleness, seen)
+    assert 0 < factor <= max(1.0, samples / B)
+    assert factor <= rules.factor(samples, 0, seen)
+    assert rules.factor(B, 0, seen) == 1.0
+
+
+def test_what_is_no_rule() -> None:
+    with pytest.raises(UserError, match="global batch is 0"):
+        Rules(0)
+    with pytest.raises(UserError, match="damping is 3"):
+        Rules(8, damping=3)
+
+
+def test_a_push_that_comes_again_is_not_applied_again() -> None:
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
+    first = shard.push(Push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    values = shard.pull().values
+    again = shard.push(Push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    assert (first.version, first.again, again.version, again.again) == (1, False, 1, True)
+    assert torch.equal(shard.pull().values, values)
+    with pytest.raises(WorldError, match="group 0 pushes number 3 after 1"):
+        shard.push(Push(0, 3, B, 1), torch.ones(7, dtype=torch.float64))
+    with pytest.raises(WorldError, match="has version 9"):
+        shard.push(Push(1, 1, B, 9), torch.ones(7, dtype=torch.float64))
+
+
+def test_what_is_pulled_does_not_change() -> None:
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
+    pulled = shard.pull()
+    shard.push(Push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    assert pulled.version == 0
+    assert not pulled.values.any()
+
+
+def test_saved_and_loaded_it_goes_on_alike() -> None:
+    one = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
+    for number in range(1, 6):
+        one.push(Push(number % 2, (number + 1) // 2, 40, one.pull().version), gradient(one.pull().values, 0))
+    other = Shard(torch.ones(7, dtype=torch.float64), SGD, Rules(B))
+    other.load(one.save())
+    for shard in (one, other):
+        shard.push(Push(1, 4, 16, 3), gradient(TARGET * 2, 1))
+    assert torch.equal(one.pull().values, other.pull().values)
+    assert Ledger.from_json(one.ledger.to_json()) == one.ledger
