@@ -46,8 +46,17 @@ class Shard:
         """The newest whole version."""
         return self._shown
 
-    def push(self, push: Push, gradient: torch.Tensor, settings: Mapping[str, float] | None = None) -> Applied:
-        """Step by a group's mean gradient; `settings`: what its scheduler says now (`lr` and the like)."""
+    def push(
+        self,
+        push: Push,
+        gradient: torch.Tensor,
+        settings: Mapping[str, float] | None = None,
+        mirrored: Callable[[], None] = lambda: None,
+    ) -> Applied:
+        """Step by a group's mean gradient; `settings`: what its scheduler says now (`lr` and the like).
+
+        Nobody pulls the new version before `mirrored` is back: what was seen must not be lost.
+        """
         with self._lock:
             known = self.ledger.known(push)
             if known:
@@ -55,18 +64,7 @@ class Shard:
             factor = self._rules.factor(push.samples, self.ledger.staleness(push), self.ledger.samples)
             self._step(gradient, factor, settings or {})
             found = self.ledger.enter(push)
-            self._shown = Pulled(self._value.detach().clone(), found.version)
-            return found
-
-    def move(self, push: Push, change: Callable[[torch.Tensor], torch.Tensor]) -> Applied:
-        """Let `change` say what the parameters become: what policies do that take no gradient."""
-        with self._lock:
-            known = self.ledger.known(push)
-            if known:
-                return known
-            with torch.no_grad():
-                self._value.copy_(change(self._value.detach()))
-            found = self.ledger.enter(push)
+            mirrored()
             self._shown = Pulled(self._value.detach().clone(), found.version)
             return found
 

@@ -1,0 +1,133 @@
+"""A group's way to the shards: it pushes to all at once, pulls from all at once, and goes on where one is lost."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import WorldError
+from mimatrix.hybrid.frames import Head, Stream
+from mimatrix.hybrid.service import Place, greeted
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """What became of a push, over all shards."""
+
+    versions: tuple[int, ...]
+    staleness: float
+    """A mean."""
+
+
+class Link:
+    """Of one group. `places` has for each shard where it is, then where its mirror is."""
+
+    def __init__(
+        self,
+        group: int,
+        count: int,
+        shares: Shares,
+        places: Sequence[Sequence[Place]],
+        token: str,
+        *,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._group = group
+        self._sizes = shares.cut(count)
+        self._lines = [_Line(number, found, token, timeout_s) for number, found in enumerate(places)]
+        self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
+        self._number = 0
+        self._values = torch.empty(0)
+        self.versions = (0,) * len(places)
+        """Of the parameters that were pulled last, by shard."""
+
+    def pull(self) -> torch.Tensor:
+        """All parameters, each shard of one version; the same tensor every time."""
+        found = list(self._threads.map(_Line.pull, self._lines, self.versions))
+        if not self._values.numel():
+            first = next(each for _, each in found if each is not None)
+            self._values = torch.empty(sum(self._sizes), dtype=first.dtype)
+        for part, (_, new) in zip(self._parts(self._values), found, strict=True):
+            if new is not None:
+                part.copy_(new)
+        self.versions = tuple(version for version, _ in found)
+        return self._values
+
+    def push(self, gradient: torch.Tensor, samples: int, settings: Mapping[str, float]) -> Acknowledged:
+        """The mean gradient of so many samples at what was pulled last. Back when all shards have it."""
+        self._number += 1
+        heads = [
+            {
+                "what": "push",
+                "shard": shard,
+                "group": self._group,
+                "number": self._number,
+                "samples": samples,
+                "seen": version,
+                "settings": dict(settings),
+            }
+            for shard, version in enumerate(self.versions)
+        ]
+        answers = list(self._threads.map(_Line.push, self._lines, heads, self._parts(gradient)))
+        late = [int(answer["staleness"]) for answer in answers]
+        return Acknowledged(tuple(int(answer["version"]) for answer in answers), sum(late) / len(late))
+
+    def close(self) -> None:
+        """No more."""
+        self._threads.shutdown(wait=True)
+        for line in self._lines:
+            line.close()
+
+    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(flat, list(self._sizes))
+
+
+class _Line:
+    """To one shard, wherever it is now."""
+
+    def __init__(self, shard: int, places: Sequence[Place], token: str, timeout_s: float) -> None:
+        self._shard, self._places, self._token, self._timeout_s = shard, list(places), token, timeout_s
+        self._stream: Stream | None = None
+
+    def push(self, head: Head, values: torch.Tensor) -> Head:
+        return self._asked(lambda stream: _exchanged(stream, head, values))[0]
+
+    def pull(self, known: int) -> tuple[int, torch.Tensor | None]:
+        # Of version 0 nobody knows yet what it looks like.
+        head = {"what": "pull", "shard": self._shard, "known": known or None}
+        answer, values = self._asked(lambda stream: _exchanged(stream, head, None))
+        return int(answer["version"]), values
+
+    def close(self) -> None:
+        if self._stream:
+            self._stream.close()
+
+    def _asked(self, ask: Callable[[Stream], tuple[Head, torch.Tensor | None]]) -> tuple[Head, torch.Tensor | None]:
+        """Ask until somebody answers. A push may be said twice: its number tells."""
+        deadline, last = time.monotonic() + self._timeout_s, ""
+        while self._places and time.monotonic() < deadline:
+            try:
+                self._stream = self._stream or greeted(self._places[0], self._token, self._timeout_s)
+                return ask(self._stream)
+            except OSError as error:
+                last = str(error) or type(error).__name__
+                if self._stream:
+                    self._stream.close()
+                self._stream = None
+                if len(self._places) > 1:
+                    self._places.pop(0)
+                else:
+                    time.sleep(0.1)
+        where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"
+        raise WorldError(f"shard {self._shard} does not answer at {where} ({last}), and neither does its mirror")
+
+
+def _exchanged(stream: Stream, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
+    stream.send(head, values)
+    answer, found = stream.receive()
+    if "error" in answer:
+        raise WorldError(str(answer["error"]))
+    return answer, found

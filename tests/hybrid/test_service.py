@@ -1,0 +1,120 @@
+"""Groups push to shards over real sockets: exact, whoever is lost."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import WorldError
+from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.rules import Rules
+from mimatrix.hybrid.service import Place, Service
+from mimatrix.hybrid.shard import Shard
+
+COUNT, B = 1001, 16
+SHARES = Shares((0.5, 0.2, 0.3))
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+START = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
+
+
+@contextmanager
+def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[list[Place]], list[str]]]:
+    """Three of them; shard k lies with service k, and again with the next one."""
+    said: list[str] = []
+    parts = torch.split(START, list(SHARES.cut(COUNT)))
+    made = [
+        Service(
+            {number: Shard(parts[number], ADAM, Rules(B)) for number in (k, (k - 1) % 3)},
+            "secret",
+            timeout_s=5,
+            say=said.append,
+        )
+        for k in range(3)
+    ]
+    if mirrored:
+        for k in range(3):
+            made[k].mirror(k, made[(k + 1) % 3].place)
+    places = [[made[k].place, made[(k + 1) % 3].place] for k in range(3)]
+    try:
+        yield made, places, said
+    finally:
+        for service in made:
+            service.close()
+
+
+def gradient(at: torch.Tensor, step: int) -> torch.Tensor:
+    return at * 0.5 + torch.cos(torch.arange(COUNT, dtype=torch.float64) + step)
+
+
+def alone(steps: int) -> torch.Tensor:
+    value = torch.nn.Parameter(START.clone())
+    optimizer = ADAM([value])
+    for step in range(steps):
+        value.grad = gradient(value.detach(), step)
+        optimizer.step()
+    return value.detach()
+
+
+def trained(link: Link, steps: range) -> None:
+    for step in steps:
+        link.push(gradient(link.pull(), step), B, {})
+
+
+def test_one_group_alone_is_the_optimizer_itself() -> None:
+    with services() as (_, places, said):
+        link = Link(0, COUNT, SHARES, places, "secret")
+        trained(link, range(20))
+        assert (link.pull() - alone(20)).abs().max() < 1e-12
+        assert link.versions == (20, 20, 20)
+        link.close()
+    assert said == []
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> None:
+    with services() as (made, places, said):
+        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        trained(link, range(7))
+        made[lost].close()
+        trained(link, range(7, 20))
+        assert (link.pull() - alone(20)).abs().max() < 1e-12
+        link.close()
+    assert len(said) == 1
+    assert "has no mirror any more" in said[0]
+
+
+def test_groups_count_each_other_and_never_wait() -> None:
+    with services() as (_, places, _said):
+        links = [Link(group, COUNT, SHARES, places, "secret") for group in range(3)]
+        for link in links:
+            link.pull()
+        late = [link.push(torch.zeros(COUNT, dtype=torch.float64), B, {}).staleness for link in links]
+        assert late == [0, 1, 2]
+
+        def push(link: Link) -> None:
+            for step in range(10):
+                link.push(gradient(link.pull(), step), B, {})
+
+        threads = [threading.Thread(target=push, args=(link,)) for link in links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert [link.pull() is not None and link.versions for link in links] == [(33, 33, 33)] * 3
+        assert torch.equal(links[0].pull(), links[1].pull())
+        for link in links:
+            link.close()
+
+
+def test_strangers_are_refused_and_nobody_there_is_said() -> None:
+    with services() as (made, places, _):
+        with pytest.raises(WorldError, match="of another run"):
+            Link(0, COUNT, SHARES, places, "guess").pull()
+        for service in made:
+            service.close()
+        with pytest.raises(WorldError, match="shard 0 does not answer"):
+            Link(0, COUNT, SHARES, places, "secret", timeout_s=1).pull()
