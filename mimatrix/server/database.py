@@ -8,6 +8,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from pydantic_core import from_json
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
@@ -71,7 +72,8 @@ def _engine(address: str) -> Engine:
         options: dict[str, Any] = {"pool_pre_ping": True}
         if url.get_backend_name() == "sqlite":
             options = {"connect_args": {"timeout": _PATIENCE_S, "check_same_thread": False}}
-        engine = create_engine(url, **options)
+        # Most of the time that an answer takes would be spent in reading JSON; pydantic's reader takes a quarter of it.
+        engine = create_engine(url, json_deserializer=from_json, **options)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
         raise UserError(f'"{_shown(address)}" is no database ({error}); write postgresql://user@host/name') from None
     if engine.dialect.name == "sqlite":

@@ -1,7 +1,7 @@
 """What is kept of reports: points of every job that runs and of the cluster, thinned as they grow old."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
@@ -19,6 +19,13 @@ _MOST_RANKS = 128
 _PRUNED_S = 60.0
 _BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
 _BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
+
+
+class Point(NamedTuple):
+    """What is known of a time."""
+
+    at: float
+    figures: dict[str, Any]
 
 
 class History:
@@ -63,19 +70,25 @@ class History:
         _write(session, number, now_s, [(job, mean(points)) for job, points in by_job.items()])
 
 
-def read(session: Session, job: int, since_s: float, now_s: float, points: int) -> tuple[float, list[SampleRow]]:
+def read(
+    session: Session, job: int, since_s: float, now_s: float, points: int, *, only_last_ranks: bool = False
+) -> tuple[float, list[Point]]:
     """How far apart, and at most so many points since a time, the oldest first.
 
-    What a tier does not have yet, since its time is not full, comes from the finer ones.
+    What a tier does not have yet, since its time is not full, comes from the finer ones. `only_last_ranks`: figures of
+    ranks, which are most of it, are left out of all points but the last.
     """
     number = tier_for(since_s, now_s, points)
-    found: list[SampleRow] = []
+    found: list[Point] = []
     for tier in range(number, -1, -1):
         after = SampleRow.at > found[-1].at if found else SampleRow.at >= since_s
-        asked = select(SampleRow).where(SampleRow.job == job, SampleRow.tier == tier, after)
-        found += session.scalars(asked.order_by(SampleRow.at))
+        asked = select(SampleRow.at, SampleRow.figures).where(SampleRow.job == job, SampleRow.tier == tier, after)
+        found += (Point(at, figures) for at, figures in session.execute(asked.order_by(SampleRow.at)))
     step = max(1, -(-len(found) // points))
-    joined = [_one(found[start : start + step]) for start in range(0, len(found), step)]
+    joined = [
+        _one(found[start : start + step], with_ranks=not only_last_ranks or start + step >= len(found))
+        for start in range(0, len(found), step)
+    ]
     return TIERS[number].every_s * step, joined
 
 
@@ -104,10 +117,11 @@ def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:
     return found
 
 
-def _one(rows: Sequence[SampleRow]) -> SampleRow:
-    last = rows[-1]
-    figures = mean([row.figures for row in rows]) if len(rows) > 1 else last.figures
-    return SampleRow(job=last.job, tier=last.tier, at=last.at, figures=figures)
+def _one(points: Sequence[Point], *, with_ranks: bool) -> Point:
+    figures = [point.figures for point in points]
+    if not with_ranks:
+        figures = [{name: value for name, value in each.items() if name != "ranks"} for each in figures]
+    return Point(points[-1].at, mean(figures) if len(figures) > 1 else figures[0])
 
 
 def _write(session: Session, tier: int, at_s: float, points: Iterable[tuple[int, dict[str, Any]]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
@@ -322,7 +322,8 @@ class Loop:
     def _state(self, session: Session) -> State:
         now_s = self._context.clock()
         if now_s - self._seen_at > _SEEN_S:
-            self._seen, self._seen_at = _seen_speeds(session), now_s
+            self._seen |= _seen_speeds(session, self._seen_at)
+            self._seen_at = now_s
         return State(
             tuple(self._seats.values()),
             tuple(_queued(job, self._seen) for job in _jobs(session, WAITING)),
@@ -438,10 +439,14 @@ def _queued(job: JobRow, seen: Mapping[tuple[str, str], Mapping[str, float]]) ->
     return Queued(_called(job.id), wish, job.user, job.priority, job.waiting_since, job.max_time_s, speeds)
 
 
-def _seen_speeds(session: Session) -> dict[tuple[str, str], dict[str, float]]:
-    """By user and name of jobs, from the last plan and curves of each: people hand in the same again and again."""
+def _seen_speeds(session: Session, since_s: float) -> dict[tuple[str, str], dict[str, float]]:
+    """By user and name of jobs, from the last plan and curves of each: people hand in the same again and again.
+
+    Of those that ended before `since_s` nothing is new.
+    """
     last = select(func.max(JobRow.id)).where(JobRow.plan.is_not(None)).group_by(JobRow.user, JobRow.name)
-    asked = select(JobRow.user, JobRow.name, JobRow.plan, JobRow.profile).where(JobRow.id.in_(last))
+    is_new = or_(JobRow.ended_at.is_(None), JobRow.ended_at >= since_s)
+    asked = select(JobRow.user, JobRow.name, JobRow.plan, JobRow.profile).where(JobRow.id.in_(last), is_new)
     return {
         (user, name): speeds_seen(plan or {}) | speeds_measured(profile or {})
         for user, name, plan, profile in session.execute(asked)

@@ -47,9 +47,10 @@ class JobRow(Base):
     started_at: Mapped[float | None] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    profile: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    plan: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    checkpoints: Mapped[list[Any]] = mapped_column(JSON, default=list)
+    # Large, and seldom asked for: read when somebody looks at it.
+    profile: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
+    plan: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
+    checkpoints: Mapped[list[Any]] = mapped_column(JSON, default=list, deferred=True)
     """The newest first."""
 
 

@@ -10,6 +10,7 @@ import pytest
 from houses import House, house
 
 from mimatrix.server.context import team_name
+from mimatrix.server.loop import _seen_speeds
 from mimatrix.server.tables import JobRow
 from mimatrix.wire.messages import ENDED, JobState
 
@@ -163,6 +164,12 @@ def test_devices_that_an_earlier_run_found_fast_come_first(tmp_path: Path) -> No
         there.loop._seen_at = float("-inf")
         submitted(there, "print('hello')", devices="99")
         with there.context.sessions() as session:
+            (waiting,) = there.loop._state(session).queued
+        assert waiting.speeds == {"cpu": 200.0}
+        # Of jobs that ended before that nothing is read again, or forgotten.
+        there.loop._seen_at = there.context.clock()
+        with there.context.sessions() as session:
+            assert _seen_speeds(session, there.loop._seen_at) == {}
             (waiting,) = there.loop._state(session).queued
         assert waiting.speeds == {"cpu": 200.0}
 

@@ -122,6 +122,8 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
     fewer = there.ask("dee", "GET", f"/api/jobs/{number}/history?points=9").json()["points"]
     assert len(fewer) <= 9
     assert [point["step_s"] for point in fewer[:-1]] == pytest.approx([0.3] * (len(fewer) - 1))
+    lean = there.ask("dee", "GET", f"/api/jobs/{number}/history?points=9&ranks=last").json()["points"]
+    assert lean == [{**point, "ranks": {}} for point in fewer[:-1]] + fewer[-1:]
     with there.context.sessions() as session:
         counted = select(SampleRow.tier, func.count()).where(SampleRow.job == number).group_by(SampleRow.tier)
         tiers = [tuple(row) for row in session.execute(counted)]

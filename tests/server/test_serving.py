@@ -1,6 +1,8 @@
 """What is served, under which address, with which certificate: refused in a sentence before anything is made."""
 
+import asyncio
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 from mimatrix.core.errors import UserError
 from mimatrix.server.certificates import check_certificate
-from mimatrix.server.serving import Settings, cautions, reachable
+from mimatrix.server.serving import Settings, _bound, cautions, reachable
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,21 @@ def test_certificates_that_cannot_be_used(made: Path, cert: str, key: str, sente
 
 def test_one_that_can(made: Path) -> None:
     check_certificate(made / "one.crt", made / "one.key")
+
+
+def test_the_last_bytes_of_an_answer_wait_for_nothing(tmp_path: Path) -> None:
+    async def turned_off(listener: socket.socket) -> bool:
+        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nagle = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            found.set_result(bool(nagle))
+            writer.close()
+
+        async with await asyncio.start_server(connected, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await asyncio.wait_for(found, 10)
+
+    with _bound(Settings(tmp_path, port=0)) as listener:
+        assert asyncio.run(turned_off(listener))

@@ -49,7 +49,8 @@ export class Curves {
     if (!whole && ended(job) && this.state === job.state) return;
     if (!job.generation) return;
     const since = new Date(whole ? job.created_at : this.points.at(-1).at) / 1000;
-    const found = await get(`/jobs/${job.id}/history?points=300&since=${since}`, { absent: { points: [] } });
+    const path = `/jobs/${job.id}/history?points=300&ranks=last&since=${since}`;
+    const found = await get(path, { absent: { points: [] } });
     if (whole) {
       this.at = Date.now();
       this.points = found.points;

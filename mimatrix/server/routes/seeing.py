@@ -1,7 +1,7 @@
 """What people look at: ranks as they are now, how it went, who used what."""
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import PlainTextResponse
@@ -12,7 +12,7 @@ from mimatrix.server.access import Person, Shared
 from mimatrix.server.exposition import CONTENT_TYPE, exposition
 from mimatrix.server.problems import Refusal
 from mimatrix.server.routes.jobs import Number, found
-from mimatrix.server.tables import JobRow, SampleRow, StintRow
+from mimatrix.server.tables import JobRow, StintRow
 from mimatrix.wire import messages as m
 
 router = APIRouter(tags=["seeing"])
@@ -59,13 +59,21 @@ def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
 
 
 @router.get("/api/jobs/{number}/history")
-def history(number: Number, shared: Shared, _: Person, since: Since = None, points: Points = 300) -> m.History:
-    """How a job went, from a time on (seconds since 1970) or from its start."""
+def history(
+    number: Number,
+    shared: Shared,
+    _: Person,
+    since: Since = None,
+    points: Points = 300,
+    ranks: Literal["all", "last"] = "all",
+) -> m.History:
+    """How a job went, from a time on (seconds since 1970) or its start; with ranks in all points, or in the last."""
     with shared.sessions() as session:
         row = found(session, number)
         since_s = since if since is not None else row.started_at or row.created_at
         until_s = row.ended_at or shared.clock()
-        every_s, rows = kept.read(session, number, min(since_s, until_s), shared.clock(), points)
+        begin_s, now_s = min(since_s, until_s), shared.clock()
+        every_s, rows = kept.read(session, number, begin_s, now_s, points, only_last_ranks=ranks == "last")
     return m.History(every_s=every_s, points=tuple(map(_point, rows)))
 
 
@@ -97,7 +105,7 @@ def use(
     now_s = shared.clock()
     with shared.sessions() as session:
         _every_s, rows = kept.read(session, kept.CLUSTER, now_s - hours * _HOUR_S, now_s, points)
-    return [m.UsePoint(at=_time(row.at), **row.figures) for row in rows]
+    return [m.UsePoint(at=_time(point.at), **point.figures) for point in rows]
 
 
 @router.get("/api/devices/{node}/{number}")
@@ -138,10 +146,10 @@ def metrics(shared: Shared, _: Person) -> Response:
     return Response(exposition(shared), media_type=CONTENT_TYPE)
 
 
-def _point(row: SampleRow) -> m.Point:
-    figures = row.figures
+def _point(point: kept.Point) -> m.Point:
+    figures = point.figures
     return m.Point(
-        at=_time(row.at),
+        at=_time(point.at),
         step=figures.get("step") or 0,
         samples_per_s=figures.get("samples_per_s") or 0.0,
         step_s=figures.get("step_s") or 0.0,
