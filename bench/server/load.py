@@ -35,13 +35,13 @@ JOBS = 20
 class StandingLauncher:
     """Says that every team it is given runs; starts nothing."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, nodes: tuple[NodeFacts, ...], said: bytes = b"") -> None:
         self._teams: dict[str, Team] = {}
-        self._workers = workers
+        self._nodes, self._said = nodes, said
 
     def nodes(self) -> tuple[NodeFacts, ...]:
-        """One large one."""
-        return (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * self._workers),)
+        """Those that it was told of."""
+        return self._nodes
 
     def start(self, team: Team) -> None:
         """Nothing happens. Its token goes to where the simulated workers look for it."""
@@ -61,9 +61,11 @@ class StandingLauncher:
         self._teams.pop(team, None)
 
     def read_log(self, team: str, rank: int, offset: int, most: int = 65_536) -> LogPart:
-        """There is none."""
-        del team, rank, most
-        return LogPart(b"", offset)
+        """The same of all ranks."""
+        del team, rank
+        begin = offset if offset >= 0 else max(0, len(self._said) + offset)
+        data = self._said[begin : begin + most]
+        return LogPart(data, begin + len(data))
 
     def forget(self, team: str) -> None:
         """It has."""
@@ -89,51 +91,57 @@ async def worker(port: int, job: int, rank: int, secret: str, every_s: float, en
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
     step = 0
-    while time.monotonic() < ends:
-        step += 1
-        body = json.dumps(
-            {
-                "protocol": PROTOCOL,
-                "generation": 1,
-                "rank": rank,
-                "state": "training",
-                "step": step,
-                "samples_per_s": 1234.5,
-                "step_s": 0.41,
-                "compute_s": 0.35,
-                "waiting_s": 0.04,
-                "communication_s": 0.02,
-                "metrics": {"loss": 1.25},
-            }
-        ).encode()
-        head = (
-            f"POST /api/jobs/{job}/report HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        ).encode()
-        began = time.perf_counter()
-        seen.sent += 1
-        try:
-            if writer is None:
-                reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 10)
-            assert reader
-            assert writer
-            writer.write(head + body)
-            answer = await asyncio.wait_for(_answer(reader), 10)
-            if not answer.startswith(b"HTTP/1.1 200"):
-                raise OSError(answer[:80])
-            seen.seconds.append(time.perf_counter() - began)
-            seen.sizes.append(len(head) + len(body) + len(answer))
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            seen.failed += 1
-            if writer:
-                writer.close()
-            writer = None
-        await asyncio.sleep(max(0.0, every_s - (time.perf_counter() - began)))
-    if writer:
-        writer.close()
+    try:
+        while time.monotonic() < ends:
+            step += 1
+            body = json.dumps(said(rank, step)).encode()
+            head = (
+                f"POST /api/jobs/{job}/report HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            ).encode()
+            began = time.perf_counter()
+            seen.sent += 1
+            try:
+                if writer is None:
+                    reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 10)
+                assert reader
+                assert writer
+                writer.write(head + body)
+                answer = await asyncio.wait_for(whole_answer(reader), 10)
+                if not answer.startswith(b"HTTP/1.1 200"):
+                    raise OSError(answer[:80])
+                seen.seconds.append(time.perf_counter() - began)
+                seen.sizes.append(len(head) + len(body) + len(answer))
+            except (OSError, TimeoutError, asyncio.IncompleteReadError):
+                seen.failed += 1
+                if writer:
+                    writer.close()
+                writer = None
+            await asyncio.sleep(max(0.0, every_s - (time.perf_counter() - began)))
+    finally:
+        if writer:
+            writer.close()
 
 
-async def _answer(reader: asyncio.StreamReader) -> bytes:
+def said(rank: int, step: int) -> dict[str, object]:
+    """What a worker of a first start says of itself."""
+    return {
+        "protocol": PROTOCOL,
+        "generation": 1,
+        "rank": rank,
+        "state": "training",
+        "step": step,
+        "samples_per_s": 1234.5,
+        "step_s": 0.41,
+        "compute_s": 0.35,
+        "waiting_s": 0.04,
+        "communication_s": 0.02,
+        "metrics": {"loss": 1.25},
+    }
+
+
+async def whole_answer(reader: asyncio.StreamReader) -> bytes:
+    """Head and body, by the length that the head has."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
         int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
@@ -148,8 +156,7 @@ def measured(workers: int, seconds: float, every: float, database: str) -> dict[
 
 
 def _measured(folder: Path, workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     tokens = folder / "tokens"
     tokens.mkdir()
     words = [sys.executable, "-m", "bench.server.load", "host", str(folder / "data"), str(port), str(workers), database]
@@ -181,6 +188,13 @@ def _measured(folder: Path, workers: int, seconds: float, every: float, database
         "memory_before_mb": before / 1e6,
         "memory_after_mb": after / 1e6,
     }
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
 
 
 async def _all(port: int, secrets: list[str], workers: int, every: float, seconds: float, seen: Seen) -> None:
@@ -233,7 +247,8 @@ def host(data: str, port: str, workers: str, database: str) -> None:
     """The server."""
     from mimatrix.server import Settings, serve
 
-    serve(Settings(Path(data), port=int(port), database=database), lambda _: StandingLauncher(int(workers)), print)
+    nodes = (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * int(workers)),)
+    serve(Settings(Path(data), port=int(port), database=database), lambda _: StandingLauncher(nodes), print)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,236 @@
+"""A thousand jobs, 500 devices, a week of history: how fast the server answers, how soon pages can be used, what it weighs.
+
+`python -m bench.scale [--keep]` fills a database as a week of use leaves it (`bench/server/week.py`) and starts the real
+server on it. So many devices are not to be had here: a launcher that only says that its teams run stands in for them,
+and connections that send what workers send report for the jobs that run.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.markdown import MEASUREMENTS, machine, table
+from bench.server import browsing, load, viewers, week
+from bench.server.week import Size
+from mimatrix.server.database import DATABASE_FILE
+from mimatrix.server.live import Live
+from mimatrix.wire.messages import Report
+
+_FIGURES = MEASUREMENTS / "monitoring" / "scale.json"
+_POINT_BYTES = 1_062
+"""A point of a job of eight ranks in SQLite, as docs/monitoring.md has it: 119 MB for 112,000."""
+_LOADS = 7
+__all__ = ["Size", "measured", "section"]
+
+
+def main(
+    jobs: Annotated[int, typer.Option(help="In all states.")] = 1000,
+    devices: Annotated[int, typer.Option(help="On nodes of eight.")] = 500,
+    seconds: Annotated[float, typer.Option(help="How long ten dashboards look.")] = 120.0,
+    is_browsed: Annotated[bool, typer.Option("--browser/--no-browser", help="Open pages in Chromium.")] = True,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the figures in docs/measurements/monitoring.")] = False,
+) -> None:
+    """Measure the server and its dashboard with a large state."""
+    found = measured(Size(jobs, devices), seconds, is_browsed and browsing.CHROMIUM is not None)
+    print(json.dumps(found, indent=1))
+    print(section(found))
+    if keep:
+        _FIGURES.parent.mkdir(parents=True, exist_ok=True)
+        _FIGURES.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measured(size: Size, seconds: float, is_browsed: bool) -> dict[str, Any]:
+    """What was found."""
+    with tempfile.TemporaryDirectory(prefix="mimatrix-scale-") as folder:
+        data = Path(folder) / "data"
+        lives = week.fill(data, size, time.time())
+        found: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
+        found |= {"machine": machine(), "database": weighed(data / DATABASE_FILE)}
+        with _serving(Path(folder), size) as port, _reporting(Path(folder), port, lives) as reports:
+            token = (data / "token").read_text().strip()
+            asked = viewers.Asked()
+            asyncio.run(viewers.look(port, token, lives, seconds, asked))
+            assert not asked.refused, asked.refused[:3]
+            found["seconds"] = seconds
+            found["answers"] = {route: _spread(each, asked.sizes[route]) for route, each in asked.seconds.items()}
+            found["answers"]["all"] = _spread([each for row in asked.seconds.values() for each in row], 0)
+            if is_browsed:
+                lasting = next(each.number for each in lives if each.started_s and not each.ended_s)
+                found["pages"] = browsing.measured(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
+        found["reports"] = {**_spread(reports.seconds, 0), "lost": reports.failed}
+    return found
+
+
+def weighed(file: Path) -> dict[str, Any]:
+    """Bytes of a database that nobody has open, by table with its indices."""
+    connection = sqlite3.connect(file)
+    owners = dict(connection.execute("SELECT name, tbl_name FROM sqlite_schema"))
+    by_table: dict[str, int] = {}
+    for name, weight in connection.execute("SELECT name, sum(pgsize) FROM dbstat GROUP BY name"):
+        owner = owners.get(name, name)
+        by_table[owner] = by_table.get(owner, 0) + weight
+    (points,) = connection.execute("SELECT count(*) FROM samples").fetchone()
+    connection.close()
+    return {
+        "bytes": file.stat().st_size,
+        "by_table": dict(sorted(by_table.items(), key=lambda each: -each[1])),
+        "points": points,
+        "documented_bytes": points * _POINT_BYTES,
+    }
+
+
+@contextmanager
+def _serving(folder: Path, size: Size) -> Iterator[int]:
+    """The real server, as a process."""
+    port, data = load.free_port(), folder / "data"
+    (folder / "tokens").mkdir()
+    words = [sys.executable, "-m", "bench.server.week", "host", str(data), str(port), str(size.jobs), str(size.devices)]
+    environment = {**os.environ, "LOAD_TOKENS": str(folder / "tokens")}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        _wait(lambda: len(list((folder / "tokens").iterdir())) == size.running and (data / "address").is_file())
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+@contextmanager
+def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[load.Seen]:
+    """Workers of all that runs, in a thread of their own."""
+    seen, over = load.Seen(), threading.Event()
+    running = [each for each in lives if each.started_s and each.ended_s is None]
+    secrets = {each.number: (folder / "tokens" / f"job-{each.number}.1").read_text() for each in running}
+
+    every_s = _every_s(len(running) * week.RANKS)
+
+    async def report() -> None:
+        working = [
+            asyncio.create_task(load.worker(port, number, rank, secret, every_s, float("inf"), seen))
+            for number, secret in secrets.items()
+            for rank in range(week.RANKS)
+        ]
+        await asyncio.to_thread(over.wait)
+        for each in working:
+            each.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: asyncio.run(report()))
+    thread.start()
+    try:
+        _wait(lambda: len(seen.seconds) >= len(running) * week.RANKS)
+        yield seen
+    finally:
+        over.set()
+        thread.join(timeout=30)
+
+
+def _every_s(workers: int) -> float:
+    """What the server tells so many to keep to."""
+    live = Live()
+    live.begin(1, 1, [""] * workers)
+    for job in live.all().values():
+        job.reports = {rank: Report.model_validate(load.said(rank, 1)) for rank in range(workers)}
+    return live.again_s()
+
+
+def _wait(is_so: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, "the server or its workers did not come up"
+        time.sleep(0.1)
+
+
+def _spread(seconds: Sequence[float], size: int) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "count": len(ordered),
+        "p50_ms": 1e3 * statistics.median(ordered),
+        "p99_ms": 1e3 * ordered[int(0.99 * len(ordered))],
+        "worst_ms": 1e3 * ordered[-1],
+        "bytes": size,
+    }
+
+
+def section(found: dict[str, Any]) -> str:
+    """For docs/measurements/monitoring.md."""
+    answers, database = found["answers"], found["database"]
+    return f"""## A thousand jobs
+
+`python -m bench.scale --keep` fills a database as a week of use leaves it: {found["jobs"]:,} jobs, {found["running"]} of which run on
+{found["running"] * week.RANKS} of {found["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; so many devices are not to be had here, so a
+launcher that only says that its teams run stands in for them, and {found["running"] * week.RANKS} connections report every {_every_s(found["running"] * week.RANKS):.0f} s as workers would.
+All of it, browser included, shares the cores of one machine: {found["machine"]}.
+
+### Answers
+
+Ten dashboards look for {found["seconds"]:.0f} s, five at all jobs, four at a job, one at the cluster, each asking as its page does; beside them a
+Prometheus, and somebody at a command line. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {found["reports"]["count"]:,} reports, none of which may be
+lost ({found["reports"]["lost"]} were), {found["reports"]["p99_ms"]:.0f} ms.
+
+{table(["route", "requests", "p50 [ms]", "p99 [ms]", "worst [ms]", "largest [kB]"], _answer_rows(answers))}
+{_pages(found["pages"]) if "pages" in found else ""}### What it weighs
+
+{database["bytes"] / 1e6:,.0f} MB. By [what is kept](../monitoring.md), {_POINT_BYTES:,} bytes a point, figures alone should be {database["documented_bytes"] / 1e6:,.0f} MB.
+
+{table(["table, with its indices", "MB", "part"], _weight_rows(database))}"""
+
+
+def _answer_rows(answers: dict[str, Any]) -> list[list[str]]:
+    rows = sorted(answers.items(), key=lambda each: (each[0] == "all", each[0]))
+    return [
+        [route, f"{row['count']:,}", *(f"{row[name]:.1f}" for name in ("p50_ms", "p99_ms", "worst_ms")), _size(row)]
+        for route, row in rows
+    ]
+
+
+def _size(row: dict[str, Any]) -> str:
+    return f"{row['bytes'] / 1e3:,.1f}" if row["bytes"] else ""
+
+
+def _pages(pages: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{row['cold_ms']:.0f}",
+            f"**{row['ready_ms']:.0f}**",
+            f"{row['slowest_ms']:.0f}",
+            f"{row['longest_task_ms']:.0f}" if row["longest_task_ms"] else "below 50",
+            f"{row['answers_ms']:.0f}" if row["answers_ms"] else "below 16" if name == "overview" else "",
+        ]
+        for name, row in pages.items()
+    ]
+    headings = ["page", "first visit", f"median of {_LOADS}", "slowest", "longest task", "a key until it is painted"]
+    return f"""### Pages
+
+Chromium without a window, from the navigation until rows, devices or curves are painted and the page takes the next event, in ms; then,
+in the overview, keys typed into the filter.
+
+{table(headings, rows)}
+"""
+
+
+def _weight_rows(database: dict[str, Any]) -> list[list[str]]:
+    return [
+        [name, f"{weight / 1e6:.2f}", f"{weight / database['bytes']:.1%}"]
+        for name, weight in database["by_table"].items()
+        if weight > 100_000
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

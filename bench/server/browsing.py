@@ -1,0 +1,90 @@
+"""How long pages of the dashboard take in a real browser until somebody can use them."""
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_SHOWN = {"overview": ".jobs li", "cluster": ".device", "job": ".charts canvas"}
+"""What a page has when it shows what it is for."""
+# Ready is when it was shown and the browser had time for something else; times count from the navigation.
+_WATCH = """
+window.watched = {ready: 0, tasks: [], answers: []};
+const watch = (type, list, more) => new PerformanceObserver((found) =>
+  found.getEntries().forEach((each) => list.push(each.duration))).observe({type, buffered: true, ...more});
+watch("longtask", watched.tasks);
+watch("event", watched.answers, {durationThreshold: 16});
+const look = () => {
+  if (!document.querySelector(SHOWN)) return requestAnimationFrame(look);
+  requestAnimationFrame(() => setTimeout(() => { watched.ready = performance.now(); }));
+};
+look();
+"""
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """One without a window."""
+    with sync_playwright() as playwright:
+        # Where root runs it, in a container, Chromium has no sandbox of its own.
+        found = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def measured(address: str, token: str, job: int, loads: int) -> dict[str, Any]:
+    """Each page by itself: the first time, with nothing known, and then again and again."""
+    routes = {"overview": "#/", "cluster": "#/cluster", "job": f"#/jobs/{job}"}
+    with browser() as chromium:
+        return {name: _page(chromium, address, token, name, route, loads) for name, route in routes.items()}
+
+
+def _page(chromium: Browser, address: str, token: str, name: str, route: str, loads: int) -> dict[str, Any]:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    # A first visit with nothing in the cache, by somebody whose browser has the token.
+    context.add_init_script(f"sessionStorage.setItem('mimatrix-token', '{token}')")
+    context.add_init_script(f"{{ const SHOWN = {_SHOWN[name]!r}; {_WATCH} }}")
+    page = context.new_page()
+    page.goto(f"{address}/{route}")
+    cold = _seen(page, name)
+    warm = []
+    for _ in range(loads):
+        page.reload()
+        warm.append(_seen(page, name))
+    context.close()
+    return {
+        "cold_ms": cold["ready"],
+        "ready_ms": statistics.median(each["ready"] for each in warm),
+        "slowest_ms": max(each["ready"] for each in warm),
+        "longest_task_ms": max(max(each["tasks"], default=0.0) for each in (cold, *warm)),
+        "answers_ms": max(max(each["answers"], default=0.0) for each in (cold, *warm)),
+        "loads": loads,
+    }
+
+
+def _seen(page: Page, name: str) -> dict[str, Any]:
+    """What was watched, with some words typed where there is a place for them, and for some refreshes."""
+    _wait(page, "watched.ready > 0")
+    if name == "overview":
+        before = page.locator(".jobs li").count()
+        page.locator("#text").press_sequentially("vit 9", delay=60)
+        _wait(page, f"document.querySelectorAll('.jobs li').length != {before}")
+    page.wait_for_timeout(2500)
+    found: dict[str, Any] = page.evaluate("watched")
+    return found
+
+
+def _wait(page: Page, is_so: str) -> None:
+    """Asked from outside: what the page is given to run by itself, its policy forbids."""
+    deadline = time.monotonic() + 20
+    while not page.evaluate(is_so):
+        assert time.monotonic() < deadline, f"it never was that {is_so}"
+        page.wait_for_timeout(10)
