@@ -17,6 +17,8 @@ class Push:
     number: int
     """Of this group's pushes, from 1."""
     samples: int
+    nominal: int
+    """Samples that its pushes usually have: the last one of an epoch may have fewer, and counts as the others do."""
     seen: int
     """The version that its parameters had."""
 

@@ -1,7 +1,7 @@
 """A group's way to the shards: it pushes to all at once, pulls from all at once, and goes on where one is lost."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.frames import Head, Stream
 from mimatrix.hybrid.service import Place, greeted
+from mimatrix.hybrid.shard import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Acknowledged:
     versions: tuple[int, ...]
     staleness: float
     """A mean."""
+    samples: int
+    """Of all groups together, so far."""
 
 
 class Link:
@@ -56,8 +59,10 @@ class Link:
         self.versions = tuple(version for version, _ in found)
         return self._values
 
-    def push(self, gradient: torch.Tensor, samples: int, settings: Mapping[str, float]) -> Acknowledged:
-        """The mean gradient of so many samples at what was pulled last. Back when all shards have it."""
+    def push(
+        self, gradient: torch.Tensor, samples: int, nominal: int, settings: Sequence[Sequence[Settings]]
+    ) -> Acknowledged:
+        """The mean gradient of so many samples at what was pulled last; `settings` by shard. Back when all have it."""
         self._number += 1
         heads = [
             {
@@ -66,14 +71,16 @@ class Link:
                 "group": self._group,
                 "number": self._number,
                 "samples": samples,
+                "nominal": nominal,
                 "seen": version,
-                "settings": dict(settings),
+                "settings": list(map(dict, now)),
             }
-            for shard, version in enumerate(self.versions)
+            for shard, (version, now) in enumerate(zip(self.versions, settings, strict=True))
         ]
         answers = list(self._threads.map(_Line.push, self._lines, heads, self._parts(gradient)))
         late = [int(answer["staleness"]) for answer in answers]
-        return Acknowledged(tuple(int(answer["version"]) for answer in answers), sum(late) / len(late))
+        versions = tuple(int(answer["version"]) for answer in answers)
+        return Acknowledged(versions, sum(late) / len(late), min(int(answer["samples"]) for answer in answers))
 
     def close(self) -> None:
         """No more."""

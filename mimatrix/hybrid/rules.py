@@ -40,7 +40,7 @@ class Rules:
             raise UserError(f"damping is {self.damping:g}; give an exponent from 0 (none) to 2")
 
     def factor(self, samples: int, staleness: int, seen: int) -> float:
-        """On the learning rate of a push of so many samples, so many pushes late, when `seen` samples were applied."""
+        """On the learning rate of pushes of so many samples, for one that is so late, when `seen` were applied."""
         return self._scaling(samples, seen) * float((1 + staleness) ** -self.damping)
 
     def correction(self, before: float | None, now: float) -> float:

@@ -97,9 +97,14 @@ class Service:
             return {"error": str(error)}, None
 
     def _pushed(self, shard: Shard, head: Head, values: torch.Tensor) -> Head:
-        push = Push(head["group"], head["number"], head["samples"], head["seen"])
+        push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"])
         found = shard.push(push, values, head["settings"], lambda: self._mirrored(head, values))
-        return {"version": found.version, "staleness": found.staleness, "again": found.again}
+        return {
+            "version": found.version,
+            "staleness": found.staleness,
+            "again": found.again,
+            "samples": shard.ledger.samples,
+        }
 
     def _mirrored(self, head: Head, values: torch.Tensor) -> None:
         number = head["shard"]

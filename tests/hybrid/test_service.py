@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.link import Link
 from mimatrix.hybrid.rules import Rules
 from mimatrix.hybrid.service import Place, Service
-from mimatrix.hybrid.shard import Shard
+from mimatrix.hybrid.shard import Shard, Stepping
 
 COUNT, B = 1001, 16
 SHARES = Shares((0.5, 0.2, 0.3))
-ADAM = partial(torch.optim.AdamW, lr=0.01)
+ADAM = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 START = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
 
 
@@ -28,7 +27,7 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[lis
     parts = torch.split(START, list(SHARES.cut(COUNT)))
     made = [
         Service(
-            {number: Shard(parts[number], ADAM, Rules(B)) for number in (k, (k - 1) % 3)},
+            {number: _shard(parts[number]) for number in (k, (k - 1) % 3)},
             "secret",
             timeout_s=5,
             say=said.append,
@@ -46,13 +45,21 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[lis
             service.close()
 
 
+def _shard(values: torch.Tensor) -> Shard:
+    return Shard(values, Stepping(torch.optim.AdamW, ((len(values), ADAM),)), Rules(B))
+
+
+def pushed(link: Link, values: torch.Tensor) -> float:
+    return link.push(values, B, B, [[ADAM]] * 3).staleness
+
+
 def gradient(at: torch.Tensor, step: int) -> torch.Tensor:
     return at * 0.5 + torch.cos(torch.arange(COUNT, dtype=torch.float64) + step)
 
 
 def alone(steps: int) -> torch.Tensor:
     value = torch.nn.Parameter(START.clone())
-    optimizer = ADAM([value])
+    optimizer = torch.optim.AdamW([value], **ADAM)  # type: ignore[arg-type]
     for step in range(steps):
         value.grad = gradient(value.detach(), step)
         optimizer.step()
@@ -61,7 +68,7 @@ def alone(steps: int) -> torch.Tensor:
 
 def trained(link: Link, steps: range) -> None:
     for step in steps:
-        link.push(gradient(link.pull(), step), B, {})
+        pushed(link, gradient(link.pull(), step))
 
 
 def test_one_group_alone_is_the_optimizer_itself() -> None:
@@ -92,12 +99,12 @@ def test_groups_count_each_other_and_never_wait() -> None:
         links = [Link(group, COUNT, SHARES, places, "secret") for group in range(3)]
         for link in links:
             link.pull()
-        late = [link.push(torch.zeros(COUNT, dtype=torch.float64), B, {}).staleness for link in links]
+        late = [pushed(link, torch.zeros(COUNT, dtype=torch.float64)) for link in links]
         assert late == [0, 1, 2]
 
         def push(link: Link) -> None:
             for step in range(10):
-                link.push(gradient(link.pull(), step), B, {})
+                pushed(link, gradient(link.pull(), step))
 
         threads = [threading.Thread(target=push, args=(link,)) for link in links]
         for thread in threads:

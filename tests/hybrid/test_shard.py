@@ -1,7 +1,5 @@
 """A shard against formulas that are written out: two groups in lock-step, staleness included."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,10 +8,10 @@ from hypothesis import strategies as st
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.ledger import Ledger, Push
 from mimatrix.hybrid.rules import PLAIN, Rules
-from mimatrix.hybrid.shard import Shard
+from mimatrix.hybrid.shard import Shard, Stepping
 
 LR, MOMENTUM, B = 0.05, 0.9, 32
-SGD = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+SGD = Stepping(torch.optim.SGD, ((3, {"lr": LR, "momentum": MOMENTUM}), (4, {"lr": LR, "momentum": MOMENTUM})))
 TARGET = torch.linspace(-1, 2, 7, dtype=torch.float64)
 
 
@@ -53,7 +51,7 @@ def by_shard(rules: Rules, script: list[tuple[str, int, int]]) -> torch.Tensor:
             has[group] = shard.pull()
         else:
             numbers[group] += 1
-            push = Push(group, numbers[group], samples, has[group].version)
+            push = Push(group, numbers[group], samples, samples, has[group].version)
             shard.push(push, gradient(has[group].values, group))
     return shard.pull().values
 
@@ -89,7 +87,7 @@ def test_two_groups_in_lock_step(rules: Rules) -> None:
 def test_one_group_is_the_optimizer_itself() -> None:
     script = [step for _ in range(30) for step in (("pull", 0, 0), ("push", 0, B))]
     value = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
-    optimizer = SGD([value])
+    optimizer = torch.optim.SGD([value], lr=LR, momentum=MOMENTUM)
     for _ in range(30):
         value.grad = gradient(value.detach(), 0)
         optimizer.step()
@@ -114,21 +112,21 @@ def test_what_is_no_rule() -> None:
 
 def test_a_push_that_comes_again_is_not_applied_again() -> None:
     shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
-    first = shard.push(Push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    first = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     values = shard.pull().values
-    again = shard.push(Push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    again = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     assert (first.version, first.again, again.version, again.again) == (1, False, 1, True)
     assert torch.equal(shard.pull().values, values)
     with pytest.raises(WorldError, match="group 0 pushes number 3 after 1"):
-        shard.push(Push(0, 3, B, 1), torch.ones(7, dtype=torch.float64))
+        shard.push(Push(0, 3, B, B, 1), torch.ones(7, dtype=torch.float64))
     with pytest.raises(WorldError, match="has version 9"):
-        shard.push(Push(1, 1, B, 9), torch.ones(7, dtype=torch.float64))
+        shard.push(Push(1, 1, B, B, 9), torch.ones(7, dtype=torch.float64))
 
 
 def test_what_is_pulled_does_not_change() -> None:
     shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
     pulled = shard.pull()
-    shard.push(Push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     assert pulled.version == 0
     assert not pulled.values.any()
 
@@ -136,10 +134,10 @@ def test_what_is_pulled_does_not_change() -> None:
 def test_saved_and_loaded_it_goes_on_alike() -> None:
     one = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
     for number in range(1, 6):
-        one.push(Push(number % 2, (number + 1) // 2, 40, one.pull().version), gradient(one.pull().values, 0))
+        one.push(Push(number % 2, (number + 1) // 2, 40, 40, one.pull().version), gradient(one.pull().values, 0))
     other = Shard(torch.ones(7, dtype=torch.float64), SGD, Rules(B))
     other.load(one.save())
     for shard in (one, other):
-        shard.push(Push(1, 4, 16, 3), gradient(TARGET * 2, 1))
+        shard.push(Push(1, 4, 16, 16, 3), gradient(TARGET * 2, 1))
     assert torch.equal(one.pull().values, other.pull().values)
     assert Ledger.from_json(one.ledger.to_json()) == one.ledger
