@@ -6,6 +6,8 @@ import { refresh } from "./session.js";
 import { ended } from "./states.js";
 
 const MOST_CHARACTERS = 400_000;
+/** It begins so far from the end: a long one is there as soon as a short one. */
+const END_BYTES = 65_536;
 /** Pieces that are read at once, until the end is reached. */
 const PIECES = 16;
 
@@ -41,7 +43,7 @@ export class Log {
   }
 
   forget() {
-    this.offset = 0;
+    this.offset = -END_BYTES;
     this.text.textContent = "";
     this.cut = this.over = false;
   }
@@ -68,14 +70,21 @@ export class Log {
       const path = `/jobs/${this.number}/log?rank=${this.rank.value}&generation=${this.start.value}&offset=${this.offset}`;
       const found = await get(path, { absent: { text: "", next_offset: this.offset, has_ended: false } });
       if (asked.join() !== [this.rank.value, this.start.value].join()) return undefined;
+      const begins = this.offset < 0;
       this.offset = found.next_offset;
       if (!found.text) {
         this.over = found.has_ended;
         break;
       }
-      this.add(found.text);
+      this.add(begins ? this.begun(found) : found.text);
     }
     return this.tell(job);
+  }
+
+  /** Without the half line that it may begin with. */
+  begun({ text, next_offset: end }) {
+    this.cut = end > END_BYTES || end > new TextEncoder().encode(text).length;
+    return this.cut ? text.slice(text.indexOf("\n") + 1) : text;
   }
 
   /** At the end it follows; whoever scrolled up stays there. */
