@@ -3,6 +3,7 @@
 import { h } from "./dom.js";
 
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const order = new Intl.PluralRules("en", { type: "ordinal" });
 const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeStyle: "long" });
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 const day = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" });
@@ -49,6 +50,21 @@ export function bytes(value) {
   let at = 0;
   for (; left >= 1024 && at < units.length - 1; at += 1) left /= 1024;
   return `${left.toFixed(left < 10 && at ? 1 : 0)} ${units[at]}`;
+}
+
+/** 850 kB/s, 2.1 MB/s, 1.25 GB/s: in thousands, as links are sold. */
+export function rate(bytes_per_s) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let left = bytes_per_s;
+  let at = 0;
+  for (; left >= 999.5 && at < units.length - 1; at += 1) left /= 1000;
+  return `${at && left < 99.5 ? left.toPrecision(at > 2 ? 3 : 2) : left.toFixed(0)} ${units[at]}/s`;
+}
+
+/** 1st, 22nd, 113th */
+export function ordinal(number) {
+  const ending = { one: "st", two: "nd", few: "rd", other: "th" }[order.select(number)];
+  return count(number) + ending;
 }
 
 /** 42 % */

@@ -1,10 +1,11 @@
 // One job: how it goes, who holds it up, why it is as it is, what it says.
 
 import { get } from "./api.js";
+import { checkpointsPart } from "./checkpoints.js";
 import { Curves } from "./curves.js";
 import { askCancel, askPriority, askRetry } from "./dialog.js";
 import { fill, h } from "./dom.js";
-import { asks, brief, count, figure, lasted, many, span, when } from "./format.js";
+import { asks, brief, count, figure, lasted, many, ordinal, span, when } from "./format.js";
 import { Log } from "./log.js";
 import { planPart } from "./plan.js";
 import { bars, latest, timeline } from "./ranks.js";
@@ -24,6 +25,7 @@ export function jobView(number) {
   const ranks = h("section", { class: "card", hidden: true });
   const steps = h("section", { class: "card", hidden: true });
   const plan = h("section", { class: "card", hidden: true });
+  const saved = h("section", { class: "card", hidden: true, "aria-label": "Checkpoints" });
   const events = h("section", { class: "card" });
   const facts = h("section", { class: "card" });
   const log = new Log(number);
@@ -39,10 +41,11 @@ export function jobView(number) {
     curves.element,
     h("div", { class: "two" }, ranks, steps),
     plan,
+    saved,
     log.element,
     h("div", { class: "two" }, events, facts),
   );
-  const kept = { at: 0, is: "", plan: null, troubles: "" };
+  const kept = { at: 0, is: "", plan: null, saved: [], troubles: "" };
 
   async function refresh() {
     const job = await get(`/jobs/${number}`);
@@ -58,6 +61,7 @@ export function jobView(number) {
     show(ranks, rows.length > 0, () => bars(rows, live.troubles, runs(job)));
     show(steps, rows.length > 1, () => timeline(rows, live.troubles));
     show(plan, kept.plan !== null, () => planPart(kept.plan, rows, job));
+    show(saved, job.generation > 0, () => checkpointsPart(kept.saved, job));
     return ended(job) ? SELDOM_S : undefined;
   }
 
@@ -66,11 +70,12 @@ export function jobView(number) {
     const is = [job.state, job.generation, job.priority, job.reason].join();
     if (is === kept.is && (ended(job) || Date.now() - kept.at < SELDOM_S * 1000)) return;
     Object.assign(kept, { is, at: Date.now() });
-    const [stored, happened] = await Promise.all([
+    const [stored, happened, checkpoints] = await Promise.all([
       get(`/jobs/${number}/plan`, { absent: null }),
       get(`/jobs/${number}/events`),
+      get(`/jobs/${number}/checkpoints`),
     ]);
-    kept.plan = stored?.content ?? null;
+    Object.assign(kept, { plan: stored?.content ?? null, saved: checkpoints });
     fill(events, eventsPart(job, happened));
     fill(facts, factsPart(job));
   }
@@ -153,6 +158,7 @@ function figuresPart(job) {
       job.seats.length ? many(job.seats.length, "device") : `wants ${asks(job.devices)}`,
       nodesOf(job.seats),
     ),
+    job.place && pair("In the queue", ordinal(job.place)),
     waits(job) && [pair("Priority", String(job.priority)), pair("Handed in", when(job.created_at))],
     seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Runs for", span(seconds)),
   ];

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { mayHandIn, who } from "./session.js";
 import { Chart } from "./chart.js";
 import { fill, h } from "./dom.js";
-import { asks, count, lasted, many, span, when } from "./format.js";
+import { asks, count, lasted, many, ordinal, span, when } from "./format.js";
 import { ENDED, RUNNING, WAITING, asked, chip, runs, waits } from "./states.js";
 
 const PAGE = 50;
@@ -112,7 +112,7 @@ export function overview() {
     const running = found.live.filter((job) => runs(job) && fits(job));
     const waiting = found.live
       .filter((job) => waits(job) && fits(job))
-      .sort((a, b) => b.priority - a.priority || a.id - b.id);
+      .sort((a, b) => place(a) - place(b) || b.priority - a.priority || a.id - b.id);
     const ended = found.ended.filter(fits);
     const every = running.length + waiting.length + ended.length;
     fill(
@@ -157,10 +157,14 @@ function fits(job) {
     .every((word) => said.includes(word));
 }
 
+/** In the queue; who was just handed in comes last. */
+const place = (job) => job.place ?? Number.MAX_SAFE_INTEGER;
+
 function row(job) {
   const { step, samples_per_s: rate } = job.progress;
   const seconds = lasted(job);
   const facts = [
+    waits(job) && job.place && h("b", {}, `${ordinal(job.place)} in the queue`),
     job.user,
     runs(job) ? many(job.seats.length, "device") : `${waits(job) ? "wants " : ""}${asks(job.devices)}`,
     runs(job) && step > 0 && `step ${count(step)}`,
