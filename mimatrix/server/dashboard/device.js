@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
-import { bytes, span, when } from "./format.js";
+import { bytes, figure, percent, rate, span, when } from "./format.js";
 import { table } from "./plan.js";
 import { chip } from "./states.js";
 
@@ -34,6 +34,7 @@ export function deviceView(node, number) {
         device ? `${device.kind}, ${bytes(device.memory_bytes)}, ` : "It is not in the cluster now. ",
         device && now(host, device),
       ),
+      device && h("p", { class: "soft" }, use(device)),
       history.jobs.length > 0 && [day(history.jobs), users(history.jobs)],
       !history.jobs.length && h("p", { class: "empty" }, "Nobody has used it yet."),
     );
@@ -47,6 +48,19 @@ function now(node, device) {
   return device.job === null
     ? "free."
     : ["used by ", h("a", { href: `#/jobs/${device.job}` }, `job ${device.job}`), "."];
+}
+
+function use(device) {
+  const { busy, memory_bytes: taken, memory_total_bytes: whole, power_w: power, temperature_c: heat } = device.use ?? {};
+  const there = (value) => value !== null && value !== undefined;
+  const said = [
+    there(busy) && `${percent(busy)} busy`,
+    there(taken) && `memory ${bytes(taken)}${whole ? ` of ${bytes(whole)}` : ""}`,
+    there(power) && `${figure(power)} W`,
+    there(heat) && `${figure(heat)} °C`,
+    there(device.moved_bytes_per_s) && `moves ${rate(device.moved_bytes_per_s)} to other devices`,
+  ].filter(Boolean);
+  return said.length ? said.join(" · ") : "No figures: no worker runs here.";
 }
 
 /** The last day as a strip; less, where nobody used it before. */

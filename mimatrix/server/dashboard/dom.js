@@ -18,6 +18,11 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** In the place of an element with that key which is there and should stay as it is. */
+export function staying(tag, key) {
+  return Object.assign(h(tag, { "data-key": key }), { stays: true });
+}
+
 /** Have `parent` hold just `children`: what is there already is changed in place; `data-key` says what is the same. */
 export function fill(parent, ...children) {
   const wanted = nodes(children);
@@ -52,6 +57,7 @@ function known(fresh, place, kept) {
 }
 
 function become(old, fresh) {
+  if (fresh.stays) return;
   if (old.nodeType === Node.TEXT_NODE) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
