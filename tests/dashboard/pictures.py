@@ -2,17 +2,20 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS / "server"))
 
 from browsers import DESK, PHONE, Visit, browser, visit  # noqa: E402
+from clusters import node  # noqa: E402
 from houses import SCRIPTS, Server, server  # noqa: E402
 from playwright.sync_api import Browser  # noqa: E402
 
@@ -20,7 +23,7 @@ from mimatrix.wire.messages import JobState  # noqa: E402
 
 PICTURES = TESTS.parent / "docs" / "pictures"
 SHOWN = Path(__file__).parent / "scripts" / "shown.py"
-SMALL = (1280, 420)
+CLUSTER = (1280, 890)
 
 
 def main() -> None:
@@ -29,17 +32,18 @@ def main() -> None:
         ann, ben = (_token(up, name) for name in ("ann", "ben"))
         _hand_in(up, ben, "warm-up", SCRIPTS / "hello.py", "1")
         _hand_in(up, ann, "broken", SCRIPTS / "failing.py", "1")
-        first = _hand_in(up, ann, "mlp-planned", SHOWN, "2", "120", "planned")
+        first = _hand_in(up, ann, "mlp-planned", SHOWN, "2", "150", "planned")
         up.until(first, lambda job: job.progress.step > 0)
-        _hand_in(up, ben, "sweep-1", SCRIPTS / "patient.py", "1", "400")
+        other = _hand_in(up, ben, "sweep-1", SCRIPTS / "patient.py", "1", "400")
         _hand_in(up, ben, "sweep-2", SCRIPTS / "patient.py", "4", "400")
         _hand_in(up, ann, "large", SCRIPTS / "patient.py", "a100:8", "400")
         time.sleep(80)
         _shoot(chromium, up, ann, "#/", "jobs")
         _shoot(chromium, up, ann, "#/", "phone", size=PHONE)
-        _shoot(chromium, up, ann, f"#/jobs/{first}", "job", down_to=".job > .card:nth-of-type(3)")
-        _shoot(chromium, up, ann, "#/cluster", "cluster", scheme="dark", size=SMALL)
-        up.until(first, lambda job: job.state is JobState.DONE, within_s=120)
+        _shoot(chromium, up, ann, f"#/jobs/{first}", "job", down_to=".job > .log")
+        nodes = _cluster(first, other)
+        _shoot(chromium, up, ann, "#/cluster", "cluster", scheme="dark", size=CLUSTER, nodes=nodes)
+        up.until(first, lambda job: job.state is JobState.DONE, within_s=150)
         second = _hand_in(up, ann, "mlp-even", SHOWN, "2", "80", "even", priority=100)
         up.until(second, lambda job: job.progress.step > 0)
         time.sleep(60)
@@ -75,8 +79,11 @@ def _shoot(
     size: tuple[int, int] = DESK,
     scheme: Literal["light", "dark"] = "light",
     down_to: str = "",
+    nodes: list[dict[str, Any]] | None = None,
 ) -> None:
     with visit(chromium, f"http://127.0.0.1:{up.port}", size, scheme) as seen:
+        if nodes:
+            seen.page.route("**/api/nodes", lambda route: route.fulfill(json=nodes))
         seen.sign_in(token)
         seen.go(route)
         seen.page.wait_for_timeout(4000)
@@ -84,6 +91,23 @@ def _shoot(
             seen.page.set_viewport_size({"width": size[0], "height": _end_of(seen, down_to) + 20})
             seen.page.wait_for_timeout(500)
         seen.page.screenshot(path=PICTURES / f"dashboard-{name}.png")
+
+
+def _cluster(first: int, other: int) -> list[dict[str, Any]]:
+    """More machines than a test has, some of them busy."""
+    found = [
+        node("gpu-1", 4, near="rack-a", jobs=(first,) * 4, link=(1.1e9, 1.08e9, 1.25e9)),
+        node("gpu-2", 4, near="rack-a", jobs=(first, first, None, other), link=(4.1e8, 4.3e8, 1.25e9)),
+        node("gpu-3", 4, near="rack-a"),
+        node("old-1", 8, near="rack-b", kind="V100", jobs=(other,) * 8, link=(2.1e6, 1.0e6, 1.25e8)),
+        node("old-2", 2, near="rack-b", kind="V100") | {"answers": False},
+    ]
+    spread = random.Random(5)
+    for device in (device for each in found for device in each["devices"] if device["use"]):
+        device["use"] = device["use"] | {"busy": spread.uniform(0.4, 0.98)}
+        device["moved_bytes_per_s"] = spread.uniform(2e8, 3e8) if device["kind"] == "A100" else spread.uniform(1e5, 3e5)
+    found[-1]["seen_at"] = datetime.fromtimestamp(time.time() - 190, UTC).isoformat()
+    return found
 
 
 def _end_of(seen: Visit, selector: str) -> int:

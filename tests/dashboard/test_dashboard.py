@@ -1,6 +1,7 @@
 """The dashboard as people use it: a real server with real jobs, in a real browser."""
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +9,15 @@ from typing import Any
 
 import pytest
 from browsers import DESK, PHONE, browser, needs_browser, visit
+from clusters import node
 from houses import Server, server
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from mimatrix.wire.messages import ACTIVE, ENDED, JobState, Role, TokenWanted
 
 pytestmark = [needs_browser, pytest.mark.timeout(120)]
+OURS = Path(__file__).parent / "scripts"
+FOCUSED = "[document.activeElement.getBoundingClientRect().top, document.activeElement.href]"
 LONG = "import time\nprint(open('note.txt').read(), flush=True)\ntime.sleep(600)\n"
 
 
@@ -51,7 +55,8 @@ def running(up: Server, script: str, *words: str) -> Iterator[int]:
         yield number
     finally:
         with up.client() as client:
-            client.act(number, "cancel")
+            if client.job(number).state not in ENDED:
+                client.act(number, "cancel")
         up.until(number, lambda job: job.state in ENDED)
 
 
@@ -109,44 +114,60 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
 
         page.get_by_role("link", name="All jobs").click()
         waiting = page.get_by_role("region", name="Waiting").get_by_role("listitem")
+        expect(waiting).to_contain_text("1st in the queue")
         expect(waiting).to_contain_text("priority 77")
         expect(waiting).to_contain_text("needs 2 x cpu")
         assert not seen.is_wider_than_the_screen()
         for number in (second, first):
             seen.go(f"#/jobs/{number}")
-            page.get_by_role("button", name="Cancel", exact=True).click()
-            page.get_by_role("button", name="Cancel the job").click()
-            expect(page.locator(".head .chip")).to_have_text("cancelled")
+            _cancel(page)
         expect(page.get_by_role("button", name="Try again")).to_be_visible()
     assert up.until(first, lambda job: job.state in ENDED).state is JobState.CANCELLED
 
 
-@pytest.mark.long
-def test_a_job_that_trains_shows_curves_ranks_and_where_a_step_goes(up: Server, chromium: Browser) -> None:
-    with (
-        running(up, "training.py", "--devices", "2", "--", "3000", "0.02") as number,
-        visit(chromium, origin(up)) as seen,
-    ):
-        up.until(number, lambda job: job.progress.step > 0)
-        seen.sign_in(admin(up))
-        seen.go(f"#/jobs/{number}")
+def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium: Browser) -> None:
+    with running(up, str(OURS / "watched.py"), "--devices", "2") as number, visit(chromium, origin(up)) as seen:
         page = seen.page
-        expect(page.get_by_role("img", name=re.compile("^loss: from"))).to_be_visible()
+        up.until(number, lambda job: job.progress.step > 60)
+        seen.sign_in(admin(up))
+        seen.go("#/cluster")
+        link = page.get_by_role("listitem").filter(has=page.get_by_role("article")).locator(".carried")
+        expect(link).to_have_text(re.compile(r"^[\d.]+ [kM]?B/s in.*[\d.]+ [kM]?B/s out"))
+        expect(page.get_by_role("img", name=re.compile(r"\d+ % busy, moves [\d.]+ [kM]?B.s"))).to_have_count(2)
+
+        seen.go(f"#/jobs/{number}")
+        curve = page.get_by_role("img", name=re.compile("^loss: from"))
+        before = curve.get_attribute("aria-label")
+        assert before
         expect(page.get_by_role("img", name=re.compile("^Samples.s: from"))).to_be_visible()
         expect(page.get_by_role("img", name=re.compile(r"^Rank 1: .*computing \d+ %, communicating"))).to_be_visible()
         expect(page.get_by_role("img", name=re.compile(r"^Rank 1: .*computing [\d.]+ ms"))).to_be_visible()
         step = page.locator(".figures dd").first
         expect(step).not_to_have_text(step.inner_text())
+        expect(curve).not_to_have_attribute("aria-label", before)
+
+        saved = page.get_by_role("region", name="Checkpoints")
+        expect(saved).to_contain_text(re.compile(r"it goes on from step \d+\."))
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        saved.get_by_role("button", name="Copy").first.click()
+        expect(page.get_by_text("The path is copied.")).to_be_visible()
+        copied = Path(page.evaluate("navigator.clipboard.readText()"))
+        assert copied.parent == up.data / "checkpoints" / f"job-{number}"
+
+        (copied.parent / "slow").touch()
+        expect(page.get_by_role("alert").filter(has_text="One rank is slow.")).to_contain_text("because of rank 1 on ")
+        expect(page.locator("li.slow")).to_contain_text("slow: compute")
         page.get_by_text("Time", exact=True).click()
-        expect(page.get_by_role("img", name=re.compile("^loss: from"))).to_be_visible()
+        expect(curve).to_be_visible()
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert seen.barriers() == []
         page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
         assert not seen.is_wider_than_the_screen()
+        _cancel(page)
+        expect(saved).to_contain_text(re.compile(r"“Try again” goes on from step \d+\."))
 
 
-@pytest.mark.long
 def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
     with visit(chromium, origin(up)) as seen:
         page = seen.page
@@ -154,14 +175,14 @@ def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
         page.get_by_label("Token").wait_for()
         assert seen.barriers() == []
         seen.sign_in(admin(up))
-        node = page.evaluate(
+        name = page.evaluate(
             "fetch('api/nodes', {headers: {Authorization: 'Bearer ' + sessionStorage['mimatrix-token']}})"
             ".then(answer => answer.json()).then(nodes => nodes[0].name)"
         )
         for route, ready in (
             ("#/", ".meter"),
             ("#/cluster", ".device"),
-            (f"#/cluster/{node}/0", ".lists > p"),
+            (f"#/cluster/{name}/0", ".lists > p"),
             ("#/submit", "form.card"),
             ("#/jobs/99999", "[role=alert]"),
         ):
@@ -181,41 +202,87 @@ def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
         assert page.evaluate("document.activeElement.id") == "main"
 
 
-def test_who_only_looks_is_offered_nothing_else(up: Server, chromium: Browser) -> None:
-    with running(up, "patient.py", "--", "300") as number, visit(chromium, origin(up)) as seen:
-        seen.sign_in(token(up, "vera", Role.VIEWER))
-        expect(seen.page.get_by_role("link", name="Submit")).to_have_count(0)
-        seen.go(f"#/jobs/{number}")
-        expect(seen.page.locator(".head .chip")).to_be_visible()
-        expect(seen.page.get_by_role("button", name="Cancel")).to_have_count(0)
-        seen.go("#/submit")
-        expect(seen.page.get_by_text("A viewer looks and hands nothing in")).to_be_visible()
-
-
-@pytest.mark.long
-def test_a_slow_rank_is_said_in_words_and_a_server_that_is_away_is_waited_for(up: Server, chromium: Browser) -> None:
+def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, chromium: Browser) -> None:
+    hangs = "rank 1 on n/1 has not come to all_reduce"
+    trouble = {"kind": "hang", "rank": 1, "seat": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
-    said = "rank 1 on n/1 computes 3.0 times as long as planned; the others lose 20 ms in every step"
-    trouble = {"kind": "slow", "rank": 1, "seat": "n/1", "cause": "compute", "lost_s": 0.02, "sentence": said}
-    with running(up, "patient.py", "--", "300") as number, visit(chromium, origin(up)) as seen:
+    with running(up, str(OURS / "loud.py")) as number, visit(chromium, origin(up)) as seen:
         page = seen.page
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url) if "/log?" in request.url else None)
         page.route("**/api/jobs/*/ranks", lambda route: _answer(route, {"ranks": ranks, "troubles": [trouble]}))
-        seen.sign_in(admin(up))
+        with up.client() as client:
+            while "tick" not in client.log(number, 0, -100).text:
+                time.sleep(0.1)
+        seen.sign_in(token(up, "vera", Role.VIEWER))
+        expect(page.get_by_role("link", name="Submit")).to_have_count(0)
         seen.go(f"#/jobs/{number}")
-        expect(page.get_by_role("alert").filter(has_text="One rank is slow.")).to_contain_text("R" + said[1:])
-        expect(page.locator("li.slow")).to_contain_text("slow: compute")
+        output = page.locator(".log")
+        expect(output).to_contain_text(re.compile(r"tick \d+\n$"))
+        expect(output).to_contain_text(f"The end of it; all of it: mimatrix logs {number} --rank 0")
+        assert re.match(r"line \d+ ·{80}\nline", output.locator("pre").inner_text())
+        assert len(asked) < 10
+        assert "offset=-65536" in asked[0]
+        last = output.locator("pre").inner_text()
+        expect(output.locator("pre")).not_to_have_text(last, use_inner_text=True)
+
+        expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("A script saves with run.save()")
+        expect(page.get_by_role("alert").filter(has_text="It hangs.")).to_contain_text("R" + hangs[1:])
         expect(page.get_by_text("Rank 1 is busy longest, 30.0 ms")).to_be_visible()
-        assert seen.barriers() == []
+        expect(page.get_by_role("button", name="Cancel")).to_have_count(0)
         page.context.set_offline(True)
         expect(page.get_by_text("The server does not answer.")).to_be_visible()
         page.context.set_offline(False)
         page.get_by_role("button", name="Try now").click()
         expect(page.get_by_text("The server does not answer.")).to_be_hidden()
+        seen.go("#/submit")
+        expect(page.get_by_text("A viewer looks and hands nothing in")).to_be_visible()
 
 
-@pytest.mark.long
+def test_links_and_devices_are_drawn_with_what_they_carry(up: Server, chromium: Browser) -> None:
+    nodes = [
+        node("fast", 4, jobs=(7, 7, 7, 7), link=(1.12e9, 2.1e6, 1.25e9)),
+        node("plain", 2, jobs=(7, 7), link=(850.0, 0.0, None)),
+        node("idle", 8),
+        node("gone", 1) | {"answers": False},
+    ]
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        page.route("**/api/nodes", lambda route: _answer(route, nodes))
+        seen.sign_in(admin(up))
+        seen.go("#/cluster")
+        links = page.locator(".spot")
+        expect(links.nth(0)).to_contain_text("1.12 GB/s in, 90 %2.1 MB/s out, < 1 %of 1.25 GB/s")
+        expect(links.nth(1)).to_contain_text("850 B/s in0 B/s outplain")
+        expect(links.nth(2)).to_contain_text("no figures: no worker runs here")
+        expect(links.nth(3)).to_contain_text("Does not answer; last seen ")
+        thick = page.locator(".wire .in").evaluate_all("all => all.map(each => each.offsetHeight)")
+        assert thick[0] > 2 * thick[1] > 0
+        expect(page.get_by_role("img", name="50 % busy, moves 330 MB/s")).to_have_count(6)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert seen.barriers() == []
+
+        nodes[:] = [node(f"n{each:02}", 8, jobs=(7,) * 8, link=(1e6 * each, 5e5, 1.25e9)) for each in range(63)]
+        page.reload()
+        expect(page.locator(".device")).to_have_count(504)
+        page.evaluate("document.querySelector('[aria-label=\"Device n60/3\"]').focus()")
+        before = page.evaluate(FOCUSED)
+        nodes[59] = node("n59", 8)
+        _ask_now(page)
+        expect(page.locator(".spot").nth(59)).to_contain_text("no worker runs here")
+        assert page.evaluate(FOCUSED) == before
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        page.reload()
+        expect(page.locator(".device").first).to_be_hidden()
+        page.get_by_text("8 of 504 devices free").click()
+        expect(page.locator(".device").first).to_be_visible()
+        assert not seen.is_wider_than_the_screen()
+
+
 def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> None:
-    jobs = [_job(number) for number in range(1000, 0, -1)]
+    # The higher the number, the sooner.
+    jobs = [_job(number) | {"place": 1001 - number} for number in range(1, 1001)]
 
     def answer(route: Route) -> None:
         live = "state=queued" in route.request.url
@@ -227,19 +294,30 @@ def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> N
         seen.sign_in(admin(up))
         rows = page.get_by_role("region", name="Waiting").get_by_role("listitem")
         expect(rows).to_have_count(50)
+        expect(rows.nth(0)).to_contain_text("1000 run-1000queued1st in the queue")
+        expect(rows.nth(21)).to_contain_text("979 run-979queued22nd in the queue")
         page.get_by_role("button", name="Show more (950)").click()
         expect(rows).to_have_count(150)
         page.evaluate("document.querySelectorAll('.jobs a')[120].focus()")
-        place = "[document.activeElement.getBoundingClientRect().top, document.activeElement.href]"
-        before = page.evaluate(place)
-        with page.expect_response("**/api/nodes"):
-            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        before = page.evaluate(FOCUSED)
+        _ask_now(page)
         page.wait_for_timeout(100)
-        assert page.evaluate(place) == before
+        assert page.evaluate(FOCUSED) == before
         page.get_by_label("Search").fill("run-777")
         expect(rows).to_have_count(1)
         page.get_by_label("Search").fill("nobody has this")
         expect(page.get_by_text("No job fits this.")).to_be_visible()
+
+
+def _cancel(page: Page) -> None:
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.get_by_role("button", name="Cancel the job").click()
+    expect(page.locator(".head .chip")).to_have_text("cancelled")
+
+
+def _ask_now(page: Page) -> None:
+    with page.expect_response("**/api/nodes"):
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def _rank(rank: int, busy_s: float) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Trains for so many seconds: as planned, or evenly with a second rank that takes longer from the half on."""
+"""Trains for so many seconds, saving now and then: as planned, or evenly with a second rank that slows at the half."""
 
+import os
 import sys
 import time
 
@@ -9,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import mimatrix
 
+EVERY = 500
 seconds, plan = float(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
 inputs = torch.randn(8192, 64)
@@ -34,5 +36,7 @@ for _ in run.epochs(10_000):
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss, accuracy=(logits.argmax(1) == batch[1]).float().mean())
+        if not run.in_batch and run.step % EVERY == 0:
+            run.save(os.environ["MIMATRIX_CHECKPOINTS"])
     if time.monotonic() - begun > seconds:
         break
