@@ -104,6 +104,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
 
         first = hand_in("first")
         expect(page.get_by_role("region", name="Output", exact=True).last).to_contain_text("carried along in äöü")
+        expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("A script saves with run.save()")
         second = hand_in("second")
         expect(page.locator(".why")).to_contain_text("Why it waits: Needs 2 x cpu")
         page.get_by_role("button", name="Priority").click()
@@ -206,11 +207,13 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
     hangs = "rank 1 on n/1 has not come to all_reduce"
     trouble = {"kind": "hang", "rank": 1, "seat": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
+    elsewhere = {"path": "/elsewhere/step-320", "step": 320, "saved_at": "2026-01-01T00:00:00Z", "bytes": 5 << 20}
     with running(up, str(OURS / "loud.py")) as number, visit(chromium, origin(up)) as seen:
         page = seen.page
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url) if "/log?" in request.url else None)
         page.route("**/api/jobs/*/ranks", lambda route: _answer(route, {"ranks": ranks, "troubles": [trouble]}))
+        page.route("**/api/jobs/*/checkpoints", lambda route: _answer(route, [elsewhere]))
         with up.client() as client:
             while "tick" not in client.log(number, 0, -100).text:
                 time.sleep(0.1)
@@ -226,7 +229,11 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         last = output.locator("pre").inner_text()
         expect(output.locator("pre")).not_to_have_text(last, use_inner_text=True)
 
-        expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("A script saves with run.save()")
+        saved = page.get_by_role("region", name="Checkpoints")
+        expect(saved).to_contain_text("a new start goes on from them only with run.load(folder)")
+        expect(saved.get_by_role("row").last).to_contain_text(
+            re.compile(r"^320\d+ d \d+ h ago .*5.0 MiB/elsewhere/step-320Copy$")
+        )
         expect(page.get_by_role("alert").filter(has_text="It hangs.")).to_contain_text("R" + hangs[1:])
         expect(page.get_by_text("Rank 1 is busy longest, 30.0 ms")).to_be_visible()
         expect(page.get_by_role("button", name="Cancel")).to_have_count(0)

@@ -28,7 +28,14 @@ export function checkpointsPart(saved, job) {
 function goesOn(saved, job) {
   // Only what lies in the job's own folder is found again by itself.
   const found = saved.find((each) => new RegExp(`/job-${job.id}/[^/]+$`).test(each.path));
-  if (!found) return ["In a folder of the script's own, from which it goes on with ", h("code", {}, "run.load()"), "."];
+  if (!found)
+    return [
+      "Not in the folder that ",
+      h("code", {}, "MIMATRIX_CHECKPOINTS"),
+      " names: a new start goes on from them only with ",
+      h("code", {}, "run.load(folder)"),
+      ".",
+    ];
   const step = h("b", {}, `step ${count(found.step)}`);
   if (ended(job)) return ["“Try again” goes on from ", step, "."];
   return waits(job)
