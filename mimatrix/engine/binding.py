@@ -22,6 +22,8 @@ class Binding:
         self.optimizer = optimizer
         _check_known(optimizer, known)
         self._slices = {piece.piece.parameter: piece for piece in slices}
+        self.given = [list(group["params"]) for group in optimizer.param_groups]
+        """The model's own parameters, by the optimizer's groups."""
         self.leaves: dict[nn.Parameter, nn.Parameter] = {}
         """The tensor that the optimizer has for a parameter of the model."""
         for group in optimizer.param_groups:

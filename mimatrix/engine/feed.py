@@ -131,6 +131,15 @@ class Feed:
         samples = len(self._reading.dataset)
         return samples // self._total if self._reading.drop_last else -(-samples // self._total)
 
+    @property
+    def samples(self) -> int:
+        """In an epoch."""
+        if self._streams:
+            raise UserError(
+                "an iterable dataset has no length, and epochs of several groups need one; give one with it"
+            )
+        return len(self._reading.dataset)
+
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Micro, Any]]:
         """The micro-batches of epoch `number` from global batch `start` on.
 

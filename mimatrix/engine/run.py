@@ -28,6 +28,7 @@ from mimatrix.engine.knobs import Knobs
 from mimatrix.engine.leaving import LEFT, Leaving
 from mimatrix.engine.loader import Loader
 from mimatrix.engine.logs import Logs
+from mimatrix.engine.outer import Outer
 from mimatrix.engine.passing import STAGES, ParametersCut
 from mimatrix.engine.plans import Plans
 from mimatrix.engine.precision import LossScale, Precision
@@ -59,7 +60,9 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
         device: torch.device | str = "cpu",
+        outer: Outer | None = None,
     ) -> None:
+        self._outer = outer
         self.settings, self.rank, self.ranks, self.device = settings, rank, ranks, torch.device(device)
         self._group = group if ranks > 1 else None
         self._main = self._group("reduce") if self._group else None
@@ -92,6 +95,8 @@ class Run:
         """Whether the loop has called the optimizer."""
         self._word: Word | None = None
         self._ended = self._backs = 0
+        self._began = 0
+        """The epoch in which the loop over the loader began."""
         self._leader: int | None = None
         """Who says how it goes on after the last global batch, where a rank had no data in it."""
         self._leaving: Leaving | None = None
@@ -168,6 +173,13 @@ class Run:
             hear_gradients(units, cycle.arrived)
         if isinstance(sharding, ParametersCut):
             hear_modules(model, sharding)
+        if self._outer:
+            outer = self._outer
+            outer.begin(model, binding, self._main, cut=sharding.parts)
+            if isinstance(sharding, Sharding):
+                with torch.no_grad():
+                    sharding.publish()
+            cycle.step_by(lambda micro: outer.step(micro.total, self._first.total))
         cycle.tell = self._tell_batch
         cycle.hear = self._hear_batch
         self._cycle, self._model, self._loader = cycle, model, Loader(self, feed)
@@ -195,14 +207,20 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of epochs up to `count`, from where the run stands."""
-        while self.position.epoch < count:
+        while self._epoch() < count:
             epoch = self.position.epoch
-            yield epoch
+            yield self._epoch()
             self._check_left()
-            if self.position.epoch == epoch:
+            if self.position.epoch == epoch and self._outer is None:
                 # The loader was not run to its end; all ranks left it at the same step.
                 self.position = Position(epoch + 1, 0)
                 self._join_logs([message["logs"] for message in self._exchange.all(self._tell())])
+
+    def _epoch(self) -> int:
+        """Where groups share their parameters, an epoch is as many samples as there are, whoever had them."""
+        if self._outer is None or self._loader is None:
+            return self.position.epoch
+        return self._outer.samples // self._loader.feed.samples
 
     def log(self, **values: Any) -> None:
         """Figures of this micro-batch. Their weighted means over all ranks are in `history`, step by step."""
@@ -294,20 +312,22 @@ class Run:
         persistent = persistent_buffers(model)
         return found | {name: value.detach().cpu().clone() for name, value in persistent.items()}
 
-    def save(self, folder: str | Path = "checkpoints", *, keep: int = 3, wait: bool = False) -> None:
+    def save(self, folder: str | Path | None = None, *, keep: int = 3, wait: bool = False) -> None:
         """Begin a checkpoint, `folder/step-00000120`; it is there when all of it is, and the last `keep` stay.
 
+        The folder is `checkpoints`, or in a job its own: one that is tried again goes on from there.
         Training goes on while it is written. What goes wrong is raised by the next `save` or by `close`, or here with
         `wait`. All ranks call it; those without data in this global batch join in by themselves.
         """
         if self._ready().is_open:
             raise UserError("run.save was called inside of a global batch; call it when `not run.in_batch`")
         assert self._checkpoints
-        if wait or self._checkpoints.would_wait(str(folder)):
+        where = self._folder(folder)
+        if wait or self._checkpoints.would_wait(where):
             self._check_all_come("run.save(wait=True)" if wait else "a second run.save")
-        self._checkpoints.save(str(folder), keep, wait=wait)
+        self._checkpoints.save(where, keep, wait=wait)
 
-    def load(self, folder: str | Path = "checkpoints") -> bool:
+    def load(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest good checkpoint of a folder, or from one itself; False if there is none.
 
         Whatever the number of ranks, shares and stage with which it was saved. All ranks call it, after `prepare`.
@@ -317,7 +337,7 @@ class Run:
             raise UserError("run.load was called inside of a global batch; call it before the loop over the loader")
         self._check_all_come("run.load")
         assert self._checkpoints
-        found = self._checkpoints.load(str(folder))
+        found = self._checkpoints.load(self._folder(folder))
         if found:
             self.step, self.position = found
             if self.plan and self._loader is not None:
@@ -325,6 +345,10 @@ class Run:
             if self._knobs:
                 self._knobs.renew()
         return found is not None
+
+    def _folder(self, given: str | Path | None) -> str:
+        usual = self._leaving.folder if self._leaving else Path("checkpoints")
+        return str(usual if given is None else given)
 
     @property
     def in_batch(self) -> bool:
@@ -341,6 +365,8 @@ class Run:
             if self._checkpoints:
                 self._checkpoints.settle()
         finally:
+            if self._outer:
+                self._outer.close()
             if self._cycle and isinstance(self._cycle.sharding, Sharding):
                 self._cycle.sharding.close()
             for group in self._further:
@@ -429,11 +455,14 @@ class Run:
         check_frozen(self._ready().sharding.units)
         self._ready().sharding.check_places()
         self._watch.restart()
+        self._began = self._epoch()
 
     def goes_on(self) -> bool:
         """Whether the loop goes on after a global batch; a rank without data in it does as the others do."""
         if self._leaving:
             self._leave_when_due(self._leaving)
+        if self._outer and self._began != self._epoch():
+            return False
         leader, self._leader = self._leader, None
         if leader is None or self._word is None:
             return True
@@ -649,7 +678,7 @@ class Run:
         gathers = self._further_group("gather") if self.stage == 3 else None
         if gathers:
             self._watch.groups = (*self._watch.groups, gathers)
-        may_read = self.stage == 0 and reads_in_place(self._main, units, optimizer)
+        may_read = self.stage == 0 and self._outer is None and reads_in_place(self._main, units, optimizer)
         if all(message["reads"] for message in self._exchange.all({"reads": may_read})):
             return GradientsRead(self._main, None, units, self.shares, self._watch)
         return STAGES[self.stage](self._main, gathers, units, self.shares, self._watch)

@@ -1,7 +1,7 @@
 """A group's way to the shards: it pushes to all at once, pulls from all at once, and goes on where one is lost."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,14 +15,22 @@ from mimatrix.hybrid.shard import Settings
 
 
 @dataclass(frozen=True, slots=True)
+class Pulled:
+    """All parameters, each shard of one version."""
+
+    values: torch.Tensor
+    versions: tuple[int, ...]
+    samples: int
+    """That all groups together have pushed; of the shard that has the fewest."""
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledged:
     """What became of a push, over all shards."""
 
     versions: tuple[int, ...]
     staleness: float
     """A mean."""
-    samples: int
-    """Of all groups together, so far."""
 
 
 class Link:
@@ -39,30 +47,29 @@ class Link:
         timeout_s: float = 30.0,
     ) -> None:
         self._group = group
-        self._sizes = shares.cut(count)
+        self._sizes = list(shares.cut(count))
         self._lines = [_Line(number, found, token, timeout_s) for number, found in enumerate(places)]
         self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
         self._number = 0
-        self._values = torch.empty(0)
-        self.versions = (0,) * len(places)
-        """Of the parameters that were pulled last, by shard."""
 
-    def pull(self) -> torch.Tensor:
-        """All parameters, each shard of one version; the same tensor every time."""
-        found = list(self._threads.map(_Line.pull, self._lines, self.versions))
-        if not self._values.numel():
-            first = next(each for _, each in found if each is not None)
-            self._values = torch.empty(sum(self._sizes), dtype=first.dtype)
-        for part, (_, new) in zip(self._parts(self._values), found, strict=True):
-            if new is not None:
-                part.copy_(new)
-        self.versions = tuple(version for version, _ in found)
-        return self._values
+    def pull(self) -> Pulled:
+        """The newest of every shard."""
+        found = list(self._threads.map(_Line.pull, self._lines))
+        versions = tuple(int(head["version"]) for head, _ in found)
+        return Pulled(
+            torch.cat([values for _, values in found]), versions, min(int(head["samples"]) for head, _ in found)
+        )
 
     def push(
-        self, gradient: torch.Tensor, samples: int, nominal: int, settings: Sequence[Sequence[Settings]]
+        self,
+        gradient: torch.Tensor,
+        samples: int,
+        nominal: int,
+        settings: Sequence[Settings],
+        seen: Sequence[int],
+        untouched: Collection[int] = (),
     ) -> Acknowledged:
-        """The mean gradient of so many samples at what was pulled last; `settings` by shard. Back when all have it."""
+        """The mean gradient of so many samples, at parameters of the versions `seen`. Back when all shards have it."""
         self._number += 1
         heads = [
             {
@@ -73,23 +80,21 @@ class Link:
                 "samples": samples,
                 "nominal": nominal,
                 "seen": version,
-                "settings": list(map(dict, now)),
+                "settings": list(map(dict, settings)),
+                "untouched": sorted(untouched),
             }
-            for shard, (version, now) in enumerate(zip(self.versions, settings, strict=True))
+            for shard, version in enumerate(seen)
         ]
-        answers = list(self._threads.map(_Line.push, self._lines, heads, self._parts(gradient)))
+        parts = torch.split(gradient, self._sizes)
+        answers = list(self._threads.map(_Line.push, self._lines, heads, parts))
         late = [int(answer["staleness"]) for answer in answers]
-        versions = tuple(int(answer["version"]) for answer in answers)
-        return Acknowledged(versions, sum(late) / len(late), min(int(answer["samples"]) for answer in answers))
+        return Acknowledged(tuple(int(answer["version"]) for answer in answers), sum(late) / len(late))
 
     def close(self) -> None:
         """No more."""
         self._threads.shutdown(wait=True)
         for line in self._lines:
             line.close()
-
-    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.split(flat, list(self._sizes))
 
 
 class _Line:
@@ -102,11 +107,9 @@ class _Line:
     def push(self, head: Head, values: torch.Tensor) -> Head:
         return self._asked(lambda stream: _exchanged(stream, head, values))[0]
 
-    def pull(self, known: int) -> tuple[int, torch.Tensor | None]:
-        # Of version 0 nobody knows yet what it looks like.
-        head = {"what": "pull", "shard": self._shard, "known": known or None}
-        answer, values = self._asked(lambda stream: _exchanged(stream, head, None))
-        return int(answer["version"]), values
+    def pull(self) -> tuple[Head, torch.Tensor]:
+        answer, values = self._asked(lambda stream: _exchanged(stream, {"what": "pull", "shard": self._shard}, None))
+        return answer, torch.empty(0) if values is None else values
 
     def close(self) -> None:
         if self._stream:

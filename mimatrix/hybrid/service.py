@@ -91,20 +91,16 @@ class Service:
                 assert values is not None
                 return self._pushed(shard, head, values), None
             pulled = shard.pull()
-            is_new = pulled.version != head.get("known")
-            return {"version": pulled.version}, pulled.values if is_new else None
+            return {"version": pulled.version, "samples": pulled.samples}, pulled.values
         except MiMatrixError as error:
             return {"error": str(error)}, None
 
     def _pushed(self, shard: Shard, head: Head, values: torch.Tensor) -> Head:
         push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"])
-        found = shard.push(push, values, head["settings"], lambda: self._mirrored(head, values))
-        return {
-            "version": found.version,
-            "staleness": found.staleness,
-            "again": found.again,
-            "samples": shard.ledger.samples,
-        }
+        found = shard.push(
+            push, values, head["settings"], head["untouched"], mirrored=lambda: self._mirrored(head, values)
+        )
+        return {"version": found.version, "staleness": found.staleness, "again": found.again}
 
     def _mirrored(self, head: Head, values: torch.Tensor) -> None:
         number = head["shard"]

@@ -1,7 +1,7 @@
 """A part of the parameters with its optimizer: pushes change it, pulls copy it."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -25,23 +25,37 @@ class Pulled:
 
     values: torch.Tensor
     version: int
+    samples: int
+    """That were pushed for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a shard has of one parameter."""
+
+    parameter: int
+    group: int
+    """Of the optimizer's groups."""
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stepping:
-    """How a shard is stepped: the class of the user's optimizer, and elements and settings of each of its groups."""
+    """How a shard is stepped: the class of the user's optimizer, its settings, and the pieces in their order."""
 
     kind: type[Optimizer]
-    groups: tuple[tuple[int, Settings], ...]
+    settings: tuple[Settings, ...]
+    pieces: tuple[Piece, ...]
 
-    def made(self, flat: torch.Tensor) -> Optimizer:
-        """An optimizer of that class, whose parameters are parts of a flat tensor."""
-        parts = torch.split(flat, [count for count, _ in self.groups])
+    def made(self, flat: torch.Tensor) -> tuple[Optimizer, dict[int, nn.Parameter]]:
+        """An optimizer of that class on parts of a flat tensor, and these by the numbers of their parameters."""
+        parts = torch.split(flat, [piece.count for piece in self.pieces])
+        leaves = {piece.parameter: nn.Parameter(part) for piece, part in zip(self.pieces, parts, strict=True)}
         groups = [
-            {**settings, "params": [nn.Parameter(part)] if part.numel() else []}
-            for part, (_, settings) in zip(parts, self.groups, strict=True)
+            {**settings, "params": [leaves[piece.parameter] for piece in self.pieces if piece.group == number]}
+            for number, settings in enumerate(self.settings)
         ]
-        return self.kind(groups)
+        return self.kind(groups), leaves  # type: ignore[call-arg]  # the defaults of subclasses have defaults
 
 
 class Shard:
@@ -52,13 +66,13 @@ class Shard:
 
     def __init__(self, values: torch.Tensor, stepping: Stepping, rules: Rules) -> None:
         self._values = values.detach().clone()
-        self._optimizer = stepping.made(self._values)
+        self._optimizer, self._leaves = stepping.made(self._values)
         self._rules = rules
         self._factor: float | None = None
-        self._usual = [dict(settings) for _, settings in stepping.groups]
+        self._usual = stepping.settings
         self._lock = Lock()
         self.ledger = Ledger()
-        self._shown = Pulled(self._values.clone(), 0)
+        self._shown = Pulled(self._values.clone(), 0, 0)
 
     def pull(self) -> Pulled:
         """The newest whole version."""
@@ -69,10 +83,12 @@ class Shard:
         push: Push,
         gradient: torch.Tensor,
         settings: Sequence[Settings] = (),
+        untouched: Collection[int] = (),
         mirrored: Callable[[], None] = lambda: None,
     ) -> Applied:
         """Step by a group's mean gradient; `settings`: what its schedulers say now, for each group of parameters.
 
+        Parameters that are `untouched` had no gradient, and are not stepped.
         Nobody pulls the new version before `mirrored` is back: what was seen must not be lost.
         """
         with self._lock:
@@ -80,10 +96,10 @@ class Shard:
             if known:
                 return known
             factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
-            self._step(gradient, factor, settings or self._usual)
+            self._step(gradient, factor, settings or self._usual, untouched)
             found = self.ledger.enter(push)
             mirrored()
-            self._shown = Pulled(self._values.clone(), found.version)
+            self._shown = Pulled(self._values.clone(), found.version, self.ledger.samples)
             return found
 
     def save(self) -> bytes:
@@ -107,18 +123,19 @@ class Shard:
             self._optimizer.load_state_dict(state["optimizer"])
             self._factor = state["factor"]
             self.ledger = Ledger.from_json(state["ledger"])
-            self._shown = Pulled(self._values.clone(), self.ledger.version)
+            self._shown = Pulled(self._values.clone(), self.ledger.version, self.ledger.samples)
 
-    def _step(self, gradient: torch.Tensor, factor: float, settings: Sequence[Settings]) -> None:
+    def _step(
+        self, gradient: torch.Tensor, factor: float, settings: Sequence[Settings], untouched: Collection[int]
+    ) -> None:
         self._correct(self._rules.correction(self._factor, factor))
         self._factor = factor
-        groups = self._optimizer.param_groups
-        sizes = [sum(each.numel() for each in group["params"]) for group in groups]
-        for group, now, part in zip(groups, settings, torch.split(gradient, sizes), strict=True):
+        for group, now in zip(self._optimizer.param_groups, settings, strict=True):
             group.update({name: _like(value, group[name]) for name, value in now.items() if name in group})
             group["lr"] = now["lr"] * factor
-            for parameter in group["params"]:
-                parameter.grad = part
+        parts = torch.split(gradient, [leaf.numel() for leaf in self._leaves.values()])
+        for (number, leaf), part in zip(self._leaves.items(), parts, strict=True):
+            leaf.grad = None if number in untouched else part
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from mimatrix.comm import Endpoint, Group
 from mimatrix.comm.windows.in_process import InProcessWindows
 from mimatrix.comm.work import Worker
+from mimatrix.engine.outer import Outer
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 
@@ -23,6 +24,7 @@ def in_runs(
     timeout_s: float = 15.0,
     arena_bytes: int = 16 << 20,
     own: Callable[[int], dict[str, Any]] | None = None,
+    outer: Callable[[int], Outer | None] = lambda _: None,
     **settings: Any,
 ) -> list[T]:
     """Run `each(run)` on threads that are the ranks of one run; `own` are further settings of a rank."""
@@ -31,7 +33,7 @@ def in_runs(
 
     def rank_alone(rank: int) -> T:
         if ranks == 1:
-            return each(Run(Settings(quiet=True, **settings)))
+            return each(Run(Settings(quiet=True, **settings), outer=outer(0)))
         endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
         workers: list[Worker] = []
 
@@ -43,7 +45,7 @@ def in_runs(
 
         try:
             given = {**settings, **(own(rank) if own else {})}
-            return each(Run(Settings(quiet=True, **given), group, rank=rank, ranks=ranks))
+            return each(Run(Settings(quiet=True, **given), group, rank=rank, ranks=ranks, outer=outer(rank)))
         except BaseException as error:
             causes.append(error)
             raise

@@ -93,3 +93,26 @@ def test_asked_when_all_is_nearly_done(tmp_path: Path) -> None:
     (found,) = trained(1, tmp_path, asked_at=17, global_batch=8)
     assert found.code is None
     assert found.ended == 18
+
+
+def test_a_job_saves_where_it_will_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def each(run: Run, folder: Path | None) -> int:
+        if folder:
+            run.leave_when(lambda: False, folder)
+        model = Perceptron().double()
+        made = adamw(model)
+        _, optimizer, loader = run.prepare(model, made, DATA, loss=squared)
+        came_from = run.step or (run.load() and run.step) or 0
+        for batch in loader:
+            run.backward(squared(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        run.save(wait=True)
+        return int(came_from)
+
+    for folder, where in ((tmp_path / "job-3", "job-3"), (None, "checkpoints")):
+        steps = [in_runs(1, lambda run, f=folder: each(run, f), global_batch=8)[0] for _ in range(2)]  # type: ignore[misc]
+        assert steps == [0, 6]
+        assert [path.name for path in sorted((tmp_path / where).iterdir())] == ["step-00000006", "step-00000012"]

@@ -12,7 +12,7 @@ from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.link import Link
 from mimatrix.hybrid.rules import Rules
 from mimatrix.hybrid.service import Place, Service
-from mimatrix.hybrid.shard import Shard, Stepping
+from mimatrix.hybrid.shard import Piece, Shard, Stepping
 
 COUNT, B = 1001, 16
 SHARES = Shares((0.5, 0.2, 0.3))
@@ -46,11 +46,12 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[lis
 
 
 def _shard(values: torch.Tensor) -> Shard:
-    return Shard(values, Stepping(torch.optim.AdamW, ((len(values), ADAM),)), Rules(B))
+    return Shard(values, Stepping(torch.optim.AdamW, (ADAM,), (Piece(0, 0, len(values)),)), Rules(B))
 
 
-def pushed(link: Link, values: torch.Tensor) -> float:
-    return link.push(values, B, B, [[ADAM]] * 3).staleness
+def stepped(link: Link, step: int) -> float:
+    now = link.pull()
+    return link.push(gradient(now.values, step), B, B, [ADAM], now.versions).staleness
 
 
 def gradient(at: torch.Tensor, step: int) -> torch.Tensor:
@@ -68,15 +69,16 @@ def alone(steps: int) -> torch.Tensor:
 
 def trained(link: Link, steps: range) -> None:
     for step in steps:
-        pushed(link, gradient(link.pull(), step))
+        stepped(link, step)
 
 
 def test_one_group_alone_is_the_optimizer_itself() -> None:
     with services() as (_, places, said):
         link = Link(0, COUNT, SHARES, places, "secret")
         trained(link, range(20))
-        assert (link.pull() - alone(20)).abs().max() < 1e-12
-        assert link.versions == (20, 20, 20)
+        assert (link.pull().values - alone(20)).abs().max() < 1e-12
+        assert link.pull().versions == (20, 20, 20)
+        assert link.pull().samples == 20 * B
         link.close()
     assert said == []
 
@@ -88,7 +90,7 @@ def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> Non
         trained(link, range(7))
         made[lost].close()
         trained(link, range(7, 20))
-        assert (link.pull() - alone(20)).abs().max() < 1e-12
+        assert (link.pull().values - alone(20)).abs().max() < 1e-12
         link.close()
     assert len(said) == 1
     assert "has no mirror any more" in said[0]
@@ -97,22 +99,21 @@ def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> Non
 def test_groups_count_each_other_and_never_wait() -> None:
     with services() as (_, places, _said):
         links = [Link(group, COUNT, SHARES, places, "secret") for group in range(3)]
-        for link in links:
-            link.pull()
-        late = [pushed(link, torch.zeros(COUNT, dtype=torch.float64)) for link in links]
+        nothing = torch.zeros(COUNT, dtype=torch.float64)
+        late = [link.push(nothing, B, B, [ADAM], (0, 0, 0)).staleness for link in links]
         assert late == [0, 1, 2]
 
         def push(link: Link) -> None:
             for step in range(10):
-                pushed(link, gradient(link.pull(), step))
+                stepped(link, step)
 
         threads = [threading.Thread(target=push, args=(link,)) for link in links]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert [link.pull() is not None and link.versions for link in links] == [(33, 33, 33)] * 3
-        assert torch.equal(links[0].pull(), links[1].pull())
+        assert [link.pull().versions for link in links] == [(33, 33, 33)] * 3
+        assert torch.equal(links[0].pull().values, links[1].pull().values)
         for link in links:
             link.close()
 

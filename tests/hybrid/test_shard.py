@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.ledger import Ledger, Push
 from mimatrix.hybrid.rules import PLAIN, Rules
-from mimatrix.hybrid.shard import Shard, Stepping
+from mimatrix.hybrid.shard import Piece, Shard, Stepping
 
 LR, MOMENTUM, B = 0.05, 0.9, 32
-SGD = Stepping(torch.optim.SGD, ((3, {"lr": LR, "momentum": MOMENTUM}), (4, {"lr": LR, "momentum": MOMENTUM})))
+SETTINGS = {"lr": LR, "momentum": MOMENTUM}
+SGD = Stepping(torch.optim.SGD, (SETTINGS, SETTINGS), (Piece(0, 0, 3), Piece(1, 1, 3), Piece(2, 1, 1)))
 TARGET = torch.linspace(-1, 2, 7, dtype=torch.float64)
 
 
@@ -141,3 +142,9 @@ def test_saved_and_loaded_it_goes_on_alike() -> None:
         shard.push(Push(1, 4, 16, 16, 3), gradient(TARGET * 2, 1))
     assert torch.equal(one.pull().values, other.pull().values)
     assert Ledger.from_json(one.ledger.to_json()) == one.ledger
+
+
+def test_what_had_no_gradient_is_not_stepped() -> None:
+    shard = Shard(torch.ones(7, dtype=torch.float64), SGD, Rules(B))
+    shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64), untouched=(1,))
+    assert (shard.pull().values == 1).tolist() == [False, False, False, True, True, True, False]
