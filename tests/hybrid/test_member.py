@@ -1,0 +1,148 @@
+"""Groups in the user's loop: one alone is exact in every stage; several go on without waiting."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import Perceptron, adamw, momentum, squared, vectors
+from plain import plain_run
+from runs import in_runs
+from torch import nn
+from torch.utils.data import default_collate
+
+from mimatrix.collectives.shares import Shares
+from mimatrix.engine.run import Run
+from mimatrix.hybrid.layout import Layout, cut
+from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.member import Member
+from mimatrix.hybrid.rules import Rules
+from mimatrix.hybrid.service import Service
+from mimatrix.hybrid.shard import Piece, Shard
+
+SHARES = Shares((0.6, 0.4))
+BATCH, SAMPLES = 6, 40
+
+
+class Town:
+    """Two services, each with one shard and the mirror of the other; made by the first group that comes."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules, self._lock = rules, threading.Lock()
+        self.services: list[Service] = []
+
+    def connect(self, group: int, layout: Layout, row: torch.Tensor) -> Link:
+        with self._lock:
+            if not self.services:
+                steppings = layout.steppings(SHARES)
+                parts = torch.split(row, list(SHARES.cut(layout.count)))
+                for _ in range(2):
+                    shards = {k: Shard(parts[k], steppings[k], self._rules) for k in range(2)}
+                    self.services.append(Service(shards, "secret", say=print))
+                for k in range(2):
+                    self.services[k].mirror(k, self.services[1 - k].place)
+        places = [[self.services[k].place, self.services[1 - k].place] for k in range(2)]
+        return Link(group, layout.count, SHARES, places, "secret")
+
+    def member(self, group: int, rank: int = 0, **more: Any) -> Member:
+        return Member(lambda layout, row: self.connect(group, layout, row), is_first=rank == 0, **more)
+
+
+@contextmanager
+def town(rules: Rules) -> Iterator[Town]:
+    found = Town(rules)
+    try:
+        yield found
+    finally:
+        for service in found.services:
+            service.close()
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(3)
+    return Perceptron().double()
+
+
+def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict[str, torch.Tensor]:
+    stepper = optimizer(model)
+    halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
+    model, stepper, loader, scheduler = run.prepare(
+        model, stepper, vectors(SAMPLES), halving, loss=squared, shuffle=False
+    )
+    for _ in run.epochs(epochs):
+        for batch in loader:
+            run.backward(squared(model, batch))
+            stepper.step()
+            stepper.zero_grad()
+            scheduler.step()
+    found = run.full_state_dict(model)
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+@pytest.mark.parametrize(
+    ("batches", "stage"), [((6,), 0), ((4, 2), 0), ((4, 2), 1), ((1, 3, 2), 2), ((5, 1), 3), ((6, 0), 1)]
+)
+def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], stage: int, optimizer: Any) -> None:
+    reference = model_of()
+    data = vectors(SAMPLES)
+    stepper = optimizer(reference)
+    halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
+    whole = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
+    plain_run(reference, stepper, whole, squared, scheduler=halving)
+    models = [model_of() for _ in batches]
+    with town(Rules(BATCH, warm_up=100)) as found:
+        states = in_runs(
+            len(batches),
+            lambda run: trained(run, models[run.rank], optimizer),
+            outer=lambda rank: found.member(0, rank),
+            batch=list(batches),
+            stage=stage,
+            unit_bytes=300,
+        )
+    for state in states:
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
+    """The second one is slow: the others neither wait for it nor leave it behind."""
+    samples = len(vectors(SAMPLES))
+    with town(Rules(BATCH)) as found:
+        members = [found.member(group, overlaps=overlaps) for group in range(3)]
+        models = [model_of() for _ in range(3)]
+        slow = threading.Event()
+
+        def group(number: int) -> dict[str, torch.Tensor]:
+            def each(run: Run) -> dict[str, torch.Tensor]:
+                if number == 1:
+                    slow.wait(0.5)
+                return trained(run, models[number], momentum, epochs=6)
+
+            return in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)[0]
+
+        threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        ledgers = [service._shards[k].ledger for k, service in enumerate(found.services)]
+    for ledger in ledgers:
+        assert ledger.version == sum(ledger.pushes.values())
+        assert 6 * samples <= ledger.samples <= 6 * samples + 2 * 3 * BATCH
+    assert ledgers[0].pushes == ledgers[1].pushes
+    assert members[0].now.pushes > 0
+
+
+def test_shards_cut_parameters() -> None:
+    pieces = (Piece(0, 0, 5), Piece(1, 0, 3), Piece(2, 1, 2))
+    assert list(cut(pieces, (4, 5, 1))) == [
+        (Piece(0, 0, 4),),
+        (Piece(0, 0, 1), Piece(1, 0, 3), Piece(2, 1, 1)),
+        (Piece(2, 1, 1),),
+    ]
