@@ -22,9 +22,9 @@ from mimatrix.wire.messages import (
     Traffic,
     Waiting,
 )
-from mimatrix.worker.tensorboard import Board
 from mimatrix.worker.gauges import gauge
 from mimatrix.worker.joining import Belonging
+from mimatrix.worker.tensorboard import Board
 
 _AGAIN_S = 1.0
 _LONGEST_S = 10.0
