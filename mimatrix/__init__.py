@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mimatrix.engine.start import init as init
+    from mimatrix.hybrid.start import Hybrid as Hybrid
+    from mimatrix.hybrid.start import init as init
 
-_ENGINE = {"init": "start"}
+_ON_TORCH = ("init", "Hybrid")
 
 
 def __getattr__(name: str) -> Any:
     # The command and the server know nothing of torch; whoever trains imports it with the first of these names.
-    if name in _ENGINE:
+    if name in _ON_TORCH:
         from importlib import import_module
 
-        return getattr(import_module(f"mimatrix.engine.{_ENGINE[name]}"), name)
+        return getattr(import_module("mimatrix.hybrid.start"), name)
     raise AttributeError(f"module 'mimatrix' has no attribute {name!r}")

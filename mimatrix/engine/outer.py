@@ -1,11 +1,29 @@
 """Who steps in place of a run's optimizer, where the run is one group of several that share their parameters."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
 from mimatrix.comm.group import Group
 from mimatrix.engine.binding import Binding
+
+if TYPE_CHECKING:
+    import torch
+
+    from mimatrix.engine.run import Run
+    from mimatrix.engine.settings import Settings
+
+
+class Mode(Protocol):
+    """Another way to run than all ranks together."""
+
+    def run(self, settings: "Settings", device: "torch.device", timeout_s: float) -> "Run":
+        """The part that this process has."""
+
+
+MODES: dict[str, Callable[[], Mode]] = {}
+"""By the names that `mimatrix.init` knows, beside `sync`."""
 
 
 class Outer(Protocol):

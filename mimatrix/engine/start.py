@@ -12,7 +12,9 @@ import torch.distributed as dist
 from mimatrix.comm.group import Group
 from mimatrix.comm.registration import register
 from mimatrix.comm.work import Worker
+from mimatrix.core.errors import UserError, nearest
 from mimatrix.engine.observers import OBSERVERS
+from mimatrix.engine.outer import MODES, Mode
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Batch, Settings
 from mimatrix.planner.plan import Plan
@@ -32,6 +34,7 @@ def init(
     unit_bytes: int | None = None,
     plan: Plan | Path | str | None = None,
     rebalance: bool | None = None,
+    mode: str | Mode = "sync",
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
     quiet: bool = False,
@@ -46,6 +49,9 @@ def init(
     `plan` finds batches, stage and shares by itself: "profile" measures every device first, "online" starts equal and
     learns while it trains, the name of a file uses a plan from `mimatrix plan`. `rebalance`: whether batches follow
     the speeds that ranks show; they do for "profile" and "online".
+
+    `mode` is "sync", where all ranks make one step together, or "hybrid" (or `mimatrix.Hybrid(...)`), where groups of
+    them do, and never wait for each other.
     """
     settings = Settings(
         global_batch,
@@ -66,13 +72,23 @@ def init(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     torch.manual_seed(seed)
+    if mode != "sync":
+        return _observed(_mode(mode).run(settings, where, timeout_s))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         return _observed(Run(settings, device=where))
     register()
     if not dist.is_initialized():
         dist.init_process_group("mimatrix", timeout=timedelta(seconds=timeout_s))
-    groups = _Groups(timedelta(seconds=timeout_s))
+    groups = Further(timedelta(seconds=timeout_s))
     return _observed(Run(settings, groups, rank=dist.get_rank(), ranks=dist.get_world_size(), device=where))
+
+
+def _mode(mode: str | Mode) -> Mode:
+    if not isinstance(mode, str):
+        return mode
+    if mode not in MODES:
+        raise UserError(f'there is no mode "{mode}"{nearest(mode, ["sync", *MODES])}')
+    return MODES[mode]()
 
 
 def _observed(run: Run) -> Run:
@@ -81,13 +97,14 @@ def _observed(run: Run) -> Run:
     return run
 
 
-class _Groups:
+class Further:
     """Groups of all ranks, by name. Those but the first have a thread of their own, so that none waits for another."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
     def __call__(self, name: str) -> Group:
+        """One more, or the first."""
         world: Any = dist.group.WORLD
         if name == "reduce" and hasattr(world, "mimatrix"):
             found: Group = world.mimatrix

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -91,10 +92,10 @@ class Link:
         return Acknowledged(tuple(int(answer["version"]) for answer in answers), sum(late) / len(late))
 
     def close(self) -> None:
-        """No more."""
-        self._threads.shutdown(wait=True)
+        """Say goodbye."""
         for line in self._lines:
-            line.close()
+            line.close(self._group)
+        self._threads.shutdown(wait=True)
 
 
 class _Line:
@@ -111,8 +112,10 @@ class _Line:
         answer, values = self._asked(lambda stream: _exchanged(stream, {"what": "pull", "shard": self._shard}, None))
         return answer, torch.empty(0) if values is None else values
 
-    def close(self) -> None:
+    def close(self, group: int) -> None:
         if self._stream:
+            with suppress(OSError, WorldError):
+                _exchanged(self._stream, {"what": "bye", "group": group}, None)
             self._stream.close()
 
     def _asked(self, ask: Callable[[Stream], tuple[Head, torch.Tensor | None]]) -> tuple[Head, torch.Tensor | None]:
@@ -120,7 +123,7 @@ class _Line:
         deadline, last = time.monotonic() + self._timeout_s, ""
         while self._places and time.monotonic() < deadline:
             try:
-                self._stream = self._stream or greeted(self._places[0], self._token, self._timeout_s)
+                self._stream = self._stream or greeted(self._places[0], self._token, self._timeout_s, is_group=True)
                 return ask(self._stream)
             except OSError as error:
                 last = str(error) or type(error).__name__

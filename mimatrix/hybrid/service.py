@@ -38,15 +38,23 @@ class Service:
     ) -> None:
         self._shards, self._token, self._timeout_s, self._say = dict(shards), token, timeout_s, say
         self._mirrors: dict[int, Mirror] = {}
+        self.left: set[int] = set()
+        """Groups that have said goodbye."""
         self._listener = socket.create_server((address, 0), backlog=256)
         self.place = Place(address, self._listener.getsockname()[1])
         self._streams: set[Stream] = set()
+        self._groups: set[Stream] = set()
         self._closing = threading.Event()
         threading.Thread(target=self._accept, name="mimatrix-shards", daemon=True).start()
 
     def mirror(self, shard: int, place: Place) -> None:
         """What is pushed to this shard goes there, too, from now on."""
         self._mirrors[shard] = Mirror(shard, place, self._token, self._timeout_s)
+
+    @property
+    def visitors(self) -> int:
+        """How many groups are connected; other services do not count, or they would keep each other alive."""
+        return len(self._groups)
 
     def close(self) -> None:
         """No more."""
@@ -76,23 +84,32 @@ class Service:
                 stream.send({"error": "this is a service of another run; it is refused"})
                 return
             stream.send({})
+            if hello.get("group"):
+                self._groups.add(stream)
             while not self._closing.is_set():
                 stream.send(*self._answer(*stream.receive()))
         except (OSError, ValueError, MiMatrixError):
             pass  # whoever it was is gone, or makes no sense: it may come again
         finally:
             self._streams.discard(stream)
+            self._groups.discard(stream)
             stream.close()
 
     def _answer(self, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
         try:
+            if head["what"] == "bye":
+                self.left.add(head["group"])
+                return {}, None
+            if head["what"] == "mirror":
+                self.mirror(head["shard"], Place(head["address"], head["port"]))
+                return {}, None
             shard = self._shards[head["shard"]]
             if head["what"] == "push":
                 assert values is not None
                 return self._pushed(shard, head, values), None
             pulled = shard.pull()
             return {"version": pulled.version, "samples": pulled.samples}, pulled.values
-        except MiMatrixError as error:
+        except (MiMatrixError, OSError) as error:
             return {"error": str(error)}, None
 
     def _pushed(self, shard: Shard, head: Head, values: torch.Tensor) -> Head:
@@ -136,11 +153,11 @@ class Mirror:
         self._stream.close()
 
 
-def greeted(place: Place, token: str, timeout_s: float) -> Stream:
-    """A stream to a service that knows us."""
+def greeted(place: Place, token: str, timeout_s: float, *, is_group: bool = False) -> Stream:
+    """A stream to a service that knows us: a group, or another service."""
     stream = Stream(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
     try:
-        stream.send({"token": token})
+        stream.send({"token": token, "group": is_group})
         answer, _ = stream.receive()
         if "error" in answer:
             raise WorldError(str(answer["error"]))

@@ -1,0 +1,85 @@
+"""`python -m mimatrix.hybrid.host`: the process beside a group that serves shards. It outlives its group.
+
+What to serve comes on standard input; where it listens is said on standard output. It ends when all groups have
+said goodbye, or when nobody has been connected for a while.
+"""
+
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from mimatrix.core.errors import UserError, WorldError
+from mimatrix.hybrid.rules import Rules
+from mimatrix.hybrid.service import Place, Service
+from mimatrix.hybrid.shard import Shard, Stepping
+
+_LINGERS_S = 10.0
+_LOOKS_S = 0.5
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is to serve."""
+
+    address: str
+    token: str
+    groups: int
+    """How many will come."""
+    rules: Rules
+    shards: dict[int, tuple[torch.Tensor, Stepping]]
+    timeout_s: float
+
+
+def started(order: Order) -> Place:
+    """Where a new process of this machine serves it."""
+    try:
+        told = pickle.dumps(order)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"the optimizer cannot be sent to the process that steps for all ({error}); put its class into a module"
+        ) from None
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mimatrix.hybrid.host"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin
+    assert process.stdout
+    with process.stdin as stdin:
+        stdin.write(told)
+    with process.stdout as stdout:
+        port = stdout.readline().strip()
+    if not port:
+        raise WorldError(f"the process that serves shards ended with {process.wait(10)}; see what it said above")
+    return Place(order.address, int(port))
+
+
+def main() -> None:
+    """Serve until nobody comes any more."""
+    torch.set_num_threads(1)
+    order: Order = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
+    shards = {number: Shard(values, stepping, order.rules) for number, (values, stepping) in order.shards.items()}
+    service = Service(shards, order.token, order.address, timeout_s=order.timeout_s, say=_say)
+    sys.stdout.write(f"{service.place.port}\n")
+    sys.stdout.flush()
+    sys.stdout.close()
+    last = time.monotonic()
+    while time.monotonic() - last < _LINGERS_S and (len(service.left) < order.groups or service.visitors):
+        time.sleep(_LOOKS_S)
+        if service.visitors:
+            last = time.monotonic()
+    service.close()
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"mimatrix: {sentence}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

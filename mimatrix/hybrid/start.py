@@ -1,0 +1,91 @@
+"""`mimatrix.init(mode="hybrid")`: groups of ranks that do not wait for each other."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from mimatrix.comm.endpoint import own_host
+from mimatrix.comm.registration import register
+from mimatrix.core.errors import UserError
+from mimatrix.engine.outer import MODES
+from mimatrix.engine.run import Run
+from mimatrix.engine.settings import Settings
+from mimatrix.engine.start import Further
+from mimatrix.engine.start import init as init
+from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
+from mimatrix.hybrid.meeting import Meeting
+from mimatrix.hybrid.member import Member
+from mimatrix.hybrid.rules import Rules
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """How groups go together: who they are, and how much a push counts (`hybrid.rules`)."""
+
+    groups: Sequence[Sequence[int]] | None = None
+    """Ranks of each; without, those of a host are one."""
+    scales: bool = True
+    warm_up: int = 0
+    damping: float = 1.0
+    corrects: bool = True
+    overlaps: bool | None = None
+    """Whether a group goes on computing while its push is under way; it does where there are several groups."""
+
+    def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
+        """The part that this process has of its group's run."""
+        if settings.global_batch is None:
+            raise UserError("a group pushes when it has done a global batch; set global_batch")
+        rules = Rules(settings.global_batch, self.scales, self.warm_up, self.damping, self.corrects)
+        rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        store = _store(rank, ranks, timeout_s)
+        groups = self._groups(store, rank, ranks)
+        number, me = place_in(groups, rank)
+        address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
+        meeting = Meeting(store, number, len(groups), rules, address, timeout_s)
+        overlaps = len(groups) > 1 if self.overlaps is None else self.overlaps
+        member = Member(meeting, is_first=me == 0, overlaps=overlaps)
+        # Every group goes through the samples in an order of its own.
+        own = replace(settings, seed=settings.seed + number)
+        size = len(groups[number])
+        if size == 1:
+            return Run(own, device=device, outer=member)
+        register()
+        timeout = timedelta(seconds=timeout_s)
+        apart = PrefixStore(f"group/{number}", store)
+        dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
+        return Run(own, Further(timeout), rank=me, ranks=size, device=device, outer=member)
+
+    def _groups(self, store: Store, rank: int, ranks: int) -> Groups:
+        if self.groups is not None:
+            return checked(self.groups, ranks)
+        store.set(f"hybrid/host/{rank}", own_host())
+        return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
+
+
+def _store(rank: int, ranks: int, timeout_s: float) -> Store:
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        address,
+        port,
+        ranks,
+        is_master=rank == 0 and not by_agent,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def _own_address() -> str:
+    """By which the master is reached, and so, most likely, this host by the others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])
+
+
+MODES["hybrid"] = Hybrid
