@@ -141,6 +141,8 @@ class _Line:
 def _exchanged(stream: Stream, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
     stream.send(head, values)
     answer, found = stream.receive()
+    if "moved" in answer:
+        raise ConnectionError("the shard lives with its mirror now")
     if "error" in answer:
         raise WorldError(str(answer["error"]))
     return answer, found

@@ -1,7 +1,9 @@
 """Serves shards to groups: one service on each group's host, never the job server.
 
 A shard lies twice, on its own host and on another one, its mirror. A push is worked in on both before it is
-acknowledged and before anybody can pull it; so whoever is lost, nothing is that somebody was told of.
+acknowledged and before anybody can pull it; so whoever is lost, nothing is that somebody was told of. A group that
+cannot reach a shard's own host turns to the mirror, which from then on is the shard: the other one, if it still lives,
+is told so with its next push, and sends everybody there.
 """
 
 import hmac
@@ -30,6 +32,10 @@ class Place:
     port: int
 
 
+class MovedError(WorldError):
+    """A shard lives elsewhere now."""
+
+
 class Service:
     """Holds some shards and listens. `connect` is called for each further group or service."""
 
@@ -38,6 +44,8 @@ class Service:
     ) -> None:
         self._shards, self._token, self._timeout_s, self._say = dict(shards), token, timeout_s, say
         self._mirrors: dict[int, Mirror] = {}
+        self._taken_over: set[int] = set()
+        """Mirrors that are asked by groups themselves."""
         self.left: set[int] = set()
         """Groups that have said goodbye."""
         self._listener = socket.create_server((address, 0), backlog=256)
@@ -103,12 +111,19 @@ class Service:
             if head["what"] == "mirror":
                 self.mirror(head["shard"], Place(head["address"], head["port"]))
                 return {}, None
-            shard = self._shards[head["shard"]]
+            number = head["shard"]
+            shard = self._shards.get(number)
+            if shard is None or (head.get("mirrored") and number in self._taken_over):
+                return {"moved": True}, None
+            if not head.get("mirrored"):
+                self._taken_over.add(number)
             if head["what"] == "push":
                 assert values is not None
                 return self._pushed(shard, head, values), None
             pulled = shard.pull()
             return {"version": pulled.version, "samples": pulled.samples}, pulled.values
+        except MovedError:
+            return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
             return {"error": str(error)}, None
 
@@ -126,6 +141,9 @@ class Service:
             return
         try:
             mirror.push(head, values)
+        except MovedError:
+            del self._shards[number]
+            raise
         except (OSError, WorldError) as error:
             del self._mirrors[number]
             mirror.close()
@@ -143,8 +161,10 @@ class Mirror:
 
     def push(self, head: Head, values: torch.Tensor) -> None:
         """Back when it has it."""
-        self._stream.send(head, values)
+        self._stream.send(head | {"mirrored": True}, values)
         answer, _ = self._stream.receive()
+        if "moved" in answer:
+            raise MovedError(f"shard {head['shard']} lives with its mirror now")
         if "error" in answer:
             raise WorldError(str(answer["error"]))
 

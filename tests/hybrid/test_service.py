@@ -96,6 +96,23 @@ def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> Non
     assert "has no mirror any more" in said[0]
 
 
+def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
+    """One group loses its way to a service, the others do not: all must end with the same shard."""
+    with services() as (_, places, said):
+        cut_off = [[places[0][1]], *places[1:]]
+        lost, other = Link(0, COUNT, SHARES, cut_off, "secret"), Link(1, COUNT, SHARES, places, "secret")
+        trained(other, range(3))
+        trained(lost, range(3, 6))
+        trained(other, range(6, 9))
+        trained(lost, range(9, 12))
+        # The first step of `other` after that was late: it pulled before it heard of it.
+        assert lost.pull().versions == other.pull().versions == (12, 12, 12)
+        assert torch.equal(lost.pull().values, other.pull().values)
+        lost.close()
+        other.close()
+    assert said == []
+
+
 def test_groups_count_each_other_and_never_wait() -> None:
     with services() as (_, places, _said):
         links = [Link(group, COUNT, SHARES, places, "secret") for group in range(3)]
