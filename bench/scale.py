@@ -40,7 +40,7 @@ __all__ = ["Size", "measured", "section"]
 def main(
     jobs: Annotated[int, typer.Option(help="In all states.")] = 1000,
     devices: Annotated[int, typer.Option(help="On nodes of eight.")] = 500,
-    seconds: Annotated[float, typer.Option(help="How long ten dashboards look.")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="How long ten dashboards look.")] = 90.0,
     is_browsed: Annotated[bool, typer.Option("--browser/--no-browser", help="Open pages in Chromium.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures in docs/measurements/monitoring.")] = False,
 ) -> None:
@@ -55,11 +55,13 @@ def main(
 
 def measured(size: Size, seconds: float, is_browsed: bool) -> dict[str, Any]:
     """What was found."""
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mimatrix-scale-") as folder:
         data = Path(folder) / "data"
         lives = week.fill(data, size, time.time())
         found: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
-        found |= {"machine": machine(), "database": weighed(data / DATABASE_FILE)}
+        found |= {"machine": machine(), "load_before": before, "nice": os.nice(0)}
+        found["database"] = weighed(data / DATABASE_FILE)
         with _serving(Path(folder), size) as port, _reporting(Path(folder), port, lives) as reports:
             token = (data / "token").read_text().strip()
             asked = viewers.Asked()
@@ -114,14 +116,16 @@ def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[
     """Workers of all that runs, in a thread of their own."""
     seen, over = load.Seen(), threading.Event()
     running = [each for each in lives if each.started_s and each.ended_s is None]
-    secrets = {each.number: (folder / "tokens" / f"job-{each.number}.1").read_text() for each in running}
+    secrets = [(folder / "tokens" / f"job-{each.number}.1").read_text() for each in running]
 
     every_s = _every_s(len(running) * week.RANKS)
 
     async def report() -> None:
         working = [
-            asyncio.create_task(load.worker(port, number, rank, secret, every_s, float("inf"), seen))
-            for number, secret in secrets.items()
+            asyncio.create_task(
+                load.worker(port, life.number, rank, secret, every_s, float("inf"), seen, life.step_at(time.time()))
+            )
+            for life, secret in zip(running, secrets, strict=True)
             for rank in range(week.RANKS)
         ]
         await asyncio.to_thread(over.wait)
@@ -174,12 +178,13 @@ def section(found: dict[str, Any]) -> str:
 `python -m bench.scale --keep` fills a database as a week of use leaves it: {found["jobs"]:,} jobs, {found["running"]} of which run on
 {found["running"] * week.RANKS} of {found["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; so many devices are not to be had here, so a
 launcher that only says that its teams run stands in for them, and {found["running"] * week.RANKS} connections report every {_every_s(found["running"] * week.RANKS):.0f} s as workers would.
-All of it, browser included, shares the cores of one machine: {found["machine"]}.
+All of it, browser included, shares the cores of one machine: {found["machine"]}. Others used it, too: before
+it began, the load average was {found["load_before"]:.1f}; it ran at nice {found["nice"]}.
 
 ### Answers
 
 Ten dashboards look for {found["seconds"]:.0f} s, five at all jobs, four at a job, one at the cluster, each asking as its page does; beside them a
-Prometheus, and somebody at a command line. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {found["reports"]["count"]:,} reports, none of which may be
+Prometheus, and somebody who asks for something large every other second. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {found["reports"]["count"]:,} reports, none of which may be
 lost ({found["reports"]["lost"]} were), {found["reports"]["p99_ms"]:.0f} ms.
 
 {table(["route", "requests", "p50 [ms]", "p99 [ms]", "worst [ms]", "largest [kB]"], _answer_rows(answers))}

@@ -85,12 +85,13 @@ class Seen:
     sizes: list[int] = field(default_factory=list)
 
 
-async def worker(port: int, job: int, rank: int, secret: str, every_s: float, ends: float, seen: Seen) -> None:
-    """One connection that reports, again and again; a broken one is made anew."""
+async def worker(
+    port: int, job: int, rank: int, secret: str, every_s: float, ends: float, seen: Seen, step: int = 0
+) -> None:
+    """One connection that reports, again and again, steps after `step`; a broken one is made anew."""
     await asyncio.sleep(every_s * ((rank * 37 + job * 11) % 1000) / 1000)
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
-    step = 0
     try:
         while time.monotonic() < ends:
             step += 1
@@ -136,6 +137,17 @@ def said(rank: int, step: int) -> dict[str, object]:
         "compute_s": 0.35,
         "waiting_s": 0.04,
         "communication_s": 0.02,
+        "data_s": 0.002,
+        "samples": 64,
+        "moved_bytes": 400_000_000,
+        "use": {
+            "busy": 0.8 + (step * 7 + rank) % 20 / 100,
+            "memory_bytes": 60 << 30,
+            "memory_total_bytes": 80 << 30,
+            "power_w": 600.0 + (step * 13 + rank) % 50,
+            "temperature_c": 65.0,
+        },
+        "traffic": None if rank else {"nic": "eth0", "received_bytes_per_s": 9e8, "sent_bytes_per_s": 9e8},
         "metrics": {"loss": 1.25},
     }
 

@@ -184,7 +184,7 @@ class Cluster(Page):
 class Prometheus(Page):
     """Scrapes."""
 
-    every_s = 5.0
+    every_s = 15.0
 
     async def refresh(self) -> None:
         """Once."""
@@ -193,8 +193,6 @@ class Prometheus(Page):
 
 class Caller(Page):
     """`mimatrix jobs --all`, `metrics`, and a look at devices and at the week."""
-
-    every_s = 1.0
 
     def __init__(self, browser: Browser, lives: Sequence[Life]) -> None:
         super().__init__(browser)

@@ -96,6 +96,10 @@ class Life:
             return JobState.TRAINING
         return (*[JobState.DONE] * 7, JobState.FAILED, JobState.FAILED, JobState.CANCELLED)[self.number % 10]
 
+    def step_at(self, at_s: float) -> int:
+        """How far it was, or is."""
+        return int((at_s - self.started_s) / _STEP_S) if self.started_s else 0
+
 
 def nodes(size: Size) -> tuple[NodeFacts, ...]:
     """The machines; what nobody runs on is of a kind that nobody asks for."""
@@ -150,9 +154,12 @@ def lives(size: Size, now_s: float) -> list[Life]:
 
 def _job(life: Life, now_s: float) -> dict[str, Any]:
     plan, profile = _PLANS[life.number % len(_PLANS)] if life.started_s else (None, None)
-    trained_s = (life.ended_s or now_s) - life.started_s if life.started_s else 0.0
     progress = Progress(
-        step=int(trained_s / _STEP_S), epoch=3, samples_per_s=1234.5, step_s=_STEP_S, metrics={"loss": 1.25, "lr": 3e-4}
+        step=life.step_at(life.ended_s or now_s),
+        epoch=3,
+        samples_per_s=1234.5,
+        step_s=_STEP_S,
+        metrics={"loss": 1.25, "lr": 3e-4},
     )
     return {
         "id": life.number,
@@ -268,13 +275,13 @@ def points(found: list[Life], now_s: float) -> list[tuple[float, int, int]]:
 
 
 def _write_samples(session: Session, found: list[Life], size: Size, now_s: float) -> None:
-    began_s = {each.number: each.started_s or 0.0 for each in found}
+    by_number = {each.number: each for each in found}
     drawn, rows = _figures(), list[dict[str, Any]]()
     for at_s, tier, job in points(found, now_s):
         if job == CLUSTER:
             figures: dict[str, Any] = {"devices": size.devices, "used": RANKS * size.running, "queued": size.waiting}
         else:
-            step = int((at_s - began_s[job]) / _STEP_S)
+            step = by_number[job].step_at(at_s)
             loss = float(f"{1 + 8 / (1 + step / 5e4) + (step % 97) / 970:.4g}")
             figures = {**drawn[step % len(drawn)], "step": step, "metrics": {"loss": loss, "lr": 3e-4}}
         rows.append({"job": job, "tier": tier, "at": at_s, "figures": figures})
