@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -44,8 +45,7 @@ def _joined(values: list[Any], key: str) -> Any:
     if isinstance(values[0], Mapping):
         return mean(values)
     if isinstance(values[0], list):
-        longest = max(map(len, values))
-        columns = ([each[rank] for each in values if rank < len(each)] for rank in range(longest))
+        columns = zip_longest(*values)
         return [_mean_of([value for value in column if value is not None]) for column in columns]
     return _mean_of(values)
 

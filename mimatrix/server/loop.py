@@ -118,7 +118,8 @@ class Loop:
             self._complain(f"teams cannot be listed: {error}")
             return
         with self._context.sessions() as session:
-            active = [(job.id, job.generation) for job in _jobs(session, ACTIVE)]
+            asked = select(JobRow.id, JobRow.generation).where(JobRow.state.in_(ACTIVE)).order_by(JobRow.id)
+            active = [(number, generation) for number, generation in session.execute(asked)]
         running = set()
         for number, generation in active:
             state = states.get(team_name(number, generation))

@@ -60,8 +60,8 @@ def nodes(shared: Shared, _: Person) -> list[m.Node]:
     """The machines, their devices, and who has them."""
     with shared.sessions() as session:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
-        active = session.scalars(select(JobRow).where(JobRow.state.in_(m.ACTIVE)))
-        holder = {seat: job.id for job in active for seat in job.seats}
+        active = session.execute(select(JobRow.id, JobRow.seats).where(JobRow.state.in_(m.ACTIVE)))
+        holder = {seat: number for number, seats in active for seat in seats}
     said = said_on(shared.live.all(), shared.clock())
     return [_node(row, holder, said, shared.clock()) for row in rows]
 

@@ -102,7 +102,8 @@ def events(number: Number, shared: Shared, _: Person) -> list[m.Event]:
     """All that happened to it, in order."""
     with shared.sessions() as session:
         found(session, number)
-        rows = session.scalars(select(EventRow).where(EventRow.job == number).order_by(EventRow.id))
+        wanted = (EventRow.id, EventRow.at, EventRow.state, EventRow.generation, EventRow.reason)
+        rows = session.execute(select(*wanted).where(EventRow.job == number).order_by(EventRow.id))
         return [
             m.Event(
                 id=row.id, at=_time(row.at), state=m.JobState(row.state), generation=row.generation, reason=row.reason
