@@ -75,12 +75,14 @@ class Cycle:
         self.hear: Callable[[list[Message]], None] = lambda messages: None  # noqa: ARG005
         """Told what all have said, before the step."""
 
-    def step_by(self, step: Callable[[Micro], None]) -> None:
-        """From now on another one steps in place of the optimizer."""
+    def step_by(self, step: Callable[[Micro, Callable[[], object]], None]) -> None:
+        """From now on another one steps in place of the optimizer, and may let it."""
+        own = self._step
 
         def stepped() -> None:
             assert self.micro
-            step(self.micro)
+            with self._watch.apart():
+                step(self.micro, own)
             self.binding.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
 
         self._step = stepped

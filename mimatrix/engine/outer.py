@@ -35,8 +35,8 @@ class Outer(Protocol):
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
         """The model is prepared; its parameters become what all groups have. `cut`: each rank has a part of them."""
 
-    def step(self, samples: int, usual: int) -> None:
-        """In place of the optimizer's: gradients are in its tensors, and new parameters are when this is back."""
+    def step(self, samples: int, usual: int, own: Callable[[], object]) -> None:
+        """In place of the optimizer's, which is `own`: gradients are in its tensors, new parameters are at the end."""
 
     def close(self) -> None:
         """The run ends."""

@@ -179,7 +179,7 @@ class Run:
             if isinstance(sharding, Sharding):
                 with torch.no_grad():
                     sharding.publish()
-            cycle.step_by(lambda micro: outer.step(micro.total, self._first.total))
+            cycle.step_by(lambda micro, own: outer.step(micro.total, self._first.total, own))
         cycle.tell = self._tell_batch
         cycle.hear = self._hear_batch
         self._cycle, self._model, self._loader = cycle, model, Loader(self, feed)

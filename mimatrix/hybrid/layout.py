@@ -94,10 +94,11 @@ class Layout:
             for group in self.optimizer.param_groups
         ]
 
-    def steppings(self, shares: Shares) -> list[Stepping]:
-        """How each shard is stepped."""
-        settings = tuple(self.settings())
-        return [Stepping(type(self.optimizer), settings, pieces) for pieces in cut(self.pieces, shares.cut(self.count))]
+    def steppings(self, shares: Shares, outer: Settings | None = None) -> list[Stepping]:
+        """How each shard is stepped: as the user's optimizer does, or by SGD with settings of its own."""
+        kind = type(self.optimizer) if outer is None else torch.optim.SGD
+        settings = tuple(self.settings() if outer is None else [outer for _ in self.settings()])
+        return [Stepping(kind, settings, pieces) for pieces in cut(self.pieces, shares.cut(self.count))]
 
 
 def cut(pieces: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[Piece, ...]]:

@@ -23,6 +23,10 @@ class Pulled:
     versions: tuple[int, ...]
     samples: int
     """That all groups together have pushed; of the shard that has the fewest."""
+    ahead: int = 0
+    """Pushes by which this group is ahead of the last one that is there."""
+    last: int = -1
+    """That one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class Link:
     ) -> None:
         self._group = group
         self._sizes = list(shares.cut(count))
-        self._lines = [_Line(number, found, token, timeout_s) for number, found in enumerate(places)]
+        self._lines = [_Line(group, number, found, token, timeout_s) for number, found in enumerate(places)]
         self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
         self._number = 0
 
@@ -57,9 +61,11 @@ class Link:
         """The newest of every shard."""
         found = list(self._threads.map(_Line.pull, self._lines))
         versions = tuple(int(head["version"]) for head, _ in found)
-        return Pulled(
-            torch.cat([values for _, values in found]), versions, min(int(head["samples"]) for head, _ in found)
-        )
+        samples = min(int(head["samples"]) for head, _ in found)
+        clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}
+        last = min(clocks, key=lambda group: clocks[group], default=self._group)
+        ahead = self._number - clocks.get(last, self._number)
+        return Pulled(torch.cat([values for _, values in found]), versions, samples, ahead, last)
 
     def push(
         self,
@@ -101,8 +107,9 @@ class Link:
 class _Line:
     """To one shard, wherever it is now."""
 
-    def __init__(self, shard: int, places: Sequence[Place], token: str, timeout_s: float) -> None:
-        self._shard, self._places, self._token, self._timeout_s = shard, list(places), token, timeout_s
+    def __init__(self, group: int, shard: int, places: Sequence[Place], token: str, timeout_s: float) -> None:
+        self._group, self._shard, self._places = group, shard, list(places)
+        self._token, self._timeout_s = token, timeout_s
         self._stream: Stream | None = None
 
     def push(self, head: Head, values: torch.Tensor) -> Head:
@@ -123,7 +130,7 @@ class _Line:
         deadline, last = time.monotonic() + self._timeout_s, ""
         while self._places and time.monotonic() < deadline:
             try:
-                self._stream = self._stream or greeted(self._places[0], self._token, self._timeout_s, is_group=True)
+                self._stream = self._stream or greeted(self._places[0], self._token, self._timeout_s, group=self._group)
                 return ask(self._stream)
             except OSError as error:
                 last = str(error) or type(error).__name__

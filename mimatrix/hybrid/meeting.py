@@ -14,7 +14,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.hybrid.host import Order, started
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link
-from mimatrix.hybrid.rules import Rules
+from mimatrix.hybrid.policies import Policy
 from mimatrix.hybrid.service import Place, greeted
 
 
@@ -25,7 +25,7 @@ class Meeting:
     store: Store
     group: int
     groups: int
-    rules: Rules
+    policy: Policy
     address: str
     """By which this host is reached."""
     timeout_s: float
@@ -52,10 +52,10 @@ class Meeting:
     def _order(self, layout: Layout, row: torch.Tensor, shares: Shares, token: str) -> Order:
         """The shard of this group, and that of the one before as its mirror."""
         parts = torch.split(row, list(shares.cut(layout.count)))
-        steppings = layout.steppings(shares)
+        steppings = layout.steppings(shares, self.policy.outer)
         mine = {self.group, (self.group - 1) % self.groups}
         shards = {number: (parts[number].clone(), steppings[number]) for number in mine}
-        return Order(self.address, token, self.groups, self.rules, shards, self.timeout_s)
+        return Order(self.address, token, self.groups, self.policy.rules, shards, self.timeout_s)
 
     def _mirror(self, mine: Place, other: Place, token: str) -> None:
         stream = greeted(mine, token, self.timeout_s)

@@ -1,5 +1,6 @@
 """A group of ranks among others: in place of a step of its optimizer it pushes to the shards, and pulls from them."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,13 +9,16 @@ import torch
 from torch import nn
 
 from mimatrix.comm.group import Group
+from mimatrix.core.errors import WorldError
 from mimatrix.engine.binding import Binding
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link, Pulled
+from mimatrix.hybrid.policies import Policy
 from mimatrix.hybrid.shard import Settings
 
 Connect = Callable[[Layout, torch.Tensor], Link]
 """Finds the shards, or makes those that are this group's; only its first rank does."""
+_LOOKS_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +28,44 @@ class Pushing:
     pushes: int = 0
     staleness: float = 0.0
     """Of the last push."""
+    waited_s: float = 0.0
+    """For groups that were too far behind, in all."""
+
+
+@dataclass(frozen=True)
+class _Push:
+    """What the thread that pushes is handed."""
+
+    change: torch.Tensor
+    samples: int
+    usual: int
+    settings: list[Settings]
+    seen: tuple[int, ...]
+    untouched: list[int]
 
 
 class Member:
     """One rank of a group, as its run sees the others (`engine.outer.Outer`)."""
 
-    def __init__(self, connect: Connect, *, is_first: bool = True, overlaps: bool = False) -> None:
-        self._connect, self._is_first, self._overlaps = connect, is_first, overlaps
+    def __init__(
+        self,
+        connect: Connect,
+        policy: Policy,
+        *,
+        is_first: bool = True,
+        overlaps: bool = False,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._connect, self._policy, self._is_first = connect, policy, is_first
+        self._overlaps = overlaps and not policy.local_steps
+        self._timeout_s = timeout_s
         self._link: Link | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mimatrix-push")
         self._under_way: Future[Pulled] | None = None
         self._has: Pulled | None = None
-        """What the parameters are now; known to the first rank."""
+        """What was pulled last; known to the first rank."""
+        self._steps = self._since = 0
+        """Of its own, and samples, since the last push."""
         self.samples = 0
         self.now = Pushing()
 
@@ -51,27 +81,20 @@ class Member:
         if self._is_first:
             self._link = self._connect(self._layout, self._row)
             self._has = self._link.pull()
-        self._take(self._has)
+            self._row.copy_(self._has.values)
+        self._share()
 
-    def step(self, samples: int, usual: int) -> None:
-        """Push this batch's gradient, and go on with what there is then."""
-        self._layout.read_gradients(self._row)
-        self._join()
-        touched = self._layout.touched()
-        if self._group and self._cut:
-            self._group.all_reduce(touched).wait()
-        untouched = (touched == 0).nonzero().flatten().tolist()
-        if self._is_first:
-            assert self._link
-            assert self._has
-            seen = self._has.versions
-            if self._under_way:
-                self._has = self._under_way.result()
-            work = (self._row.clone(), samples, usual, self._layout.settings(), seen, untouched)
-            self._under_way = self._thread.submit(self._push, *work)
-            if not self._overlaps:
-                self._has, self._under_way = self._under_way.result(), None
-        self._take(self._has)
+    def step(self, samples: int, usual: int, own: Callable[[], object]) -> None:
+        """Push this batch's gradient, and go on with what there is then; or step alone, and push now and then."""
+        self._since += samples
+        if not self._policy.local_steps:
+            self._step_by_gradient(usual)
+            return
+        own()
+        self._steps += 1
+        if self._steps == self._policy.local_steps:
+            self._steps = 0
+            self._step_by_distance(usual * self._policy.local_steps)
 
     def close(self) -> None:
         """Let the last push arrive."""
@@ -81,38 +104,74 @@ class Member:
         if self._link:
             self._link.close()
 
-    def _push(
-        self,
-        gradient: torch.Tensor,
-        samples: int,
-        usual: int,
-        settings: list[Settings],
-        seen: tuple[int, ...],
-        untouched: list[int],
-    ) -> Pulled:
+    def _step_by_gradient(self, usual: int) -> None:
+        self._layout.read_gradients(self._row)
+        self._join()
+        untouched = self._untouched()
+        if self._is_first:
+            assert self._has
+            seen = self._has.versions
+            if self._under_way:
+                self._has = self._under_way.result()
+            push = _Push(self._row.clone(), self._since, usual, self._layout.settings(), seen, untouched)
+            self._under_way = self._thread.submit(self._pushed, push)
+            if not self._overlaps:
+                self._has, self._under_way = self._under_way.result(), None
+            self._row.copy_(self._has.values)
+        self._share()
+
+    def _step_by_distance(self, usual: int) -> None:
+        """How far the group is from the common parameters, as if that were a gradient."""
+        self._layout.read_values(self._row)
+        self._join()
+        if self._is_first:
+            assert self._link
+            assert self._has
+            drawn, outer = self._policy.drawn, dict(self._policy.outer or {})
+            common = self._has if drawn == 1 else self._link.pull()
+            way = (common.values - self._row) * drawn
+            settings: list[Settings] = [outer for _ in self._layout.settings()]
+            self._has = self._pushed(_Push(way, self._since, usual, settings, common.versions, []))
+            self._row.copy_(self._has.values if drawn == 1 else self._row + way)
+        self._share()
+
+    def _pushed(self, push: _Push) -> Pulled:
         link = self._link
         assert link
-        found = link.push(gradient, samples, usual, settings, seen, untouched)
-        self.now = Pushing(self.now.pushes + 1, found.staleness)
-        return link.pull()
+        found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
+        pulled = link.pull()
+        pulled, waited_s = self._caught_up(link, pulled)
+        self.now = Pushing(self.now.pushes + 1, found.staleness, self.now.waited_s + waited_s)
+        return pulled
+
+    def _caught_up(self, link: Link, pulled: Pulled) -> tuple[Pulled, float]:
+        """Wait for groups that are too far behind, where the policy says so."""
+        began, most = time.monotonic(), self._policy.most_ahead
+        while most is not None and pulled.ahead > most:
+            if time.monotonic() - began > self._timeout_s:
+                raise WorldError(f"group {pulled.last} has not pushed for {self._timeout_s:g} s, and is waited for")
+            time.sleep(_LOOKS_S)
+            pulled = link.pull()
+        return pulled, time.monotonic() - began if most is not None else 0.0
+
+    def _untouched(self) -> list[int]:
+        """The parameters that had no gradient on any rank."""
+        touched = self._layout.touched()
+        if self._group and self._cut:
+            self._group.all_reduce(touched).wait()
+        found: list[int] = (touched == 0).nonzero().flatten().tolist()
+        return found
 
     def _join(self) -> None:
         """Where each rank has a part, all parts: nothing else is added to any of them."""
         if self._group and self._cut:
             self._group.all_reduce(self._row).wait()
 
-    def _take(self, found: Pulled | None) -> None:
-        """What the first rank has becomes what all have."""
-        if self._group is None:
-            assert found
-            self._layout.write_values(found.values)
-            self.samples = found.samples
-            return
-        counted = torch.zeros(1, dtype=torch.int64)
-        if found:
-            self._row.copy_(found.values)
-            counted[0] = found.samples
-        self._group.broadcast(self._row).wait()
-        self._group.broadcast(counted).wait()
+    def _share(self) -> None:
+        """What the first rank has in its row becomes what all have."""
+        counted = torch.tensor([self._has.samples if self._has else 0])
+        if self._group:
+            self._group.broadcast(self._row).wait()
+            self._group.broadcast(counted).wait()
         self._layout.write_values(self._row)
-        self.samples = int(counted[0])
+        self.samples, self._since = int(counted[0]), 0

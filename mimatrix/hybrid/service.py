@@ -51,7 +51,7 @@ class Service:
         self._listener = socket.create_server((address, 0), backlog=256)
         self.place = Place(address, self._listener.getsockname()[1])
         self._streams: set[Stream] = set()
-        self._groups: set[Stream] = set()
+        self._groups: dict[Stream, int] = {}
         self._closing = threading.Event()
         threading.Thread(target=self._accept, name="mimatrix-shards", daemon=True).start()
 
@@ -92,15 +92,15 @@ class Service:
                 stream.send({"error": "this is a service of another run; it is refused"})
                 return
             stream.send({})
-            if hello.get("group"):
-                self._groups.add(stream)
+            if hello.get("group") is not None:
+                self._groups[stream] = int(hello["group"])
             while not self._closing.is_set():
                 stream.send(*self._answer(*stream.receive()))
         except (OSError, ValueError, MiMatrixError):
             pass  # whoever it was is gone, or makes no sense: it may come again
         finally:
             self._streams.discard(stream)
-            self._groups.discard(stream)
+            self._groups.pop(stream, None)
             stream.close()
 
     def _answer(self, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
@@ -121,7 +121,9 @@ class Service:
                 assert values is not None
                 return self._pushed(shard, head, values), None
             pulled = shard.pull()
-            return {"version": pulled.version, "samples": pulled.samples}, pulled.values
+            there = set(self._groups.copy().values()) - self.left
+            clocks = {str(group): shard.ledger.pushes.get(group, 0) for group in there}
+            return {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}, pulled.values
         except MovedError:
             return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
@@ -173,11 +175,11 @@ class Mirror:
         self._stream.close()
 
 
-def greeted(place: Place, token: str, timeout_s: float, *, is_group: bool = False) -> Stream:
+def greeted(place: Place, token: str, timeout_s: float, *, group: int | None = None) -> Stream:
     """A stream to a service that knows us: a group, or another service."""
     stream = Stream(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
     try:
-        stream.send({"token": token, "group": is_group})
+        stream.send({"token": token, "group": group})
         answer, _ = stream.receive()
         if "error" in answer:
             raise WorldError(str(answer["error"]))

@@ -2,9 +2,10 @@
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,17 @@ from mimatrix.engine.start import init as init
 from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
 from mimatrix.hybrid.meeting import Meeting
 from mimatrix.hybrid.member import Member
-from mimatrix.hybrid.rules import Rules
+from mimatrix.hybrid.policies import policy
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """How groups go together: who they are, and how much a push counts (`hybrid.rules`)."""
+    """Who is with whom, and how groups go together (`hybrid.policies`); `options` are the policy's own."""
 
     groups: Sequence[Sequence[int]] | None = None
     """Ranks of each; without, those of a host are one."""
-    scales: bool = True
-    warm_up: int = 0
-    damping: float = 1.0
-    corrects: bool = True
+    policy: str = "large"
+    options: Mapping[str, Any] = field(default_factory=dict)
     overlaps: bool | None = None
     """Whether a group goes on computing while its push is under way; it does where there are several groups."""
 
@@ -41,15 +40,15 @@ class Hybrid:
         """The part that this process has of its group's run."""
         if settings.global_batch is None:
             raise UserError("a group pushes when it has done a global batch; set global_batch")
-        rules = Rules(settings.global_batch, self.scales, self.warm_up, self.damping, self.corrects)
+        chosen = policy(self.policy, settings.global_batch, self.options)
         rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
         store = _store(rank, ranks, timeout_s)
         groups = self._groups(store, rank, ranks)
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Meeting(store, number, len(groups), rules, address, timeout_s)
+        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s)
         overlaps = len(groups) > 1 if self.overlaps is None else self.overlaps
-        member = Member(meeting, is_first=me == 0, overlaps=overlaps)
+        member = Member(meeting, chosen, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
         own = replace(settings, seed=settings.seed + number)
         size = len(groups[number])

@@ -1,6 +1,7 @@
 """Groups in the user's loop: one alone is exact in every stage; several go on without waiting."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,12 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import UserError
 from mimatrix.engine.run import Run
 from mimatrix.hybrid.layout import Layout, cut
 from mimatrix.hybrid.link import Link
 from mimatrix.hybrid.member import Member
+from mimatrix.hybrid.policies import Policy, policy
 from mimatrix.hybrid.rules import Rules
 from mimatrix.hybrid.service import Service
 from mimatrix.hybrid.shard import Piece, Shard
@@ -29,17 +32,17 @@ BATCH, SAMPLES = 6, 40
 class Town:
     """Two services, each with one shard and the mirror of the other; made by the first group that comes."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules, self._lock = rules, threading.Lock()
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._lock = policy, threading.Lock()
         self.services: list[Service] = []
 
     def connect(self, group: int, layout: Layout, row: torch.Tensor) -> Link:
         with self._lock:
             if not self.services:
-                steppings = layout.steppings(SHARES)
+                steppings = layout.steppings(SHARES, self._policy.outer)
                 parts = torch.split(row, list(SHARES.cut(layout.count)))
                 for _ in range(2):
-                    shards = {k: Shard(parts[k], steppings[k], self._rules) for k in range(2)}
+                    shards = {k: Shard(parts[k], steppings[k], self._policy.rules) for k in range(2)}
                     self.services.append(Service(shards, "secret", say=print))
                 for k in range(2):
                     self.services[k].mirror(k, self.services[1 - k].place)
@@ -47,12 +50,12 @@ class Town:
         return Link(group, layout.count, SHARES, places, "secret")
 
     def member(self, group: int, rank: int = 0, **more: Any) -> Member:
-        return Member(lambda layout, row: self.connect(group, layout, row), is_first=rank == 0, **more)
+        return Member(lambda layout, row: self.connect(group, layout, row), self._policy, is_first=rank == 0, **more)
 
 
 @contextmanager
-def town(rules: Rules) -> Iterator[Town]:
-    found = Town(rules)
+def town(policy: Policy) -> Iterator[Town]:
+    found = Town(policy)
     try:
         yield found
     finally:
@@ -94,7 +97,7 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
     plain_run(reference, stepper, whole, squared, scheduler=halving)
     models = [model_of() for _ in batches]
-    with town(Rules(BATCH, warm_up=100)) as found:
+    with town(Policy(Rules(BATCH, warm_up=100))) as found:
         states = in_runs(
             len(batches),
             lambda run: trained(run, models[run.rank], optimizer),
@@ -112,7 +115,7 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
 def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
     """The second one is slow: the others neither wait for it nor leave it behind."""
     samples = len(vectors(SAMPLES))
-    with town(Rules(BATCH)) as found:
+    with town(Policy(Rules(BATCH))) as found:
         members = [found.member(group, overlaps=overlaps) for group in range(3)]
         models = [model_of() for _ in range(3)]
         slow = threading.Event()
@@ -137,6 +140,119 @@ def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
         assert 6 * samples <= ledger.samples <= 6 * samples + 2 * 3 * BATCH
     assert ledgers[0].pushes == ledgers[1].pushes
     assert members[0].now.pushes > 0
+
+
+def batches_of(data: list[Any], epochs: int) -> list[Any]:
+    return [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)] * epochs
+
+
+def row_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in model.parameters() if each.requires_grad])
+
+
+def put(model: nn.Module, row: torch.Tensor) -> None:
+    learning = [each for each in model.parameters() if each.requires_grad]
+    for each, part in zip(learning, torch.split(row, [each.numel() for each in learning]), strict=True):
+        each.data.copy_(part.view_as(each))
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [((6,), 0), ((4, 2), 1), ((5, 1), 3)])
+@pytest.mark.parametrize("name", ["local", "elastic"])
+def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple[int, ...], stage: int) -> None:
+    """One group alone, three steps of its own between pushes; what it and the service have is written out."""
+    chosen = policy(name, BATCH, {"local_steps": 3})
+    reference, plain = model_of(), adamw
+    stepper = plain(reference)
+    halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
+    common = row_of(reference).clone()
+    velocity = torch.zeros_like(common)
+    for start in range(0, 2 * 7, 3):
+        batches = batches_of(vectors(SAMPLES), 2)[start : start + 3]
+        plain_run(reference, stepper, batches, squared, scheduler=halving)
+        if len(batches) < 3:
+            break
+        here = row_of(reference)
+        if name == "local":
+            velocity = 0.9 * velocity + (common - here)
+            common = common - 0.7 * ((common - here) + 0.9 * velocity)
+            put(reference, common)
+        else:
+            way = 0.1 * (common - here)
+            common = common - way
+            put(reference, here + way)
+    models = [model_of() for _ in ranks]
+    with town(chosen) as found:
+        states = in_runs(
+            len(ranks),
+            lambda run: stepped(run, models[run.rank], plain, 14),
+            outer=lambda rank: found.member(0, rank),
+            batch=list(ranks),
+            stage=stage,
+            unit_bytes=300,
+        )
+    for state in states:
+        for key, value in reference.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-10)
+
+
+def stepped(run: Run, model: nn.Module, optimizer: Any, steps: int) -> dict[str, torch.Tensor]:
+    made = optimizer(model)
+    halving = torch.optim.lr_scheduler.StepLR(made, 2, 0.5)
+    model, made, loader, scheduler = run.prepare(model, made, vectors(SAMPLES), halving, loss=squared, shuffle=False)
+    while run.step < steps:
+        for batch in loader:
+            run.backward(squared(model, batch))
+            made.step()
+            made.zero_grad()
+            scheduler.step()
+    found = run.full_state_dict(model)
+    run.close()
+    return found
+
+
+def test_nobody_is_further_ahead_than_allowed() -> None:
+    """One group waits for a signal in mid-run: the other comes so far, and waits."""
+    with town(policy("bounded", BATCH, {"most_ahead": 2})) as found:
+        members = [found.member(group) for group in range(2)]
+        models = [model_of() for _ in range(2)]
+        goes_on, both = threading.Event(), threading.Barrier(2)
+
+        def each(run: Run) -> None:
+            number = run.settings.seed
+            made = momentum(models[number])
+            model, made, loader = run.prepare(models[number], made, vectors(3 * SAMPLES), loss=squared)
+            both.wait(20)
+            for batch in loader:
+                if number == 1 and run.step == 3:
+                    goes_on.wait(20)
+                run.backward(squared(model, batch))
+                made.step()
+                made.zero_grad()
+            run.close()
+
+        def group(number: int) -> None:
+            in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)
+
+        threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.5)
+        ledger = found.services[0]._shards[0].ledger
+        assert ledger.pushes == {0: 6, 1: 3}
+        goes_on.set()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    assert members[0].now.waited_s > 0.5
+
+
+def test_what_is_no_policy() -> None:
+    with pytest.raises(UserError, match=r'there is no policy "loca".*local'):
+        policy("loca", BATCH, {})
+    with pytest.raises(UserError, match='"plain" has no option "damping"'):
+        policy("plain", BATCH, {"damping": 1.0})
+    with pytest.raises(UserError, match="local_steps is 0"):
+        policy("local", BATCH, {"local_steps": 0})
 
 
 def test_shards_cut_parameters() -> None:

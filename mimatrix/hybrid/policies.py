@@ -1,0 +1,69 @@
+"""How groups go together, by name: each is a few figures, and one service serves them all. No torch here.
+
+large     every push stands for a large mini-batch, and counts by the rules (Kim et al. in our reconstruction)
+plain     asynchronous SGD: every push counts alike
+bounded   the same, but nobody is more than so many pushes ahead of the last (SSP; Ho et al. 2013)
+elastic   groups step by themselves and are drawn to a common middle now and then (EASGD; Zhang et al. 2015)
+local     groups step by themselves for long, and push how far they came (DiLoCo; Douillard et al. 2023)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mimatrix.core.errors import UserError, nearest
+from mimatrix.hybrid.rules import PLAIN, Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One of them."""
+
+    rules: Rules
+    most_ahead: int | None = None
+    """Pushes by which a group may be ahead of the last one; None: any."""
+    local_steps: int = 0
+    """Steps that a group makes by itself before it pushes; 0: it pushes gradients, and the service steps."""
+    outer: Mapping[str, Any] | None = None
+    """Settings of SGD at the service, where it does not step by the user's optimizer."""
+    drawn: float = 1.0
+    """Of the way to the common parameters, what a group goes after a push; 1: all of it."""
+
+
+NAMES = ("large", "plain", "bounded", "elastic", "local")
+_OPTIONS = {
+    "large": {"scales", "warm_up", "damping", "corrects"},
+    "plain": set[str](),
+    "bounded": {"most_ahead"},
+    "elastic": {"local_steps", "drawn"},
+    "local": {"local_steps", "lr", "momentum"},
+}
+
+
+def policy(name: str, global_batch: int, options: Mapping[str, Any]) -> Policy:
+    """By its name, with options of its own."""
+    if name not in NAMES:
+        raise UserError(f'there is no policy "{name}"{nearest(name, NAMES)}')
+    for option in options:
+        if option not in _OPTIONS[name]:
+            raise UserError(f'the policy "{name}" has no option "{option}"{nearest(option, _OPTIONS[name])}')
+    plain = Rules(global_batch, **PLAIN)  # type: ignore[arg-type]
+    if name == "large":
+        return Policy(Rules(global_batch, **options))
+    if name == "elastic":
+        drawn = float(options.get("drawn", 0.1))
+        if not 0 < drawn < 1:
+            raise UserError(f"drawn is {drawn:g}; give a part of the way, above 0 and below 1")
+        outer = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
+        return Policy(plain, local_steps=_steps(options, 8), outer=outer, drawn=drawn)
+    if name == "local":
+        outer = {"lr": options.get("lr", 0.7), "momentum": options.get("momentum", 0.9), "nesterov": True}
+        return Policy(plain, local_steps=_steps(options, 50), outer=outer)
+    return Policy(plain, most_ahead=int(options.get("most_ahead", 3)) if name == "bounded" else None)
+
+
+def _steps(options: Mapping[str, Any], usual: int) -> int:
+    found = int(options.get("local_steps", usual))
+    if found < 1:
+        raise UserError(f"local_steps is {found}; give how many steps a group makes between pushes, at least 1")
+    return found
