@@ -281,6 +281,6 @@ def _facts(job: "Job") -> Iterator[tuple[str, str]]:
         each = f"{format_seconds(progress.step_s)} each{predicted}"
         yield "step", f"{progress.step}, {each}, {progress.samples_per_s:,.0f} samples/s"
     for name, value in progress.metrics.items():
-        yield name, f"{value:g}"
+        yield name, "nan" if value is None else f"{value:g}"
     if job.exit_code is not None:
         yield "exit code", str(job.exit_code)

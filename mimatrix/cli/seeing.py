@@ -117,7 +117,7 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
     from rich.text import Text
 
     progress = job.progress
-    losses = ", ".join(f"{name} {value:.4g}" for name, value in list(progress.metrics.items())[:4])
+    losses = ", ".join(f"{name} {_number(value)}" for name, value in list(progress.metrics.items())[:4])
     predicted = f" (planned {format_seconds(progress.predicted_step_s)})" if progress.predicted_step_s else ""
     said = f"step {progress.step}, {format_seconds(progress.step_s)}{predicted}, {progress.samples_per_s:.4g} samples/s"
     found: list[RenderableType] = [
@@ -139,6 +139,10 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
     if len(now.ranks) > _MOST_RANKS:
         found.append(Text(f"{'':>11}and {len(now.ranks) - _MOST_RANKS} more"))
     return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.troubles)]
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4g}"
 
 
 def _write_csv(found: "History") -> None:
@@ -163,6 +167,6 @@ def _print_points(found: "History") -> None:
         console.print("nothing was kept of it yet; figures come every few seconds once it trains")
     for point in found.points:
         when = point.at.astimezone().strftime("%m-%d %H:%M:%S")
-        measured = "".join(f"  {name} {value:.4g}" for name, value in point.metrics.items())
+        measured = "".join(f"  {name} {_number(value)}" for name, value in point.metrics.items())
         speed = f"{point.samples_per_s:>10.4g} samples/s  {format_seconds(point.step_s)}"
         console.print(f"{when}  step {point.step:<8} {speed}{measured}")

@@ -3,6 +3,7 @@
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -325,7 +326,8 @@ class Run:
         where = self._folder(folder)
         if wait or self._checkpoints.would_wait(where):
             self._check_all_come("run.save(wait=True)" if wait else "a second run.save")
-        self._checkpoints.save(where, keep, wait=wait)
+        with self._watch.aside() if wait else nullcontext():
+            self._checkpoints.save(where, keep, wait=wait)
 
     def load(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest good checkpoint of a folder, or from one itself; False if there is none.
@@ -337,7 +339,8 @@ class Run:
             raise UserError("run.load was called inside of a global batch; call it before the loop over the loader")
         self._check_all_come("run.load")
         assert self._checkpoints
-        found = self._checkpoints.load(self._folder(folder))
+        with self._watch.aside():
+            found = self._checkpoints.load(self._folder(folder))
         if found:
             self.step, self.position = found
             if self.plan and self._loader is not None:
@@ -387,6 +390,11 @@ class Run:
     def phase(self) -> str:
         """What it is about: starting, profiling, training or saving."""
         return "saving" if self._leaving and self._leaving.is_under_way else self._phase
+
+    @property
+    def aside(self) -> bool:
+        """Whether it does something between steps: evaluates, loads, waits for a checkpoint."""
+        return self._watch.is_aside
 
     @property
     def waiting(self) -> Waiting | None:

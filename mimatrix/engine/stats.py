@@ -41,6 +41,8 @@ class Watch:
     groups: tuple[Group, ...] = ()
     memory: Callable[[], Mapping[str, int]] = dict
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    is_aside: bool = False
+    """Something is done that is no part of a step."""
     _started: float = field(default_factory=time.perf_counter)
     _exposed: float = 0.0
     _data: float = 0.0
@@ -114,7 +116,11 @@ class Watch:
         """For what is no part of any step."""
         started, exposed, data = time.perf_counter(), self._exposed, self._data
         waited, moved = self._totals()
-        yield
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
         waited_now, moved_now = self._totals()
         self._started += time.perf_counter() - started
         self._exposed, self._data = exposed, data

@@ -34,6 +34,8 @@ class RankFigures:
     memory_full: float = 0.0
     """The part of its device's memory that is used."""
     awaited: Awaited | None = None
+    aside: bool = False
+    """It does something between steps, such as evaluating or saving, that may take its time."""
 
     @property
     def busy_s(self) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from mimatrix.core.units import format_seconds
 from mimatrix.monitor.figures import RankFigures
 
-LATE_S = 8.0
+LATE_S, ASIDE_S = 8.0, 60.0
+"""In a step, and where a rank evaluates or saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,17 @@ class Hang:
         )
 
 
-def hanging(ranks: Sequence[RankFigures], now_s: float, late_s: float = LATE_S) -> Hang | None:
-    """Whom others wait for longest, who is not waiting for somebody else himself."""
-    late = {each.rank: _waited_s(each, now_s) for each in ranks if each.awaited and _waited_s(each, now_s) >= late_s}
+def hanging(ranks: Sequence[RankFigures]) -> Hang | None:
+    """Whom others wait for longest, who is not waiting for somebody else himself.
+
+    Only what ranks say counts: one that was stopped said last, perhaps, that it waits for a moment.
+    """
+    late_s = ASIDE_S if any(each.aside for each in ranks) else LATE_S
+    late = {each.rank: each.awaited for each in ranks if each.awaited and each.awaited.seconds >= late_s}
     free = {each.rank: each for each in ranks if each.rank not in late}
-    if not late or not free:
-        return None
-    by_rank = {each.rank: each.awaited for each in ranks}
-    for rank in sorted(late, key=lambda rank: -late[rank]):
-        awaited = by_rank[rank]
-        assert awaited
+    for awaited in sorted(late.values(), key=lambda each: -each.seconds) if free else ():
         culprit = free.get(awaited.peer) if awaited.peer is not None else min(free.values(), key=lambda each: each.at_s)
         if culprit:
-            since_s = late[rank]
-            return Hang(
-                culprit.rank, culprit.place, awaited.call, awaited.round, culprit.step, since_s, tuple(sorted(late))
-            )
+            waits = tuple(sorted(late))
+            return Hang(culprit.rank, culprit.place, awaited.call, awaited.round, culprit.step, awaited.seconds, waits)
     return None
-
-
-def _waited_s(each: RankFigures, now_s: float) -> float:
-    assert each.awaited
-    return each.awaited.seconds + max(0.0, now_s - each.at_s)

@@ -22,6 +22,10 @@ _LINK = 0.5
 """Of a step, what moving data must take for a link to be the reason."""
 _LEAST_STEP_S = 1e-3
 """Shorter steps are all overhead."""
+_FIRST = 3
+"""The steps before are for compiling, and for memory to be found."""
+_ALIKE = 0.9
+"""Of the longest time: who takes so long is slow with the slowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Slow:
     """Of the step."""
     cause: str
     follows: bool
+    also: tuple[int, ...] = ()
+    """Ranks that take nearly as long."""
 
     def __str__(self) -> str:
         follow = "its batch will shrink" if self.follows else 'plan="profile" or "online" would give it less'
@@ -44,26 +50,32 @@ class Slow:
             "memory": "its memory is full; a smaller micro-batch may be faster",
             "link": "data come and go slowly on its link",
         }[self.cause]
-        return (
-            f"the others are idle because of rank {self.rank} on {self.place}: {format_seconds(self.lost_s)} "
-            f"({self.part:.0%}) of every step; {what}"
-        )
+        who = f"rank {self.rank} on {self.place}" + (f" and {_counted(self.also)}" if self.also else "")
+        lost = f"{format_seconds(self.lost_s)} ({self.part:.0%}) of every step"
+        return f"the others are idle because of {who}: {lost}; {what}"
 
 
-def slowest(ranks: Sequence[RankFigures], least: float = LEAST) -> Slow | None:
-    """The rank that the others wait for, if there is one that stands out."""
-    working = [each for each in ranks if each.busy_s > 0 and each.step_s >= _LEAST_STEP_S]
+def slowest(ranks: Sequence[RankFigures], least: float = LEAST, followed: int | None = None) -> Slow | None:
+    """The rank that the others wait for, if there is one that stands out; the one `followed` if it is nearly so."""
+    working = [each for each in ranks if each.busy_s > 0 and each.step_s >= _LEAST_STEP_S and each.step >= _FIRST]
     if len(working) < 2:
         return None
     worst = max(working, key=lambda each: each.busy_s)
+    alike = [each for each in working if each.busy_s >= _ALIKE * worst.busy_s]
+    worst = next((each for each in alike if each.rank == followed), worst)
     others = [each for each in working if each is not worst]
-    usual_s = statistics.median_high(each.busy_s for each in others)
+    # Those that wait are the fast ones: where half of all ranks are slow, the middle one is.
+    usual_s = sorted(each.busy_s for each in others)[(len(others) - 1) // 4]
     lost_s = worst.busy_s - usual_s
     if lost_s > least * usual_s and lost_s > least / 2 * worst.step_s:
-        return Slow(
-            worst.rank, worst.place, lost_s, lost_s / worst.step_s, _cause(worst, others, lost_s), worst.follows
-        )
+        also = tuple(each.rank for each in alike if each is not worst)
+        cause = _cause(worst, [each for each in others if each.rank not in also], lost_s)
+        return Slow(worst.rank, worst.place, lost_s, lost_s / worst.step_s, cause, worst.follows, also)
     return _by_link(working)
+
+
+def _counted(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} more"
 
 
 def _cause(worst: RankFigures, others: Sequence[RankFigures], lost_s: float) -> str:
@@ -94,7 +106,7 @@ class Slowness:
 
     def observe(self, now_s: float, ranks: Sequence[RankFigures]) -> Slow | None:
         """Figures of now; the rank, if it is named by them for the first time."""
-        found = slowest(ranks, _GOES if self.named else LEAST)
+        found = slowest(ranks, _GOES if self.named else LEAST, self._rank)
         if found is None or found.rank != self._rank:
             self._rank, self._since_s, self._times = (found.rank if found else -1), now_s, 0
         self._times += 1

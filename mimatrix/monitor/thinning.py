@@ -19,11 +19,10 @@ class Tier:
 TIERS = (Tier(5.0, 2 * HOUR_S), Tier(60.0, 3 * DAY_S), Tier(600.0, 62 * DAY_S))
 
 
-def tier_for(since_s: float, now_s: float, points: int) -> int:
-    """The finest that reaches back to `since_s` with about so many points."""
-    span_s = now_s - since_s
+def tier_for(since_s: float, until_s: float, now_s: float, points: int) -> int:
+    """The finest that is still kept from `since_s` on, with about so many points until `until_s`."""
     for number, tier in enumerate(TIERS):
-        if tier.kept_s >= span_s and span_s / tier.every_s <= 2 * points:
+        if tier.kept_s >= now_s - since_s and (until_s - since_s) / tier.every_s <= 2 * points:
             return number
     return len(TIERS) - 1
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import delete, func, insert, select
 from sqlalchemy.orm import Session
 
 from mimatrix.monitor.thinning import TIERS, mean, short, tier_for
@@ -55,6 +55,11 @@ class History:
                     old = (SampleRow.tier == number, SampleRow.at < now_s - tier.kept_s)
                     session.execute(delete(SampleRow).where(*old))
 
+    def keep_last(self, session: Session, now_s: float, number: int, live: LiveJob | None) -> None:
+        """How a job was when it ended."""
+        if live and 0 in live.reports and live.reports[0].step:
+            _write(session, 0, now_s, [(number, point_of(live))])
+
     def _thin(self, session: Session, number: int, now_s: float) -> None:
         """Means of the tier below, once its time is full."""
         tier = TIERS[number]
@@ -78,7 +83,9 @@ def read(
     What a tier does not have yet, since its time is not full, comes from the finer ones. `only_last_ranks`: figures of
     ranks, which are most of it, are left out of all points but the last.
     """
-    number = tier_for(since_s, now_s, points)
+    known = select(func.min(SampleRow.at), func.max(SampleRow.at)).where(SampleRow.job == job, SampleRow.at >= since_s)
+    first_s, last_s = session.execute(known).one()
+    number = tier_for(first_s or since_s, last_s or now_s, now_s, points)
     found: list[Point] = []
     for tier in range(number, -1, -1):
         after = SampleRow.at > found[-1].at if found else SampleRow.at >= since_s

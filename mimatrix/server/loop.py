@@ -264,6 +264,8 @@ class Loop:
     def _gone(self, session: Session, job: JobRow) -> None:
         revoke_of_job(session, job.id, self._context.clock())
         self._context.doorkeeper.forget()
+        live = self._context.live.of(job.id, job.generation)
+        self._history.keep_last(session, self._context.clock(), job.id, live)
         self._context.live.forget(job.id)
 
     def _tidy(self) -> None:

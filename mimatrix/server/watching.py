@@ -45,8 +45,9 @@ class Watching:
         ranks = figures_of(live)
         trains = bool(ranks) and live.reports[ranks[0].rank].state is JobState.TRAINING
         new = watched.slowness.observe(now_s, ranks if trains and len(ranks) == live.ranks else ())
-        stuck = hanging(ranks, now_s) if trains else None
-        slow = watched.slowness.named
+        stuck = hanging(ranks) if trains else None
+        # Figures of steps are old where there are no more steps.
+        slow = watched.slowness.named if stuck is None else None
         live.troubles = tuple(trouble_of(each) for each in (stuck, slow) if each)
         if new:
             self._tell(number, live, str(new))
@@ -82,6 +83,7 @@ def figures_of(live: LiveJob) -> list[RankFigures]:
             awaited=Awaited(said.waiting.call, said.waiting.round, said.waiting.peer, said.waiting.seconds)
             if said.waiting
             else None,
+            aside=said.aside,
         )
         for rank, said in sorted(live.reports.copy().items())
         if rank < live.ranks

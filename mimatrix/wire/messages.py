@@ -107,7 +107,8 @@ class Progress(Message):
     samples_per_s: Seconds = 0.0
     step_s: Seconds = 0.0
     predicted_step_s: Seconds | None = None
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float | None] = Field(default_factory=dict)
+    """None: not finite."""
     at: datetime | None = None
 
 
@@ -133,6 +134,10 @@ class Job(Message):
     """How often it was started."""
     seats: tuple[str, ...]
     """The devices that it has, in the order of its ranks."""
+    last_seats: tuple[str, ...] = ()
+    """Those that it had last, where it has none now; told of one job, not of a list."""
+    has_plan: bool = False
+    """Whether there is one to ask for; told of one job, not of a list."""
     exit_code: int | None
     created_at: datetime
     started_at: datetime | None
@@ -284,9 +289,12 @@ class Report(Message):
     traffic: Traffic | None = None
     """Said by one worker of each machine."""
     waiting: Waiting | None = None
-    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=32)] = Field(
+    aside: bool = False
+    """It evaluates, loads or waits for a checkpoint, between steps."""
+    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float | None], Field(max_length=32)] = Field(
         default_factory=dict
     )
+    """None: not finite."""
 
 
 class Orders(Message):
@@ -346,7 +354,8 @@ class Point(Message):
     samples_per_s: float
     step_s: float
     predicted_step_s: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
+    """None: not finite."""
     ranks: dict[str, tuple[float | None, ...]]
     """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c."""
 
@@ -386,6 +395,16 @@ class DeviceHistory(Message):
 
     seat: str
     jobs: tuple[DeviceJob, ...]
+
+
+class DevicePoint(Message):
+    """A device over a while: means. None where nobody had it, or could tell."""
+
+    at: datetime
+    busy: float | None = None
+    memory_bytes: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
 
 
 class Me(Message):

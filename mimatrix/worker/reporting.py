@@ -1,6 +1,8 @@
 """Telling the server how it goes, now and then, and hearing what it wants. Training never waits for it."""
 
 import json
+import math
+import statistics
 import sys
 import threading
 import time
@@ -31,7 +33,7 @@ _LONGEST_S = 10.0
 _MOST_METRICS = 32
 _IMPORTS_S = 5.0
 _LEAST_STEPS, _MOST_STEPS, _RECENT_S = 3, 100, 3.0
-"""A report has means over the steps of so many seconds."""
+"""A report has medians over the steps of so many seconds."""
 _PARTS = ("compute", "waiting", "communication", "data")
 _SPEEDS = ("samples_per_s", "step_s")
 
@@ -101,16 +103,16 @@ class Reporter:
         stats, plan, history = _recent(run.stats()), run.plan, run.logged(-1)
         known |= {"state": JobState(run.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
-            seconds = _mean(stats, "seconds")
-            known |= {f"{name}_s": _mean(stats, f"{name}_s") for name in _PARTS} | {
-                "step_s": seconds,
+            seconds = sum(each.seconds for each in stats) / len(stats)
+            known |= {f"{name}_s": _middle(stats, f"{name}_s") for name in _PARTS} | {
+                "step_s": _middle(stats, "seconds"),
                 "samples_per_s": _short(sum(run.split.batches) / seconds) if seconds else 0.0,
                 "samples": stats[-1].samples,
                 "moved_bytes": sum(stats[-1].moved_bytes.values()),
             }
         if plan:
             known |= {"predicted_step_s": _short(plan.step_s), "planned_s": _short(plan.parts[mine.rank].busy_s)}
-        known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting)}
+        known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting), "aside": run.aside}
         return Report(**known, metrics=_finite(history[0][1]) if history else {})
 
     def _write_down(self, report: Report) -> None:
@@ -155,8 +157,9 @@ class Reporter:
         self._client.store(self._mine.job, what, measured)
 
 
-def _mean(stats: list[Any], name: str) -> float:
-    return _short(sum(getattr(each, name) for each in stats) / len(stats))
+def _middle(stats: list[Any], name: str) -> float:
+    """The median: a pause in one step says nothing of the others."""
+    return _short(statistics.median(getattr(each, name) for each in stats))
 
 
 def _short(value: float) -> float:
@@ -182,7 +185,7 @@ def _waiting(found: Any) -> Waiting | None:
     return Waiting(call=str(found.call)[:200], round=found.round, peer=found.rank, seconds=seconds)
 
 
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
+def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
     """What JSON can carry, and not too much of it."""
-    found = {name[:100]: float(value) for name, value in metrics.items() if abs(value) < float("inf")}
+    found = {name[:100]: _short(value) if math.isfinite(value) else None for name, value in metrics.items()}
     return dict(list(found.items())[:_MOST_METRICS])

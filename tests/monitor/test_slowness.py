@@ -28,7 +28,9 @@ def test_the_slow_rank_and_what_it_costs() -> None:
     )
 
 
-@pytest.mark.parametrize("compute_s", [(0.1, 0.1, 0.1), (0.1, 0.12, 0.11), (0.1,), (), (0.0, 0.1), (0.2, 0.2, 0.1)])
+@pytest.mark.parametrize(
+    "compute_s", [(0.1, 0.1, 0.1), (0.1, 0.12, 0.11), (0.1,), (), (0.0, 0.1), (0.1, 0.2, 0.2, 0.2, 0.2, 0.2)]
+)
 def test_nobody_is_named_where_nobody_stands_out(compute_s: tuple[float, ...]) -> None:
     assert slowest(ranks(*compute_s) if compute_s else []) is None
 
@@ -38,9 +40,9 @@ def test_causes() -> None:
     loads = [*figures[:2], replace(figures[2], data_s=0.1)]
     full = [*ranks(0.1, 0.1, 0.2)[:2], replace(ranks(0.1, 0.1, 0.2)[2], memory_full=0.99)]
     link = [
-        RankFigures(0, "a/0", 0.0, 1, 1.0, 0.1, waiting_s=0.8, communication_s=0.1),
-        RankFigures(1, "b/0", 0.0, 1, 1.0, 0.1, waiting_s=0.1, communication_s=0.8),
-        RankFigures(2, "c/0", 0.0, 1, 1.0, 0.1, waiting_s=0.8, communication_s=0.1),
+        RankFigures(0, "a/0", 0.0, 10, 1.0, 0.1, waiting_s=0.8, communication_s=0.1),
+        RankFigures(1, "b/0", 0.0, 10, 1.0, 0.1, waiting_s=0.1, communication_s=0.8),
+        RankFigures(2, "c/0", 0.0, 10, 1.0, 0.1, waiting_s=0.8, communication_s=0.1),
     ]
     found = [slowest(each) for each in (loads, full, link)]
     assert [(each.rank, each.cause) for each in found if each] == [(2, "loader"), (2, "memory"), (1, "link")]
@@ -53,6 +55,23 @@ def test_it_is_named_once_and_until_it_has_caught_up() -> None:
         said.append(following.observe(float(second), ranks(0.1, 0.1, 0.2 if slow else 0.1)))
     assert [number for number, each in enumerate(said) if each] == [5 + PERSISTS_S]
     assert following.named is None
+
+
+@pytest.mark.parametrize(("slow", "of"), [(2, 3), (2, 4), (2, 8), (4, 8), (5, 8)])
+def test_several_slow_ranks_are_named_together_and_once(slow: int, of: int) -> None:
+    chance, following, said = random.Random(0), Slowness(), []
+    for second in range(120):
+        times = [(0.2 if rank >= of - slow else 0.1) * chance.uniform(0.98, 1.02) for rank in range(of)]
+        found = following.observe(float(second), ranks(*times))
+        said += [found] if found else []
+        assert following.named or second < PERSISTS_S + 1
+    assert len(said) == 1
+    assert {said[0].rank, *said[0].also} == set(range(of - slow, of))
+    assert f" and {'rank' if slow == 2 else slow - 1}" in str(said[0])
+
+
+def test_the_first_steps_say_nothing() -> None:
+    assert slowest([replace(each, step=2) for each in ranks(0.1, 9.0)]) is None
 
 
 def test_one_slow_step_is_nothing_and_another_rank_begins_anew() -> None:

@@ -31,7 +31,17 @@ def test_means_of_means_are_means() -> None:
 
 @pytest.mark.parametrize(("span_s", "tier"), [(600.0, 0), (HOUR_S, 1), (DAY_S, 2), (30 * DAY_S, 2)])
 def test_the_finest_tier_that_is_not_too_fine(span_s: float, tier: int) -> None:
-    assert tier_for(1e6 - span_s, 1e6, 300) == tier
+    assert tier_for(1e6 - span_s, 1e6, 1e6, 300) == tier
+
+
+def test_what_has_ended_is_as_fine_as_it_is_kept() -> None:
+    begun, ended = 1e6, 1e6 + HOUR_S / 2
+    assert [tier_for(begun, ended, ended + later_s, 300) for later_s in (0, HOUR_S, 11 * HOUR_S, 4 * DAY_S)] == [
+        0,
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_month_of_ten_jobs_is_small() -> None:
