@@ -29,8 +29,14 @@ MODES: dict[str, Callable[[], Mode]] = {}
 class Outer(Protocol):
     """As a run sees it. All ranks of the run call everything together."""
 
+    group: int
+    """The number of this one."""
     samples: int
     """That all groups together have had."""
+
+    @property
+    def staleness(self) -> float:
+        """Pushes of others between the last pull and the last push."""
 
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
         """The model is prepared; its parameters become what all groups have. `cut`: each rank has a part of them."""

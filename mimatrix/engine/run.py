@@ -392,6 +392,16 @@ class Run:
         return "saving" if self._leaving and self._leaving.is_under_way else self._phase
 
     @property
+    def group(self) -> int:
+        """Which of several groups this is, where they do not wait for each other; else 0."""
+        return self._outer.group if self._outer else 0
+
+    @property
+    def staleness(self) -> float | None:
+        """Pushes of other groups between this one's last pull and push, where there are groups."""
+        return self._outer.staleness if self._outer else None
+
+    @property
     def aside(self) -> bool:
         """Whether it does something between steps: evaluates, loads, waits for a checkpoint."""
         return self._watch.is_aside

@@ -52,10 +52,12 @@ class Member:
         connect: Connect,
         policy: Policy,
         *,
+        group: int = 0,
         is_first: bool = True,
         overlaps: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
+        self.group = group
         self._connect, self._policy, self._is_first = connect, policy, is_first
         self._overlaps = overlaps and not policy.local_steps
         self._timeout_s = timeout_s
@@ -68,6 +70,11 @@ class Member:
         """Of its own, and samples, since the last push."""
         self.samples = 0
         self.now = Pushing()
+
+    @property
+    def staleness(self) -> float:
+        """Of the last push."""
+        return self.now.staleness
 
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
         """Meet the others: all begin with the same parameters."""

@@ -48,7 +48,7 @@ class Hybrid:
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
         meeting = Meeting(store, number, len(groups), chosen, address, timeout_s)
         overlaps = len(groups) > 1 if self.overlaps is None else self.overlaps
-        member = Member(meeting, chosen, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
+        member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
         own = replace(settings, seed=settings.seed + number)
         size = len(groups[number])

@@ -1,6 +1,7 @@
 """Looks at what workers report, and names who holds the others up: in the job's events, its log, and the server's."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mimatrix.monitor.figures import Awaited, RankFigures
@@ -10,7 +11,7 @@ from mimatrix.server.context import Context
 from mimatrix.server.life import is_active, note
 from mimatrix.server.live import LiveJob
 from mimatrix.server.tables import JobRow
-from mimatrix.wire.messages import JobState, Trouble
+from mimatrix.wire.messages import JobState, Report, Trouble
 
 
 @dataclass
@@ -18,9 +19,10 @@ class _Watched:
     """One job in one generation."""
 
     generation: int
-    slowness: Slowness = field(default_factory=Slowness)
-    hanging: int | None = None
-    """The rank that does not come."""
+    slowness: dict[int, Slowness] = field(default_factory=lambda: defaultdict(Slowness))
+    """By group: who does not wait for somebody is not slower than he."""
+    hanging: dict[int, int | None] = field(default_factory=dict)
+    """The rank of each group that does not come."""
 
 
 class Watching:
@@ -41,19 +43,31 @@ class Watching:
             self._look_at(number, live, watched)
 
     def _look_at(self, number: int, live: LiveJob, watched: _Watched) -> None:
-        now_s = self._context.clock()
         ranks = figures_of(live)
         trains = bool(ranks) and live.reports[ranks[0].rank].state is JobState.TRAINING
-        new = watched.slowness.observe(now_s, ranks if trains and len(ranks) == live.ranks else ())
-        stuck = hanging(ranks) if trains else None
+        groups: dict[int, list[RankFigures]] = {}
+        for each in ranks:
+            groups.setdefault(live.reports[each.rank].group, []).append(each)
+        troubles: list[Trouble] = []
+        for group, members in groups.items():
+            troubles += self._look_at_group(number, live, watched, group, members if trains else [])
+        live.troubles = tuple(troubles)
+
+    def _look_at_group(
+        self, number: int, live: LiveJob, watched: _Watched, group: int, ranks: Sequence[RankFigures]
+    ) -> list[Trouble]:
+        """Those that wait for each other; in a job that is not split into groups, all."""
+        slowness = watched.slowness[group]
+        new = slowness.observe(self._context.clock(), ranks if len(live.reports) == live.ranks else ())
+        stuck = hanging(ranks)
         # Figures of steps are old where there are no more steps.
-        slow = watched.slowness.named if stuck is None else None
-        live.troubles = tuple(trouble_of(each) for each in (stuck, slow) if each)
+        slow = slowness.named if stuck is None else None
         if new:
             self._tell(number, live, str(new))
-        if stuck and stuck.rank != watched.hanging:
+        if stuck and stuck.rank != watched.hanging.get(group):
             self._tell(number, live, str(stuck))
-        watched.hanging = stuck.rank if stuck else None
+        watched.hanging[group] = stuck.rank if stuck else None
+        return [trouble_of(each) for each in (stuck, slow) if each]
 
     def _tell(self, number: int, live: LiveJob, sentence: str) -> None:
         live.notices.append(sentence)
@@ -66,6 +80,15 @@ class Watching:
 
 def figures_of(live: LiveJob) -> list[RankFigures]:
     """What each rank said last."""
+    by_group: dict[int, list[int]] = {}
+    for rank, said in sorted(live.reports.copy().items()):
+        by_group.setdefault(said.group, []).append(rank)
+
+    def peer_of(said: Report) -> int | None:
+        """By its number in the job. As long as not all have reported nobody knows."""
+        number, members = said.waiting.peer if said.waiting else None, by_group.get(said.group, [])
+        return members[number] if number is not None and number < len(members) else None
+
     return [
         RankFigures(
             rank=rank,
@@ -80,7 +103,7 @@ def figures_of(live: LiveJob) -> list[RankFigures]:
             planned_s=said.planned_s,
             follows=said.follows,
             memory_full=_full(said.use.memory_bytes, said.use.memory_total_bytes) if said.use else 0.0,
-            awaited=Awaited(said.waiting.call, said.waiting.round, said.waiting.peer, said.waiting.seconds)
+            awaited=Awaited(said.waiting.call, said.waiting.round, peer_of(said), said.waiting.seconds)
             if said.waiting
             else None,
             aside=said.aside,

@@ -256,7 +256,7 @@ class Waiting(Message):
     call: Annotated[str, Field(max_length=200)]
     round: Count
     peer: Count | None
-    """None: for anybody."""
+    """Its number in the group; None: for anybody."""
     seconds: Seconds
 
 
@@ -289,6 +289,8 @@ class Report(Message):
     traffic: Traffic | None = None
     """Said by one worker of each machine."""
     waiting: Waiting | None = None
+    group: Count = 0
+    """Ranks of one group wait for each other, and for nobody else."""
     aside: bool = False
     """It evaluates, loads or waits for a checkpoint, between steps."""
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float | None], Field(max_length=32)] = Field(

@@ -113,7 +113,10 @@ class Reporter:
         if plan:
             known |= {"predicted_step_s": _short(plan.step_s), "planned_s": _short(plan.parts[mine.rank].busy_s)}
         known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting), "aside": run.aside}
-        return Report(**known, metrics=_finite(history[0][1]) if history else {})
+        known["group"] = run.group
+        metrics = history[0][1] if history else {}
+        pushed = {} if run.staleness is None else {"staleness": run.staleness}
+        return Report(**known, metrics=_finite(pushed | metrics))
 
     def _write_down(self, report: Report) -> None:
         if self._run is not None and self._mine.rank == 0:
