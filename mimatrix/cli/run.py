@@ -44,6 +44,9 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often to start all again when a worker is lost; exit code 2 is final.")
     ] = 0,
+    groups: Annotated[
+        str, typer.Option(help='Ranks that go together, as in 0,1/2/3, for mode="hybrid"; a lost group ends no other.')
+    ] = "",
     grace: Annotated[str, typer.Option(help="How long the others may go on when one worker has failed.")] = "5s",
     timeout: Timeout = "",
     threads: Threads = None,
@@ -63,10 +66,11 @@ def run(
         asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout),
         max_restarts=max_restarts,
         grace_s=parse_duration(grace),
+        groups=launches.parse_groups(groups, ranks) if groups else (),
     )
     launches.check(launch)
     outcome = launches.run_local(launch, os.environ, sys.stdout.buffer, sys.stderr.buffer, say)
-    if outcome.code:
+    if outcome.reason:
         say(outcome.reason)
     if as_json:
         # On one line, since it comes after the lines of the workers: `tail -n 1` has it.

@@ -1,5 +1,6 @@
 """`mimatrix.init(mode="hybrid")`: groups of ranks that do not wait for each other."""
 
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ class Hybrid:
     """Who is with whom, and how groups go together (`hybrid.policies`); `options` are the policy's own."""
 
     groups: Sequence[Sequence[int]] | None = None
-    """Ranks of each; without, those of a host are one."""
+    """Ranks of each; without, as `mimatrix run --groups` says, or those of a host are one."""
     policy: str = "large"
     options: Mapping[str, Any] = field(default_factory=dict)
     overlaps: bool | None = None
@@ -63,6 +64,8 @@ class Hybrid:
     def _groups(self, store: Store, rank: int, ranks: int) -> Groups:
         if self.groups is not None:
             return checked(self.groups, ranks)
+        if os.environ.get("MIMATRIX_GROUPS"):
+            return checked(json.loads(os.environ["MIMATRIX_GROUPS"]), ranks)
         store.set(f"hybrid/host/{rank}", own_host())
         return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
 

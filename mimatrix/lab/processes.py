@@ -2,6 +2,7 @@
 
 Each one leads a process group of its own. When one fails, the others get `grace_s` to say what they miss, then SIGTERM,
 then SIGKILL. When the one who runs them dies, they die: the kernel kills them, and a guard kills what they started.
+Where they are told apart by teams, a failure ends its own team alone.
 """
 
 import os
@@ -33,6 +34,8 @@ class Command:
     words: tuple[str, ...]
     environment: Mapping[str, str]
     joins: Path | None = None
+    team: str = ""
+    """Those of one team end together; all do where none is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class _Stop:
 
     at_s: float
     number: signal.Signals
+    team: str = ""
+    """To those of one team; of any without a name."""
 
 
 def run_together(
@@ -77,11 +82,14 @@ class _Crew:
         self._commands = commands
         self._sinks = (out, err)
         self._grace_s = grace_s
-        self._running: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
+        self._running: dict[int, tuple[subprocess.Popen[bytes], Command]] = {}
         self.groups: list[int] = []
         self._readers: set[_Lines] = set()
         self._selector = selectors.DefaultSelector()
         self._stops: deque[_Stop] = deque()
+        self._partial: list[_Stop] = []
+        self._lost: dict[str, Ending] = {}
+        """How teams ended that failed."""
         self._ending = Ending()
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -104,7 +112,7 @@ class _Crew:
         if self._guard:
             self._guard.kill()
             self._guard.communicate()
-        for pidfd, (process, _label) in self._running.items():
+        for pidfd, (process, _command) in self._running.items():
             process.wait()
             os.close(pidfd)
         self._selector.close()
@@ -119,7 +127,14 @@ class _Crew:
                 deadline = None
                 self._trouble(Ending(TIMED_OUT, f"not done after {timeout_s:g} s"), 0.0)
         self._selector.unregister(heard)
-        return self._ending
+        return self._ending if self._ending.code or not self._lost else self._without_the_lost()
+
+    def _without_the_lost(self) -> Ending:
+        """Well, where a team is left."""
+        first, *more = self._lost.values()
+        if {command.team for command in self._commands} <= self._lost.keys():
+            return first
+        return Ending(0, f"{', '.join(each.reason for each in (first, *more))}; the others went on")
 
     def _start(self, command: Command) -> None:
         process = subprocess.Popen(  # noqa: S603 (running what the person asks for is the purpose)
@@ -132,7 +147,7 @@ class _Crew:
             preexec_fn=_Entry(command.joins, os.getpid()),
         )
         pidfd = os.pidfd_open(process.pid)
-        self._running[pidfd] = process, command.label
+        self._running[pidfd] = process, command
         self.groups.append(process.pid)
         self._selector.register(pidfd, selectors.EVENT_READ)
         for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
@@ -143,7 +158,8 @@ class _Crew:
 
     def _turn(self, heard: int, deadline: float | None) -> None:
         """Wait for whatever is next, and deal with it."""
-        moments = [stop.at_s for stop in list(self._stops)[:1]] + ([] if deadline is None else [deadline])
+        moments = [stop.at_s for stop in [*list(self._stops)[:1], *self._partial]]
+        moments += [] if deadline is None else [deadline]
         patience = max(0.0, min(moments) - time.monotonic()) if moments else None
         for key, _ in self._selector.select(patience):
             if isinstance(key.data, _Lines):
@@ -155,9 +171,16 @@ class _Crew:
             else:
                 self._reap(key.fd)
         while self._stops and self._stops[0].at_s <= time.monotonic():
-            number = self._stops.popleft().number
-            for process, _label in self._running.values():
-                _signal_group(process.pid, number)
+            self._stop(self._stops.popleft())
+        due = [stop for stop in self._partial if stop.at_s <= time.monotonic()]
+        self._partial = [stop for stop in self._partial if stop not in due]
+        for stop in due:
+            self._stop(stop)
+
+    def _stop(self, stop: _Stop) -> None:
+        for process, command in self._running.values():
+            if not stop.team or command.team == stop.team:
+                _signal_group(process.pid, stop.number)
 
     def _read(self, lines: "_Lines") -> None:
         if not lines.pass_on():
@@ -166,22 +189,26 @@ class _Crew:
             lines.pipe.close()
 
     def _reap(self, pidfd: int) -> None:
-        process, label = self._running.pop(pidfd)
+        process, command = self._running.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
         code = process.wait()
         if code and not self._ending.code:
             how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-            self._trouble(Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}", label), self._grace_s)
+            label = command.label
+            ending = Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}", label)
+            if not command.team:
+                self._trouble(ending, self._grace_s)
+            elif command.team not in self._lost:
+                self._lost[command.team] = ending
+                self._partial += _stops(self._grace_s, command.team)
 
     def _trouble(self, ending: Ending, grace_s: float) -> None:
         """The first trouble is the one that counts. Where the end was near already, another one makes it come now."""
         if not self._ending.code:
             self._ending = ending
-        now = time.monotonic()
         asked = len(self._stops) == 1
-        stops = [_Stop(now + grace_s, signal.SIGTERM), _Stop(now + grace_s + _KILL_S, signal.SIGKILL)]
-        self._stops = deque([_Stop(now, signal.SIGKILL)] if asked else stops)
+        self._stops = deque([_Stop(time.monotonic(), signal.SIGKILL)] if asked else _stops(grace_s))
 
     def _drain(self) -> None:
         """Pass on what is left in the pipes, for a moment: somebody unknown may still hold them open."""
@@ -192,6 +219,11 @@ class _Crew:
                     self._read(key.data)
         for lines in self._readers:
             lines.pipe.close()
+
+
+def _stops(grace_s: float, team: str = "") -> list[_Stop]:
+    now = time.monotonic()
+    return [_Stop(now + grace_s, signal.SIGTERM, team), _Stop(now + grace_s + _KILL_S, signal.SIGKILL, team)]
 
 
 class _Lines:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mimatrix.launch.local import Launch, Outcome, run_local
     from mimatrix.launch.on_ray import RayLauncher
     from mimatrix.launch.ray_token import ray_environment
-    from mimatrix.launch.requests import check, module_words, parse_memory, parse_speeds, script_words
+    from mimatrix.launch.requests import check, module_words, parse_groups, parse_memory, parse_speeds, script_words
 
 __all__ = [
     "DeviceFacts",
@@ -39,6 +39,7 @@ __all__ = [
     "check",
     "cores",
     "module_words",
+    "parse_groups",
     "parse_memory",
     "parse_speeds",
     "ray_environment",
@@ -47,7 +48,9 @@ __all__ = [
 ]
 
 _RUNS = dict.fromkeys(("Launch", "Outcome", "run_local"), "local")
-_REQUESTS = dict.fromkeys(("check", "module_words", "parse_memory", "parse_speeds", "script_words"), "requests")
+_REQUESTS = dict.fromkeys(
+    ("check", "module_words", "parse_groups", "parse_memory", "parse_speeds", "script_words"), "requests"
+)
 _RAY = {"RayLauncher": "on_ray", "ray_environment": "ray_token"}
 # The former need the lab, which needs SciPy. Every team has a keeper, which needs none of these and starts at once.
 _LATER = _RUNS | _REQUESTS | _RAY

@@ -1,5 +1,6 @@
 """Workers on this machine: all are started together, all end together, and all are started again when one is lost."""
 
+import json
 import re
 import time
 import uuid
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from mimatrix.hybrid.grouping import Groups, place_in
 from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
 from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
 from mimatrix.launch.interrupts import Told, raised
@@ -34,6 +36,8 @@ class Launch:
     max_restarts: int = 0
     grace_s: float = 5.0
     timeout_s: float | None = None
+    groups: Groups = ()
+    """Ranks that go together; a group that is lost leaves the others running. None: all go together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,12 @@ class _Attempts:
         launch = self._launch
         own = emulated(launch.speeds[rank] if launch.speeds else 1.0, launch.memory[rank] if launch.memory else None)
         words = joining(self.limits.get(rank), launch.words)
-        return Command(str(rank), words, environment(attempt, rank, self._outside, own), self.slowdown.joins.get(rank))
+        team = ""
+        if launch.groups:
+            own["MIMATRIX_GROUPS"] = json.dumps(launch.groups)
+            team = f"group {place_in(launch.groups, rank)[0]}"
+        known = environment(attempt, rank, self._outside, own)
+        return Command(str(rank), words, known, self.slowdown.joins.get(rank), team)
 
 
 def _processors(launch: Launch, outside: Mapping[str, str]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.core.units import format_bytes, parse_bytes
+from mimatrix.hybrid.grouping import Groups, checked
 from mimatrix.launch.local import Launch
 from mimatrix.launch.slowdown import WAYS
 
@@ -29,6 +30,8 @@ def check(launch: Launch) -> None:
         raise UserError(
             f"--memory has {len(launch.memory)} sizes for {launch.ranks} ranks; give one for each, or one for all"
         )
+    if launch.groups and launch.max_restarts:
+        raise UserError("groups that are lost are not started again; leave out --max-restarts or --groups")
     if launch.max_restarts < 0:
         raise UserError(f"{launch.max_restarts} restarts cannot be made; use --max-restarts 0 or more")
     if launch.threads is not None and launch.threads < 1:
@@ -47,6 +50,15 @@ def parse_speeds(text: str) -> tuple[float, ...]:
         if not 0 < speed <= 1:
             raise UserError(f"a speed of {speed:g} is out of range; use more than 0 and at most 1 for each rank")
     return speeds
+
+
+def parse_groups(text: str, ranks: int) -> Groups:
+    """`0,1/2/3`: which ranks go together."""
+    try:
+        found = [[int(word) for word in part.split(",")] for part in text.split("/")]
+    except ValueError:
+        raise UserError(f'"{text}" is no list of groups; write for example --groups 0,1/2/3') from None
+    return checked(found, ranks)
 
 
 def parse_memory(text: str, ranks: int) -> tuple[int, ...]:

@@ -98,3 +98,47 @@ def test_others_go_on(tmp_path: Path, killed: str) -> None:
             found = told(tmp_path, group)
             assert found["steps"] > 20
             assert sum(found["losses"][-5:]) < 0.2 * sum(found["losses"][:5])
+
+
+@pytest.mark.long
+def test_the_launcher_leaves_other_groups_running(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "mimatrix.cli.main",
+        "run",
+        "-n",
+        "3",
+        "--groups",
+        "0/1,2",
+        "--timeout",
+        "120",
+        "--json",
+    ]
+    known = os.environ | {"TEST_APART": str(os.getpid())}
+    command = [*words, SCRIPT, str(tmp_path), '"launcher"', "60", "0.02"]
+    process = subprocess.Popen(command, env=known, text=True, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.begun"))) < 2:
+        assert time.monotonic() < deadline, "the groups did not begin"
+        time.sleep(0.1)
+    lost = _ranks()[2]
+    os.kill(lost, signal.SIGKILL)
+    said = json.loads(process.communicate(timeout=90)[0].splitlines()[-1])
+    assert (process.returncode, said["reason"]) == (0, "[2] ended by SIGKILL; the others went on")
+    assert told(tmp_path, 0)["steps"] > 20
+
+
+def _ranks() -> dict[int, int]:
+    """The processes of the script by their ranks."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        ours = b"apart.py" in words and f"TEST_APART={os.getpid()}".encode() in variables
+        rank = next((each[5:] for each in variables if each.startswith(b"RANK=")), b"")
+        if ours and rank:
+            found[int(rank)] = int(folder.name)
+    return found

@@ -62,6 +62,27 @@ def test_the_first_failure_is_the_code_and_ends_the_others() -> None:
     assert time.monotonic() - began < 5
 
 
+def teams(*scripts: tuple[str, str], grace_s: float = 10.0) -> tuple[Ending, list[str]]:
+    out = BytesIO()
+    commands = [
+        Command(str(rank), ("sh", "-c", script), os.environ, team=team) for rank, (team, script) in enumerate(scripts)
+    ]
+    ending = run_together(commands, out, BytesIO(), timeout_s=20, grace_s=grace_s)
+    return ending, sorted(out.getvalue().decode().splitlines())
+
+
+def test_a_team_that_fails_ends_alone() -> None:
+    began = time.monotonic()
+    ending, said = teams(("a", "sleep 1; echo well"), ("b", "exit 3"), ("b", "sleep 30"), grace_s=0.1)
+    assert ending == Ending(0, "[1] ended with exit code 3; the others went on")
+    assert said == ["[0] well"]
+    assert time.monotonic() - began < 10
+
+
+def test_where_all_teams_fail_the_first_counts() -> None:
+    assert teams(("a", "sleep 0.3; exit 4"), ("b", "exit 3"))[0] == Ending(3, "[1] ended with exit code 3", "1")
+
+
 def test_within_the_grace_the_others_may_finish() -> None:
     ending, out, _ = run("exit 3", "sleep 0.3; echo done")
     assert ending.code == 3
