@@ -126,6 +126,7 @@ ROUTES: dict[tuple[str, str], set[str]] = {
     ("GET", "/api/jobs/{number}/checkpoints"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/use"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/devices/{node}/{number}"): {"admin", "user", "viewer", "other"},
+    ("GET", "/api/devices/{node}/{number}/use"): {"admin", "user", "viewer", "other"},
     ("PATCH", "/api/jobs/{number}"): {"admin", "user"},
     ("POST", "/api/jobs/{number}/cancel"): {"admin", "user"},
     ("POST", "/api/jobs/{number}/retry"): {"admin", "user"},

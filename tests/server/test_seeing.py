@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from houses import House, house
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_loop import Clock, reasons
 
 from mimatrix.monitor.thinning import TIERS
 from mimatrix.server.life import move
-from mimatrix.server.tables import JobRow, SampleRow
+from mimatrix.server.tables import JobRow, SampleRow, StintRow
 from mimatrix.wire.messages import PROTOCOL, JobState
 
 
@@ -109,6 +109,17 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     assert said.endswith("rank 0 waits for it")
 
 
+def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: House, clock: Clock) -> None:
+    number = training(there)
+    for _ in range(20):
+        clock.ahead_s += 1
+        reported(there, number, 0, group=0, compute_s=0.1)
+        waiting = {"call": "all_reduce", "round": 0, "peer": 0, "seconds": 60.0}
+        reported(there, number, 1, group=1, compute_s=0.2, waiting=waiting)
+        there.loop._watching.look()
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"] == []
+
+
 def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> None:
     number = training(there)
     for minute in range(3 * 12):
@@ -152,12 +163,51 @@ def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
     assert there.ask("dee", "GET", "/api/devices/n/7").json()["jobs"] == []
 
 
+def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clock: Clock) -> None:
+    def run(number: int, seats: tuple[str, ...], busy: tuple[float, ...]) -> None:
+        worker(there, number, seats)
+        with there.context.sessions.begin() as session:
+            session.execute(update(StintRow).where(StintRow.job == number).values(started_at=clock()))
+        for _ in range(3):
+            clock.ahead_s += 6
+            for rank, each in enumerate(busy):
+                reported(there, number, rank, use={"busy": each, "memory_bytes": 1000 + rank})
+            there.loop._keep()
+        with there.context.sessions.begin() as session:
+            move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+        there.context.live.forget(number)
+        clock.ahead_s += 60
+
+    run(submitted(there), ("n/0", "n/1"), (0.25, 0.5))
+    run(submitted(there), ("n/1", "n/2"), (0.75, 1.0))
+    found = there.ask("dee", "GET", "/api/devices/n/1/use").json()
+    assert [point["busy"] for point in found] == [0.5, 0.5, 0.5, None, 0.75, 0.75, 0.75, None]
+    assert [point["memory_bytes"] for point in found[:5]] == [1001, 1001, 1001, None, 1000]
+    assert [point["at"] for point in found] == sorted(point["at"] for point in found)
+    assert found[0]["power_w"] is None
+    assert len(there.ask("dee", "GET", "/api/devices/n/1/use?points=3").json()) <= 3
+    assert there.ask("dee", "GET", "/api/devices/n/1/use?hours=0.001").json() == []
+    assert there.ask("dee", "GET", "/api/devices/n/7/use").json() == []
+
+
+def test_the_devices_that_a_job_had_last(there: House) -> None:
+    number = training(there)
+    assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_seats"] == []
+    with there.context.sessions.begin() as session:
+        move(session, session.get_one(JobRow, number), JobState.FAILED, "rank 1 failed", 2.0)
+    found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
+    assert (found["seats"], found["last_seats"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
+    (listed,) = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
+    assert listed["last_seats"] == []
+
+
 def test_a_plan_and_why_it_changed(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").status_code == 404
     body = {"protocol": PROTOCOL, "generation": 1, "content": {"version": 1, "why": "rank 1 takes 1.9 times as long"}}
     assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=body).status_code == 204
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").json()["content"]["version"] == 1
+    assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["has_plan"]
     assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
     for version in (2, 3):
         again = {**body, "content": {"version": version, "why": "rank 0 takes 1.1 times as long"}}

@@ -15,7 +15,7 @@ from mimatrix.server.access import Doer, Person, Shared, check_owner
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.life import WAITING, is_active, move, note
 from mimatrix.server.problems import Refusal
-from mimatrix.server.tables import EventRow, JobRow
+from mimatrix.server.tables import EventRow, JobRow, StintRow
 from mimatrix.server.tokens import Bearer
 from mimatrix.wire import messages as m
 
@@ -94,7 +94,9 @@ def jobs(
 def job(number: Number, shared: Shared, _: Person) -> m.Job:
     """One of them."""
     with shared.sessions() as session:
-        return shown(found(session, number), shared.live.places)
+        row = found(session, number)
+        more = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
+        return shown(row, shared.live.places).model_copy(update=more)
 
 
 @router.get("/jobs/{number}/events")
@@ -239,6 +241,19 @@ def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Jo
         ended_at=_time(row.ended_at) if row.ended_at else None,
         progress=m.Progress.model_validate(row.progress),
     )
+
+
+def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
+    """Of a job that was started and has none now."""
+    if row.seats or not row.generation:
+        return ()
+    # They were written down in the order of ranks.
+    asked = select(StintRow.seat).where(StintRow.job == row.id, StintRow.generation == row.generation)
+    return tuple(session.scalars(asked.order_by(StintRow.id)))
+
+
+def _has_plan(session: Session, number: int) -> bool:
+    return bool(session.scalar(select(JobRow.plan.is_not(None)).where(JobRow.id == number)))
 
 
 def _whole(data: bytes) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import PlainTextResponse
 from sqlalchemy import select
 
+from mimatrix.server import device_use
 from mimatrix.server import history as kept
 from mimatrix.server.access import Person, Shared
 from mimatrix.server.exposition import CONTENT_TYPE, exposition
@@ -19,6 +20,9 @@ router = APIRouter(tags=["seeing"])
 _HOUR_S = 3600.0
 Since = Annotated[float | None, Query(ge=0, le=1e11)]
 Points = Annotated[int, Query(ge=2, le=1000)]
+Hours = Annotated[float, Query(gt=0, le=24 * 62)]
+NodePath = Annotated[str, Path(min_length=1, max_length=200)]
+DeviceNumber = Annotated[int, Path(ge=0, le=100_000)]
 
 
 @router.get("/api/me")
@@ -95,12 +99,7 @@ def checkpoints(number: Number, shared: Shared, _: Person) -> list[m.Checkpoint]
 
 
 @router.get("/api/use")
-def use(
-    shared: Shared,
-    _: Person,
-    hours: Annotated[float, Query(gt=0, le=24 * 62)] = 24.0,
-    points: Points = 300,
-) -> list[m.UsePoint]:
+def use(shared: Shared, _: Person, hours: Hours = 24.0, points: Points = 300) -> list[m.UsePoint]:
     """How much of the cluster was used."""
     now_s = shared.clock()
     with shared.sessions() as session:
@@ -109,12 +108,7 @@ def use(
 
 
 @router.get("/api/devices/{node}/{number}")
-def device(
-    node: Annotated[str, Path(min_length=1, max_length=200)],
-    number: Annotated[int, Path(ge=0, le=100_000)],
-    shared: Shared,
-    _: Person,
-) -> m.DeviceHistory:
+def device(node: NodePath, number: DeviceNumber, shared: Shared, _: Person) -> m.DeviceHistory:
     """Who used a device, the newest first."""
     seat = f"{node}/{number}"
     asked = select(StintRow, JobRow).join(JobRow).where(StintRow.seat == seat).order_by(StintRow.id.desc()).limit(100)
@@ -134,6 +128,17 @@ def device(
             for stint, row in rows
         ),
     )
+
+
+@router.get("/api/devices/{node}/{number}/use")
+def use_of_device(
+    node: NodePath, number: DeviceNumber, shared: Shared, _: Person, hours: Hours = 24.0, points: Points = 300
+) -> list[m.DevicePoint]:
+    """How a device was used, as the jobs that had it told."""
+    now_s = shared.clock()
+    with shared.sessions() as session:
+        rows = device_use.read(session, f"{node}/{number}", now_s - hours * _HOUR_S, now_s, points)
+    return [m.DevicePoint(at=_time(point.at), **point.figures) for point in rows]
 
 
 @router.get(
