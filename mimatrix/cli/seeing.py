@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mimatrix.wire.client import Client
-    from mimatrix.wire.messages import History, Job, Node, Ranks
+    from mimatrix.wire.messages import History, Job, Node, Rank, Ranks
 
 _WIDTH = 24
 _MOST_RANKS = 16
@@ -124,7 +124,7 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
         Text(f"{job.id:>5}  {job.name:<20.20} {job.user:<10.10} {job.state}: {said}  {losses}".rstrip())
     ]
     held = {trouble.rank: trouble for trouble in now.troubles}
-    for rank in now.ranks[:_MOST_RANKS]:
+    for rank in _shown(now):
         whole = max(rank.step_s, 1e-9)
         line = Text(f"{rank.rank:>9}  {rank.seat:<20.20} ")
         busy, moves = ((rank.compute_s + rank.data_s) / whole, rank.communication_s / whole)
@@ -139,6 +139,15 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
     if len(now.ranks) > _MOST_RANKS:
         found.append(Text(f"{'':>11}and {len(now.ranks) - _MOST_RANKS} more"))
     return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.troubles)]
+
+
+def _shown(now: "Ranks") -> list["Rank"]:
+    """Of many, those that are named and then the slowest."""
+    if len(now.ranks) <= _MOST_RANKS:
+        return list(now.ranks)
+    held = {trouble.rank for trouble in now.troubles}
+    slowest = sorted(now.ranks, key=lambda each: (each.rank not in held, -each.compute_s - each.data_s, each.rank))
+    return slowest[:_MOST_RANKS]
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,32 @@
+"""What `mimatrix top` shows of many ranks."""
+
+from datetime import UTC, datetime
+
+from mimatrix.cli.seeing import _shown
+from mimatrix.wire.messages import Rank, Ranks, Trouble
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_of_many_ranks_the_named_come_first_and_then_the_slowest() -> None:
+    ranks = tuple(_rank(rank, 0.2 if rank == 40 else 0.1) for rank in range(64))
+    late = Trouble(kind="hang", rank=60, seat="n/60", cause="", lost_s=9.0, sentence="rank 60 is late")
+    assert [each.rank for each in _shown(Ranks(ranks=ranks, troubles=(late,)))] == [60, 40, *range(14)]
+    assert _shown(Ranks(ranks=ranks[:16], troubles=(late,))) == list(ranks[:16])
+
+
+def _rank(rank: int, compute_s: float) -> Rank:
+    return Rank(
+        rank=rank,
+        seat=f"n/{rank}",
+        at=NOW,
+        step=1,
+        step_s=0.3,
+        compute_s=compute_s,
+        data_s=0.0,
+        waiting_s=0.3 - compute_s,
+        communication_s=0.0,
+        samples=1,
+        planned_s=None,
+        use=None,
+    )
