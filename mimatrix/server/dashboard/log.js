@@ -3,18 +3,21 @@
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
 import { refresh } from "./session.js";
-import { ended } from "./states.js";
+import { ended, seatsOf } from "./states.js";
 
 const MOST_CHARACTERS = 400_000;
 /** It begins so far from the end: a long one is there as soon as a short one. */
 const END_BYTES = 65_536;
 /** Pieces that are read at once, until the end is reached. */
 const PIECES = 16;
+/** Colours and the like, meant for a terminal; the second finds one of which the end is still to come. */
+const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[ -/]+[0-~]|[@-Z\\^_])/g;
+const HALF_ESCAPE = /\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]*|[ -/]+)?$/;
 
 export class Log {
   constructor(number) {
     this.number = number;
-    this.rank = h("select", { id: "log-rank", onchange: () => this.restart() });
+    this.rank = h("select", { id: "log-rank", onchange: () => this.choose() });
     this.start = h("select", { id: "log-start", onchange: () => this.restart() });
     this.starts = h("div", { class: "field", hidden: true }, h("label", { for: "log-start" }, "Start"), this.start);
     this.pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.turn() }, "Pause");
@@ -44,8 +47,23 @@ export class Log {
 
   forget() {
     this.offset = -END_BYTES;
-    this.text.textContent = "";
+    this.line = "";
+    this.last = new Text();
+    this.text.replaceChildren(this.last);
     this.cut = this.over = false;
+    this.shown = this.wanted();
+    // An answer to what was asked before is of no use.
+    this.asking = null;
+  }
+
+  /** Whose output, and of which start. */
+  wanted() {
+    return `${this.rank.value} ${this.start.value}`;
+  }
+
+  choose() {
+    this.chosen = true;
+    this.restart();
   }
 
   restart() {
@@ -65,11 +83,11 @@ export class Log {
     this.tools.hidden = !job.generation;
     this.pause.hidden = this.over && ended(job);
     if (!job.generation || this.paused || (this.over && ended(job))) return this.tell(job);
-    const asked = [this.rank.value, this.start.value];
+    const asking = (this.asking = {});
     for (let piece = 0; piece < PIECES; piece += 1) {
       const path = `/jobs/${this.number}/log?rank=${this.rank.value}&generation=${this.start.value}&offset=${this.offset}`;
       const found = await get(path, { absent: { text: "", next_offset: this.offset, has_ended: false } });
-      if (asked.join() !== [this.rank.value, this.start.value].join()) return undefined;
+      if (this.asking !== asking) return undefined;
       const begins = this.offset < 0;
       this.offset = found.next_offset;
       if (!found.text) {
@@ -90,17 +108,23 @@ export class Log {
   /** At the end it follows; whoever scrolled up stays there. */
   add(text) {
     const follows = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 30;
-    this.text.append(text);
-    if (this.text.textContent.length > MOST_CHARACTERS) {
-      const kept = this.text.textContent.slice(-MOST_CHARACTERS / 2);
-      this.text.textContent = kept.slice(kept.indexOf("\n") + 1);
-      this.cut = true;
-    }
+    const lines = (this.line + text).replace(ESCAPES, "").split("\n");
+    this.line = afterReturns(lines.pop());
+    const whole = lines.map((line) => `${written(line)}\n`).join("");
+    if (whole) this.text.insertBefore(new Text(whole), this.last);
+    this.last.data = written(this.line).replace(HALF_ESCAPE, "");
+    if (this.text.textContent.length > MOST_CHARACTERS) this.shorten();
     if (follows) this.text.scrollTop = this.text.scrollHeight;
   }
 
+  shorten() {
+    const kept = this.text.textContent.slice(-MOST_CHARACTERS / 2, -this.last.length || undefined);
+    this.text.replaceChildren(new Text(kept.slice(kept.indexOf("\n") + 1)), this.last);
+    this.cut = true;
+  }
+
   choices(job) {
-    const ranks = Math.max(1, job.seats.length);
+    const ranks = Math.max(1, seatsOf(job).length);
     fill(
       this.rank,
       Array.from({ length: ranks }, (_, rank) => h("option", { value: rank, "data-key": `r${rank}` }, rank)),
@@ -114,9 +138,11 @@ export class Log {
         ),
       );
       this.start.value = job.generation;
-      this.forget();
     }
     this.starts.hidden = job.generation < 2;
+    const failed = failedRank(job);
+    if (!this.chosen && failed !== null && failed < ranks) this.rank.value = failed;
+    if (this.wanted() !== this.shown) this.forget();
   }
 
   tell(job) {
@@ -127,7 +153,7 @@ export class Log {
       this.note,
       empty
         ? job.generation
-          ? "It has said nothing yet."
+          ? `It has said nothing${ended(job) ? "" : " yet"}.`
           : "It has not started yet."
         : this.cut
           ? ["The end of it; all of it: ", command]
@@ -135,4 +161,19 @@ export class Log {
     );
     this.note.hidden = !empty && !this.cut;
   }
+}
+
+/** A line as a terminal shows it in the end: a progress bar is written over itself again and again. */
+const written = (line) => afterReturns(line).replace(/\r+$/, "");
+
+/** What follows the last return but those at the end, over which nothing was written yet. */
+function afterReturns(line) {
+  const end = line.replace(/\r+$/, "").length;
+  return line.slice(line.slice(0, end).lastIndexOf("\r") + 1);
+}
+
+/** The rank whose end made the job fail, where its reason names one. */
+function failedRank(job) {
+  const named = job.state === "failed" && /^rank (\d+)\b/.exec(job.reason);
+  return named ? Number(named[1]) : null;
 }

@@ -10,6 +10,9 @@ export const runs = (job) => RUNNING.includes(job.state);
 export const waits = (job) => WAITING.includes(job.state);
 export const ended = (job) => ENDED.includes(job.state);
 
+/** The devices that a job has, or had last, in the order of its ranks. */
+export const seatsOf = (job) => (job.seats.length ? job.seats : (job.last_seats ?? []));
+
 /** A word with a mark; the colour is never alone. */
 export function chip(state) {
   const look = RUNNING.includes(state) ? "running" : WAITING.includes(state) ? "waiting" : state;
