@@ -3,6 +3,12 @@
 const KEY = "mimatrix-token";
 const PATIENCE_MS = 15_000;
 const UPLOAD_MS = 300_000;
+/** The server tells whole seconds, and an answer takes its time. */
+const SAME_CLOCK_MS = 2_000;
+let ahead_ms = 0;
+
+/** By the server's clock, in ms: that of whoever looks may be wrong. */
+export const now = () => Date.now() + ahead_ms;
 
 /** The server said no: its sentence, for people. */
 export class Refused extends Error {
@@ -75,10 +81,16 @@ async function ask(method, path, { body, kind, secret, patience = PATIENCE_MS } 
   } catch {
     throw new Away("The server does not answer.");
   }
+  setClock(Date.parse(answer.headers.get("Date")));
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => ({}));
   if (answer.status >= 502) throw new Away(said.detail ? sentence(said.detail) : "The server is not ready.");
   throw new Refused(answer.status, sentence(said.detail ?? `the server answered ${answer.status}`));
+}
+
+function setClock(told_ms) {
+  const found_ms = told_ms + 500 - Date.now();
+  if (Math.abs(found_ms - ahead_ms) > SAME_CLOCK_MS) ahead_ms = Math.abs(found_ms) > SAME_CLOCK_MS ? found_ms : 0;
 }
 
 function sentence(said) {

@@ -7,12 +7,14 @@ const HEIGHT = 170;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 /**
- * One chart: `lines` are [{label, colour, dash, filled, stepped}], the first of which is shown in figures.
- * `low` is where the upright axis begins, `span(first, last)` from where to where the other one goes.
+ * One chart: `lines` are [{label, colour, dash, filled, stepped, apart}], the first of which is shown in figures; a line
+ * that is `apart` has an axis of its own on the right. Lines have a gap at null, and go on over undefined.
+ * `low` is where the upright axis begins, `incrs` how far apart its figures may be, `span(first, last)` from where to
+ * where the other one goes.
  */
 export class Chart {
-  constructor({ title, lines, format, x = "time", low = null, span = null, height = HEIGHT }) {
-    Object.assign(this, { title, lines, format, x, low, span, height });
+  constructor({ title, lines, format, x = "time", low = null, span = null, incrs, height = HEIGHT }) {
+    Object.assign(this, { title, lines, format, x, low, span, incrs, height });
     this.data = [[], ...lines.map(() => [])];
     this.value = h("span", { class: "figure" });
     this.place = h("div", { class: "plot", role: "img" });
@@ -39,7 +41,7 @@ export class Chart {
     this.data = [xs, ...ys];
     if (this.plot && other) this.plot.setData(this.data);
     else if (!this.plot && xs.length) this.draw();
-    this.keys.forEach((key, at) => (key.hidden = ys[at].every((value) => value === null)));
+    this.keys.forEach((key, at) => (key.hidden = ys[at].every((value) => (value ?? null) === null)));
     this.tell(xs.length - 1);
   }
 
@@ -56,12 +58,12 @@ export class Chart {
   }
 
   tell(at) {
-    const known = this.data[1]
-      .map((value, index) => [value, index])
-      .filter(([value]) => value !== null && value !== undefined);
-    const last = at >= 0 && this.data[1][at] !== null ? this.data[1][at] : known.at(-1)?.[0];
-    fill(this.value, known.length ? this.format(last) : "");
-    const said = known.length ? `from ${this.format(known[0][0])} to ${this.format(known.at(-1)[0])}` : "nothing yet";
+    const told = this.data[1].filter((value) => value !== undefined);
+    const first = told.find((value) => value !== null) ?? null;
+    // What was told last, be it not finite: an older value is not that of now.
+    const shown = this.data[1].slice(0, at + 1).findLast((value) => value !== undefined);
+    fill(this.value, shown === undefined ? "" : this.format(shown));
+    const said = told.length ? `from ${this.format(first)} to ${this.format(told.at(-1))}` : "nothing yet";
     this.place.setAttribute("aria-label", `${this.title}: ${said}`);
   }
 
@@ -80,6 +82,8 @@ export class Chart {
     };
     const values = (_, splits) =>
       splits.map((value) => (value === null ? "" : this.format(value).replace(/\.0+(?= )/, "")));
+    const apart = this.lines.findIndex((line) => line.apart);
+    const onRight = (_, splits) => (this.data[apart + 1].some(Boolean) ? values(_, splits) : splits.map(() => ""));
     this.plot = new uPlot(
       {
         width,
@@ -90,21 +94,37 @@ export class Chart {
         scales: {
           x: { time: this.x === "time", ...(this.span ? { range: (_, first, last) => this.span(first, last) } : {}) },
           y: { range: (_, low, high) => this.range(low, high) },
+          ...(apart < 0 ? {} : { apart: { range: (_, low, high) => this.range(low, high) } }),
         },
         axes: [
           { ...axis, grid: { show: false }, space: 70, size: 26, ...(this.x === "time" ? { values: CLOCK } : {}) },
-          { ...axis, values, space: 32, size: 58 },
+          { ...axis, values, incrs: this.incrs, space: 32, size: 58 },
+          ...(apart < 0
+            ? []
+            : [
+                {
+                  ...axis,
+                  stroke: colour(this.lines[apart].colour),
+                  scale: "apart",
+                  side: 1,
+                  grid: { show: false },
+                  values: onRight,
+                  space: 32,
+                  size: (_, said) => (said?.some(Boolean) ? 40 : 8),
+                },
+              ]),
         ],
         series: [
           {},
           ...this.lines.map((line) => ({
+            scale: line.apart ? "apart" : "y",
             stroke: colour(line.colour),
             width: 1.75,
             dash: line.dash,
             fill: line.filled ? colour("--fill") : undefined,
             paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-            points: { show: this.data[0].length < 2 },
-            spanGaps: true,
+            points: { show: false, size: 6, fill: colour(line.colour), filter: alone },
+            spanGaps: false,
           })),
         ],
         hooks: { setCursor: [(plot) => this.tell(plot.cursor.idx ?? this.data[0].length - 1)] },
@@ -120,6 +140,15 @@ export class Chart {
     const most = high + (high - least || Math.abs(high) || 1) * 0.08;
     return [Math.min(least, low), most];
   }
+}
+
+/** Points that no line leads to. */
+function alone(plot, line) {
+  const ys = plot.data[line];
+  const told = ys.map((_, at) => at).filter((at) => ys[at] !== undefined);
+  const empty = (place) => (ys[told[place]] ?? null) === null;
+  const found = told.filter((_, place) => !empty(place) && empty(place - 1) && empty(place + 1));
+  return found.length ? found : null;
 }
 
 const two = (number) => String(number).padStart(2, "0");

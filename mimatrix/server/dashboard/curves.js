@@ -2,13 +2,15 @@
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
-import { h } from "./dom.js";
-import { brief, figure } from "./format.js";
+import { fill, h } from "./dom.js";
+import { brief, figure, many, metric } from "./format.js";
 import { ended } from "./states.js";
 
 const MOST_METRICS = 8;
 const WHOLE_S = 60;
 const COLOURS = ["--accent", "--comm", "--load"];
+// Whoever wanted to see all metrics wants so on the next page, too.
+let all = false;
 
 export class Curves {
   constructor() {
@@ -17,6 +19,7 @@ export class Curves {
     this.x = "step";
     this.at = 0;
     this.grid = h("div", { class: "charts" });
+    this.more = h("p", { class: "soft line", hidden: true });
     const choice = (value, word) =>
       h(
         "label",
@@ -40,6 +43,7 @@ export class Curves {
         ),
       ),
       this.grid,
+      this.more,
     );
   }
 
@@ -62,8 +66,9 @@ export class Curves {
     this.show();
   }
 
-  turn(x) {
+  turn(x, every = all) {
     this.x = x;
+    all = every;
     this.charts.forEach((chart) => chart.leave());
     this.charts.clear();
     this.grid.replaceChildren();
@@ -75,13 +80,15 @@ export class Curves {
     this.element.hidden = points.length < 2;
     if (points.length < 2) return;
     const xs = points.map((point) => (this.x === "step" ? point.step : new Date(point.at) / 1000));
-    const names = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].slice(0, MOST_METRICS);
-    names.forEach((name, index) =>
-      this.chart(name, figure, COLOURS[index % 3]).show(
+    const names = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))];
+    names.slice(0, all ? undefined : MOST_METRICS).forEach((name, index) =>
+      this.chart(name, metric, COLOURS[index % 3]).show(
         xs,
-        points.map((point) => point.metrics[name] ?? null),
+        // Null is not finite; undefined was not told then, and the line goes on.
+        points.map((point) => point.metrics[name]),
       ),
     );
+    this.rest(names.length - MOST_METRICS);
     this.chart("Samples/s", figure, "--good", 0).show(
       xs,
       points.map((point) => point.samples_per_s || null),
@@ -90,6 +97,19 @@ export class Curves {
       xs,
       points.map((point) => point.step_s || null),
       points.map((point) => point.predicted_step_s),
+    );
+  }
+
+  rest(number) {
+    this.more.hidden = number <= 0;
+    fill(
+      this.more,
+      all ? "All that was logged." : `And ${many(number, "more curve")}.`,
+      h(
+        "button",
+        { type: "button", class: "small", onclick: () => this.turn(this.x, !all) },
+        all ? `Show ${MOST_METRICS}` : "Show all",
+      ),
     );
   }
 

@@ -1,5 +1,6 @@
 // Numbers, times and sizes as people read them.
 
+import { now } from "./api.js";
 import { h } from "./dom.js";
 
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -11,10 +12,11 @@ const day = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" 
 /** 1,234 */
 export const count = (value) => plain.format(value);
 
-/** Three or four digits, whatever the size: 0.0123, 12.3, 12,345. */
+/** Three or four digits, whatever the size: 0.0123, 12.3, 12,345, 1.23e+12. */
 export function figure(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
+  if (size >= 1e9) return value.toExponential(2);
   if (size >= 1000) return plain.format(value);
   if (size === 0) return "0";
   if (size < 0.001) return value.toExponential(2);
@@ -23,6 +25,9 @@ export function figure(value) {
     .replace(/(\.\d*?)0+$/, "$1")
     .replace(/\.$/, "");
 }
+
+/** What `run.log` was given; what is not finite comes as null. */
+export const metric = (value) => (value === null ? "nan" : figure(value));
 
 /** Of a step: 12.3 ms, 1.24 s. */
 export function brief(seconds) {
@@ -79,14 +84,14 @@ export const asks = (devices) => (/^\d+$/.test(devices) ? many(Number(devices), 
 /** When, in the zone of whoever looks; the exact time when it is pointed at. */
 export function when(text) {
   const at = new Date(text);
-  const today = new Date().toDateString() === at.toDateString();
+  const today = new Date(now()).toDateString() === at.toDateString();
   const said = today ? clock.format(at) : `${day.format(at)}, ${clock.format(at)}`;
   return h("time", { datetime: text, title: exact.format(at) }, said);
 }
 
 /** How long ago. */
 export function ago(text) {
-  const seconds = (Date.now() - new Date(text)) / 1000;
+  const seconds = (now() - new Date(text)) / 1000;
   const said = seconds < 5 ? "just now" : `${span(seconds)} ago`;
   return h("time", { datetime: text, title: exact.format(new Date(text)) }, said);
 }
@@ -94,5 +99,5 @@ export function ago(text) {
 /** How long a job has run, or ran. */
 export function lasted(job) {
   if (!job.started_at) return null;
-  return (new Date(job.ended_at ?? Date.now()) - new Date(job.started_at)) / 1000;
+  return (new Date(job.ended_at ?? now()) - new Date(job.started_at)) / 1000;
 }

@@ -190,7 +190,12 @@ function row(job) {
 function nothing() {
   if (filter.text || filter.state || filter.user)
     return h("p", { class: "empty", "data-key": "none" }, "No job fits this. Take something out of the filter.");
-  return h("p", { class: "empty", "data-key": "none" }, "No jobs yet: ", h("code", {}, "mimatrix submit train.py"));
+  const command = h("code", {}, "mimatrix submit train.py");
+  return h(
+    "p",
+    { class: "empty", "data-key": "none" },
+    mayHandIn() ? ["No jobs yet. Hand one in with “Submit a job”, or with ", command, "."] : "No jobs yet.",
+  );
 }
 
 function option(value, word) {
@@ -209,7 +214,7 @@ function useCard() {
     lines: [
       { label: "in use", colour: "--accent", filled: true, stepped: true },
       { label: "devices", colour: "--soft", dash: [4, 4], stepped: true },
-      { label: "jobs waiting", colour: "--wait", stepped: true },
+      { label: "jobs waiting (right)", colour: "--wait", dash: [2, 4], stepped: true, apart: true },
     ],
     format: (value) => (Number.isInteger(value) ? count(value) : value.toFixed(1)),
     low: 0,
