@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mimatrix.wire.messages import ACTIVE, ENDED, JobState, Role, TokenWanted
 pytestmark = [needs_browser, pytest.mark.timeout(120)]
 OURS = Path(__file__).parent / "scripts"
 FOCUSED = "[document.activeElement.getBoundingClientRect().top, document.activeElement.href]"
+LOG = {"generation": 1, "text": "", "next_offset": 0, "has_ended": False}
 LONG = "import time\nprint(open('note.txt').read(), flush=True)\ntime.sleep(600)\n"
 
 
@@ -234,7 +236,7 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         expect(saved.get_by_role("row").last).to_contain_text(
             re.compile(r"^320\d+ d \d+ h ago .*5.0 MiB/elsewhere/step-320Copy$")
         )
-        expect(page.get_by_role("alert").filter(has_text="It hangs.")).to_contain_text("R" + hangs[1:])
+        expect(page.get_by_role("alert").filter(has_text="Others wait.")).to_contain_text("R" + hangs[1:])
         expect(page.get_by_text("Rank 1 is busy longest, 30.0 ms")).to_be_visible()
         expect(page.get_by_role("button", name="Cancel")).to_have_count(0)
         page.context.set_offline(True)
@@ -244,6 +246,92 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         expect(page.get_by_text("The server does not answer.")).to_be_hidden()
         seen.go("#/submit")
         expect(page.get_by_text("A viewer looks and hands nothing in")).to_be_visible()
+
+
+def test_the_rank_that_failed_is_read_first_and_none_into_another(up: Server, chromium: Browser) -> None:
+    number = up.submit(str(OURS / "broken.py"), "--devices", "2")
+    up.until(number, lambda job: job.state in ENDED)
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        missed: list[str] = []
+        page.on("response", lambda answer: missed.append(answer.url) if answer.status == 404 else None)
+        seen.sign_in(admin(up))
+        seen.go(f"#/jobs/{number}")
+        output, rank = page.locator(".log pre"), page.get_by_label("Rank", exact=True)
+        expect(output).to_have_text("rank 1 100%\nrank 1 is ready\nnothing to see here\n", use_inner_text=True)
+        expect(rank).to_have_value("1")
+        rank.select_option("0")
+        expect(output).to_have_text("rank 0 100%\nrank 0 is ready\n", use_inner_text=True)
+        expect(page.locator(".figures")).to_contain_text("had 2 deviceson ")
+        expect(page.locator(".facts").last).to_contain_text(re.compile("Had devices.*/0 .*/1"))
+        assert missed == []
+
+
+def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) -> None:
+    names = ("loss", *(f"more-{number}" for number in range(11)))
+    losses = (5.0, 4.0, None, 3.0, None, None)
+    points = [
+        {
+            "at": f"2026-01-01T00:00:{at:02}Z", "step": at + 1, "samples_per_s": 9.0, "step_s": 0.1,
+            "predicted_step_s": None, "metrics": {**dict.fromkeys(names, 1.5e12), "loss": loss}, "ranks": {},
+        }
+        for at, loss in enumerate(losses)
+    ]  # fmt: skip
+    progress = {"step": 6, "epoch": 0, "samples_per_s": 9.0, "step_s": 0.1, "metrics": {"loss": None}}
+    job = _job(1) | {"state": "training", "generation": 1, "seats": ["n/0"], "progress": progress}
+    late = {"kind": "hang", "rank": 60, "seat": "n/60", "cause": "", "lost_s": 31.0, "sentence": "rank 60 is late"}
+    ranks = [_rank(rank, 0.02 if rank == 40 else 0.01) for rank in range(64)]
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        answers = {"": job, "/history*": {"every_s": 1, "points": points}, "/events": [], "/checkpoints": []}
+        answers |= {"/ranks": {"ranks": ranks, "troubles": [late]}, "/log*": LOG}
+        for path, content in answers.items():
+            page.route(f"**/api/jobs/1{path}", lambda route, _, content=content: _answer(route, content))
+        seen.sign_in(admin(up))
+        seen.go("#/jobs/1")
+        expect(page.get_by_role("img", name="loss: from 5 to nan")).to_be_visible()
+        expect(page.locator(".figures")).to_contain_text("lossnan")
+        expect(page.locator(".chart").first).to_have_text("lossnan", use_inner_text=False)
+        expect(page.get_by_role("img", name="more-6: from 1.50e+12 to 1.50e+12")).to_be_visible()
+        expect(page.locator(".charts .chart")).to_have_count(8 + 2)
+        curves = page.get_by_role("region", name="Curves")
+        expect(curves).to_contain_text("And 4 more curves.")
+        curves.get_by_role("button", name="Show all").click()
+        expect(page.locator(".charts .chart")).to_have_count(12 + 2)
+
+        expect(page.get_by_role("alert").filter(has_text="It hangs.")).to_contain_text("Rank 60 is late.")
+        bars = page.locator(".ranks li")
+        expect(bars).to_have_count(16)
+        expect(bars.nth(0)).to_contain_text(re.compile(r"^Rank 60 n/60hangssaid \d+ d \d+ h ago"))
+        expect(bars.nth(1)).to_contain_text("Rank 40")
+        expect(bars.nth(2)).to_contain_text("Rank 0")
+        page.locator(".card", has=bars).get_by_role("button", name="Show all").click()
+        expect(bars).to_have_count(64)
+        expect(page.locator(".lane")).to_have_count(64)
+        assert seen.barriers() == []
+
+
+def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browser) -> None:
+    now = datetime.now(UTC)
+    use = [
+        {"at": (now - timedelta(hours=hours)).isoformat(), "busy": busy, "memory_bytes": (3 << 30) if busy else None}
+        for hours, busy in ((4, 0.5), (3, 0.75), (2, None), (1, 0.25))
+    ]
+    past = {"id": 1, "name": "x", "user": "ann", "state": "training", "ended_at": None}
+    past["started_at"] = (now - timedelta(hours=4, seconds=30)).isoformat()
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        page.add_init_script("const real = Date.now; Date.now = () => real() + 5 * 3600 * 1000;")
+        page.route("**/api/devices/**", lambda route: _answer(route, {"seat": "x", "jobs": [past]}))
+        page.route("**/api/devices/*/0/use*", lambda route: _answer(route, use))
+        seen.sign_in(admin(up))
+        seen.go("#/cluster/x/0")
+        expect(page.get_by_role("img", name="Busy: from 50 % to 25 %")).to_be_visible()
+        expect(page.get_by_role("img", name="Memory: from 3.0 GiB to 3.0 GiB")).to_be_visible()
+        expect(page.get_by_role("row").last).to_contain_text("4 h 0 min")
+        assert seen.barriers() == []
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        assert not seen.is_wider_than_the_screen()
 
 
 def test_links_and_devices_are_drawn_with_what_they_carry(up: Server, chromium: Browser) -> None:

@@ -1,28 +1,35 @@
 // One device: what it is, who has it, who had it.
 
-import { get } from "./api.js";
+import { get, now as serverNow } from "./api.js";
+import { Chart } from "./chart.js";
 import { fill, h } from "./dom.js";
 import { bytes, figure, percent, rate, span, when } from "./format.js";
 import { table } from "./plan.js";
 import { chip } from "./states.js";
 
 const HOUR_S = 3600;
+const SELDOM_S = 10;
 
 export function deviceView(node, number) {
   const name = `${node}/${number}`;
   const body = h("div", { class: "lists" }, h("p", { class: "soft" }, "Loading …"));
+  const drawn = useCard(`/devices/${encodeURIComponent(node)}/${number}/use?hours=24`);
+  const past = h("div", { class: "lists" });
   const element = h(
     "div",
     { class: "page" },
     h("nav", { "aria-label": "Way back" }, h("a", { href: "#/cluster" }, "← Cluster")),
     h("div", { class: "head" }, h("h1", {}, name)),
     body,
+    drawn.element,
+    past,
   );
 
   async function refresh() {
     const [nodes, history] = await Promise.all([
       get("/nodes"),
       get(`/devices/${encodeURIComponent(node)}/${number}`, { absent: { jobs: [] } }),
+      drawn.refresh(),
     ]);
     const host = nodes.find((each) => each.name === node);
     const device = host?.devices.find((each) => each.name === name);
@@ -35,13 +42,51 @@ export function deviceView(node, number) {
         device && now(host, device),
       ),
       device && h("p", { class: "soft" }, use(device)),
-      history.jobs.length > 0 && [day(history.jobs), users(history.jobs)],
+      history.jobs.length > 0 && day(history.jobs),
       !history.jobs.length && h("p", { class: "empty" }, "Nobody has used it yet."),
     );
+    fill(past, history.jobs.length > 0 && users(history.jobs));
   }
 
-  return { title: name, element, refresh };
+  return { title: name, element, refresh, leave: drawn.leave };
 }
+
+/** How busy it was and what its memory held, over the day. */
+function useCard(path) {
+  const until = (first) => [first, serverNow() / 1000];
+  const chart = (title, colour, more) =>
+    new Chart({ title, lines: [{ label: title, colour }], low: 0, span: until, ...more });
+  const charts = {
+    busy: chart("Busy", "--accent", { format: share }),
+    memory_bytes: chart("Memory", "--comm", { format: size, incrs: DOUBLINGS }),
+  };
+  const grid = h("div", { class: "charts" }, charts.busy.element, charts.memory_bytes.element);
+  const title = h("h2", { id: "use" }, "How it was used");
+  const element = h("section", { class: "card", hidden: true, "aria-labelledby": "use" }, title, grid);
+  let at = 0;
+
+  async function refresh() {
+    if (Date.now() - at < SELDOM_S * 1000) return;
+    at = Date.now();
+    const points = await get(path, { absent: [] });
+    const xs = points.map((point) => new Date(point.at) / 1000);
+    const known = Object.keys(charts).filter((name) => points.some((point) => point[name] !== null));
+    element.hidden = !known.length;
+    for (const [name, chart] of Object.entries(charts)) {
+      chart.element.hidden = !known.includes(name);
+      chart.show(
+        xs,
+        points.map((point) => point[name]),
+      );
+    }
+  }
+
+  return { element, refresh, leave: () => Object.values(charts).forEach((chart) => chart.leave()) };
+}
+
+const DOUBLINGS = Array.from({ length: 50 }, (_, power) => 2 ** power);
+const share = (value) => (value === null ? "–" : percent(value));
+const size = (value) => (value === null ? "–" : bytes(value));
 
 function now(node, device) {
   if (!node.answers) return "on a node that does not answer.";
@@ -65,7 +110,7 @@ function use(device) {
 
 /** The last day as a strip; less, where nobody used it before. */
 function day(jobs) {
-  const end = Date.now() / 1000;
+  const end = serverNow() / 1000;
   const first = Math.min(...jobs.map((job) => new Date(job.started_at) / 1000));
   const begin = Math.max(end - 24 * HOUR_S, Math.min(first, end - HOUR_S));
   const at = (seconds) => Math.max(0, (seconds - begin) / (end - begin)) * 100;
@@ -108,7 +153,7 @@ function users(jobs) {
         job.user,
         chip(job.state),
         when(job.started_at),
-        span((new Date(job.ended_at ?? Date.now()) - new Date(job.started_at)) / 1000),
+        span((new Date(job.ended_at ?? serverNow()) - new Date(job.started_at)) / 1000),
       ]),
     ),
   );

@@ -5,12 +5,12 @@ import { checkpointsPart } from "./checkpoints.js";
 import { Curves } from "./curves.js";
 import { askCancel, askPriority, askRetry } from "./dialog.js";
 import { fill, h } from "./dom.js";
-import { asks, brief, count, figure, lasted, many, ordinal, span, when } from "./format.js";
+import { asks, brief, count, figure, lasted, many, metric, ordinal, span, when } from "./format.js";
 import { Log } from "./log.js";
 import { planPart } from "./plan.js";
-import { bars, latest, timeline } from "./ranks.js";
+import { bars, latest, steps as stepping, timeline, titleOf } from "./ranks.js";
 import { mayChange } from "./session.js";
-import { chip, ended, runs, waits } from "./states.js";
+import { chip, ended, runs, seatsOf, waits } from "./states.js";
 
 const SELDOM_S = 10;
 const MOST_EVENTS = 100;
@@ -58,8 +58,8 @@ export function jobView(number) {
     const rows = live.ranks.length ? live.ranks : latest(job, curves.points);
     showHead(job);
     showTroubles(live.troubles);
-    show(ranks, rows.length > 0, () => bars(rows, live.troubles, runs(job)));
-    show(steps, rows.length > 1, () => timeline(rows, live.troubles));
+    show(ranks, rows.some(stepping), () => bars(rows, live.troubles, runs(job)));
+    show(steps, rows.length > 1 && rows.some(stepping), () => timeline(rows, live.troubles));
     show(plan, kept.plan !== null, () => planPart(kept.plan, rows, job));
     show(saved, job.generation > 0, () => checkpointsPart(kept.saved, job));
     return ended(job) ? SELDOM_S : undefined;
@@ -67,11 +67,11 @@ export function jobView(number) {
 
   /** What changes with the job's state, or slowly. */
   async function seldom(job) {
-    const is = [job.state, job.generation, job.priority, job.reason].join();
+    const is = [job.state, job.generation, job.priority, job.reason, job.has_plan].join();
     if (is === kept.is && (ended(job) || Date.now() - kept.at < SELDOM_S * 1000)) return;
     Object.assign(kept, { is, at: Date.now() });
     const [stored, happened, checkpoints] = await Promise.all([
-      get(`/jobs/${number}/plan`, { absent: null }),
+      job.has_plan ? get(`/jobs/${number}/plan`, { absent: null }) : null,
       get(`/jobs/${number}/events`),
       get(`/jobs/${number}/checkpoints`),
     ]);
@@ -81,13 +81,13 @@ export function jobView(number) {
   }
 
   function showTroubles(troubles) {
-    const title = (trouble) => (trouble.kind === "hang" ? "It hangs. " : "One rank is slow. ");
+    const title = (trouble) => `${titleOf(trouble)}. `;
     fill(
       alarms,
       troubles.map((trouble) => h("p", { class: "alarm" }, h("b", {}, title(trouble)), sentence(trouble.sentence))),
     );
     // Its figures change all the time; it is read out once.
-    const who = troubles.map((trouble) => `${trouble.kind} ${trouble.rank}`).join();
+    const who = troubles.map((trouble) => `${title(trouble)} ${trouble.rank}`).join();
     if (who !== kept.troubles)
       fill(heard, troubles.map((trouble) => title(trouble) + sentence(trouble.sentence)).join(" "));
     kept.troubles = who;
@@ -152,16 +152,18 @@ function figuresPart(job) {
     pair("Step", step > 0 && count(step), job.progress.epoch > 0 && `epoch ${count(job.progress.epoch)}`),
     pair("Samples/s", rate > 0 && figure(rate)),
     pair("Step takes", step_s > 0 && brief(step_s), beside),
-    loss && pair(loss[0], figure(loss[1])),
-    pair(
-      "Devices",
-      job.seats.length ? many(job.seats.length, "device") : `wants ${asks(job.devices)}`,
-      nodesOf(job.seats),
-    ),
+    loss && pair(loss[0], metric(loss[1])),
+    pair("Devices", devicesOf(job), !waits(job) && nodesOf(seatsOf(job))),
     job.place && pair("In the queue", ordinal(job.place)),
     waits(job) && [pair("Priority", String(job.priority)), pair("Handed in", when(job.created_at))],
     seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Runs for", span(seconds)),
   ];
+}
+
+function devicesOf(job) {
+  if (job.seats.length) return many(job.seats.length, "device");
+  if (!ended(job)) return `wants ${asks(job.devices)}`;
+  return seatsOf(job).length ? `had ${many(seatsOf(job).length, "device")}` : `wanted ${asks(job.devices)}`;
 }
 
 function nodesOf(seats) {
@@ -212,10 +214,10 @@ function factsPart(job) {
       job.exit_code !== null && fact("Exit code", job.exit_code),
       job.max_time_s && fact("Time limit", span(job.max_time_s)),
       fact("May be told to go", job.preemptible ? "yes" : "no"),
-      job.seats.length > 0 &&
+      seatsOf(job).length > 0 &&
         fact(
-          "Devices",
-          job.seats.map((seat) => [deviceLink(seat), " "]),
+          job.seats.length ? "Devices" : "Had devices",
+          seatsOf(job).map((seat) => [deviceLink(seat), " "]),
         ),
     ),
   ];

@@ -1,9 +1,18 @@
 // Where the time of a step goes, rank by rank: as parts of the step, and as a timeline.
 
+import { now } from "./api.js";
 import { h } from "./dom.js";
-import { brief, count, figure, percent } from "./format.js";
+import { brief, count, figure, percent, span } from "./format.js";
+import { refresh } from "./session.js";
+import { seatsOf } from "./states.js";
 
-const MOST = 64;
+const MOST = 16;
+/** Ranks report every few seconds. */
+const SILENT_S = 15;
+/** A rank that is waited for so long will hardly come. */
+const HANGS_S = 30;
+// Whoever wanted to see all of them wants so on the next page, too.
+let all = false;
 /** In the order of a step. */
 const PARTS = [
   ["data_s", "loading", "load"],
@@ -15,6 +24,15 @@ const PARTS = [
 /** Busy: what others would wait for. */
 export const busy = (rank) => rank.compute_s + rank.data_s;
 
+/** Whether it has told of a step. */
+export const steps = (rank) => total(rank) > 0;
+
+/** What a trouble is, in a few words. */
+export function titleOf(trouble) {
+  if (trouble.kind !== "hang") return "One rank is slow";
+  return trouble.lost_s < HANGS_S ? "Others wait" : "It hangs";
+}
+
 /** Ranks as the last point of a job's history has them. */
 export function latest(job, points) {
   const last = points.findLast((point) => point.ranks.compute_s?.length);
@@ -22,7 +40,7 @@ export function latest(job, points) {
   const of = (name, rank) => last.ranks[name]?.[rank] ?? 0;
   return last.ranks.compute_s.map((_, rank) => ({
     rank,
-    seat: job.seats[rank] ?? "",
+    seat: seatsOf(job)[rank] ?? "",
     step_s: last.step_s,
     samples: 0,
     planned_s: null,
@@ -50,7 +68,7 @@ export function bars(ranks, troubles, live) {
         ),
       ),
     ),
-    rest(ranks),
+    rest(ranks, troubles),
   ];
 }
 
@@ -67,6 +85,7 @@ function bar(rank, trouble) {
       " ",
       h("span", { class: "soft" }, rank.seat),
       trouble && h("span", { class: "mark" }, words(trouble)),
+      age(rank) > SILENT_S && h("span", { class: "bad" }, `said ${span(age(rank))} ago`),
     ),
     h(
       "span",
@@ -78,8 +97,12 @@ function bar(rank, trouble) {
 }
 
 function words(trouble) {
-  return trouble.kind === "hang" ? "hangs" : `slow${trouble.cause ? `: ${trouble.cause}` : ""}`;
+  if (trouble.kind === "hang") return trouble.lost_s < HANGS_S ? "waited for" : "hangs";
+  return `slow${trouble.cause ? `: ${trouble.cause}` : ""}`;
 }
+
+/** Of its figures, in seconds; 0 where it is not known. */
+const age = (rank) => (rank.at ? (now() - new Date(rank.at)) / 1000 : 0);
 
 function facts(rank) {
   const use = rank.use ?? {};
@@ -139,7 +162,7 @@ export function timeline(ranks, troubles) {
         ),
       ),
     ),
-    rest(ranks),
+    rest(ranks, troubles),
   ];
 }
 
@@ -178,12 +201,30 @@ function legend(more) {
   );
 }
 
+/** Of many, those that are named and then the slowest. */
 function chosen(ranks, troubles) {
-  return ranks.filter((rank, at) => at < MOST || troubles.some((trouble) => trouble.rank === rank.rank));
+  if (all || ranks.length <= MOST) return ranks;
+  const named = (rank) => troubles.some((trouble) => trouble.rank === rank.rank);
+  // In two digits: rows whose times differ by chance do not change places all the time.
+  const slow = (rank) => Number(busy(rank).toPrecision(2));
+  return ranks
+    .toSorted((a, b) => named(b) - named(a) || slow(b) - slow(a) || a.rank - b.rank)
+    .slice(0, MOST);
 }
 
-function rest(ranks) {
-  return ranks.length > MOST && h("p", { class: "soft" }, `The first ${MOST} of ${count(ranks.length)} ranks.`);
+function rest(ranks, troubles) {
+  if (ranks.length <= MOST) return null;
+  const first = troubles.length ? "Those that are named and the slowest" : "The slowest";
+  const turn = () => {
+    all = !all;
+    refresh();
+  };
+  return h(
+    "p",
+    { class: "soft line" },
+    all ? `All ${count(ranks.length)} ranks.` : `${first}: ${MOST} of ${count(ranks.length)} ranks.`,
+    h("button", { type: "button", class: "small", onclick: turn }, all ? `Show ${MOST}` : "Show all"),
+  );
 }
 
 function total(rank) {
