@@ -20,14 +20,15 @@ def main(
     turns: Annotated[int, typer.Option(help="Of cost: with and without, so many times.")] = 60,
     rounds: Annotated[int, typer.Option(help="Of naming.")] = 10,
     seconds: Annotated[float, typer.Option(help="Of calm.")] = 3600.0,
+    record: Annotated[typer.FileTextWrite | None, typer.Option(help="Of calm: where to write what was seen.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures and write the page.")] = False,
 ) -> None:
     """Measure one thing, or only write the page."""
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "cost": lambda: cost.measured(turns),
         "naming": lambda: naming.measured(rounds),
-        "calm": lambda: calm.measured(seconds),
-        "scale": lambda: scale.measured(scale.Size(), 60.0, True),
+        "calm": lambda: calm.measured(seconds, record),
+        "scale": lambda: scale.measured(scale.Size(), 90.0, True),
     }
     if what != "page":
         found = measures[what]()

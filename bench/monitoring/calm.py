@@ -1,7 +1,7 @@
 """Whether anybody is named while nobody is slow: even ranks for an hour."""
 
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from bench.monitoring.house import process_of, serving
 from mimatrix.launch.quotas import quotas
@@ -9,8 +9,8 @@ from mimatrix.launch.quotas import quotas
 SPEED = 0.3
 
 
-def measured(seconds: float) -> dict[str, Any]:
-    """How often somebody was named, and how even the two were."""
+def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
+    """How often somebody was named, and how even the two were; what was seen goes to `record`, a line a second."""
     with serving() as house, quotas({0: SPEED, 1: SPEED}) as groups:
         number = house.submit("even.py")
         house.until(number, lambda job: job.progress.step > 50, 120)
@@ -23,6 +23,8 @@ def measured(seconds: float) -> dict[str, Any]:
             while time.monotonic() - started < seconds:
                 time.sleep(1.0)
                 now = client.ranks(number)
+                if record:
+                    record.write(now.model_dump_json() + "\n")
                 looks += 1
                 named += bool(now.troubles)
                 busy = [each.compute_s + each.data_s for each in now.ranks]

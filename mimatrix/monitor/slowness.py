@@ -13,6 +13,8 @@ from mimatrix.monitor.figures import RankFigures
 
 LEAST = 0.3
 """Of the others' time, what a rank must lag behind to be named."""
+_COSTS = 2 / 3
+"""Of that, what it must be of the whole step: a fifth."""
 _GOES = 0.15
 """Below this it is named no more."""
 PERSISTS_S = 4.0
@@ -67,7 +69,7 @@ def slowest(ranks: Sequence[RankFigures], least: float = LEAST, followed: int | 
     # Those that wait are the fast ones: where half of all ranks are slow, the middle one is.
     usual_s = sorted(each.busy_s for each in others)[(len(others) - 1) // 4]
     lost_s = worst.busy_s - usual_s
-    if lost_s > least * usual_s and lost_s > least / 2 * worst.step_s:
+    if lost_s > least * usual_s and lost_s > _COSTS * least * worst.step_s:
         also = tuple(each.rank for each in alike if each is not worst)
         cause = _cause(worst, [each for each in others if each.rank not in also], lost_s)
         return Slow(worst.rank, worst.place, lost_s, lost_s / worst.step_s, cause, worst.follows, also)

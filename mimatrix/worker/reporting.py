@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 import sys
 import threading
 import time
@@ -33,7 +32,9 @@ _LONGEST_S = 10.0
 _MOST_METRICS = 32
 _IMPORTS_S = 5.0
 _LEAST_STEPS, _MOST_STEPS, _RECENT_S = 3, 100, 3.0
-"""A report has medians over the steps of so many seconds."""
+"""A report has means over the steps of so many seconds."""
+_LONG = 10
+"""One in so many steps may take long, and is not counted."""
 _PARTS = ("compute", "waiting", "communication", "data")
 _SPEEDS = ("samples_per_s", "step_s")
 
@@ -104,8 +105,8 @@ class Reporter:
         known |= {"state": JobState(run.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
             seconds = sum(each.seconds for each in stats) / len(stats)
-            known |= {f"{name}_s": _middle(stats, f"{name}_s") for name in _PARTS} | {
-                "step_s": _middle(stats, "seconds"),
+            known |= {f"{name}_s": _usual(stats, f"{name}_s") for name in _PARTS} | {
+                "step_s": _usual(stats, "seconds"),
                 "samples_per_s": _short(sum(run.split.batches) / seconds) if seconds else 0.0,
                 "samples": stats[-1].samples,
                 "moved_bytes": sum(stats[-1].moved_bytes.values()),
@@ -160,9 +161,11 @@ class Reporter:
         self._client.store(self._mine.job, what, measured)
 
 
-def _middle(stats: list[Any], name: str) -> float:
-    """The median: a pause in one step says nothing of the others."""
-    return _short(statistics.median(getattr(each, name) for each in stats))
+def _usual(stats: list[Any], name: str) -> float:
+    """A mean without the longest tenth, one at least: a pause in one step says nothing of the others."""
+    values = sorted(getattr(each, name) for each in stats)
+    kept = values[: len(values) - -(-len(values) // _LONG)] or values
+    return _short(sum(kept) / len(kept))
 
 
 def _short(value: float) -> float:
