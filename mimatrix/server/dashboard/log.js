@@ -81,7 +81,6 @@ export class Log {
   async refresh(job) {
     this.choices(job);
     this.tools.hidden = !job.generation;
-    this.pause.hidden = this.over && ended(job);
     if (!job.generation || this.paused || (this.over && ended(job))) return this.tell(job);
     const asking = (this.asking = {});
     for (let piece = 0; piece < PIECES; piece += 1) {
@@ -149,6 +148,7 @@ export class Log {
     const empty = !this.text.textContent;
     const command = h("code", {}, `mimatrix logs ${job.id} --rank ${this.rank.value}`);
     this.text.hidden = empty;
+    this.pause.hidden = this.over && ended(job);
     fill(
       this.note,
       empty
