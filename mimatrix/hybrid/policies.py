@@ -36,7 +36,7 @@ _OPTIONS = {
     "plain": set[str](),
     "bounded": {"most_ahead"},
     "elastic": {"local_steps", "drawn"},
-    "local": {"local_steps", "lr", "momentum"},
+    "local": {"local_steps", "lr", "momentum", "damping"},
 }
 
 
@@ -58,7 +58,9 @@ def policy(name: str, global_batch: int, options: Mapping[str, Any]) -> Policy:
         return Policy(plain, local_steps=_steps(options, 8), outer=outer, drawn=drawn)
     if name == "local":
         outer = {"lr": options.get("lr", 0.7), "momentum": options.get("momentum", 0.9), "nesterov": True}
-        return Policy(plain, local_steps=_steps(options, 50), outer=outer)
+        # Made for rounds in which the mean of all groups counts once: among others each counts for its part.
+        damped = Rules(global_batch, scales=False, damping=float(options.get("damping", 1.0)))
+        return Policy(damped, local_steps=_steps(options, 50), outer=outer)
     return Policy(plain, most_ahead=int(options.get("most_ahead", 3)) if name == "bounded" else None)
 
 
