@@ -192,7 +192,7 @@ class Run:
         self._patch(optimizer, model)
         if scheduler is not None:
             self._schedulers.append(Scheduler(scheduler, cycle))
-        if self._leaving:
+        if self._leaving and self._outer is None:
             self.load(self._leaving.folder)
         self._phase = "training"
         found = (model, optimizer, self._loader)
@@ -322,6 +322,7 @@ class Run:
         """
         if self._ready().is_open:
             raise UserError("run.save was called inside of a global batch; call it when `not run.in_batch`")
+        self._check_alone_with_states("run.save")
         assert self._checkpoints
         where = self._folder(folder)
         if wait or self._checkpoints.would_wait(where):
@@ -337,6 +338,7 @@ class Run:
         cycle = self._ready()
         if cycle.is_open:
             raise UserError("run.load was called inside of a global batch; call it before the loop over the loader")
+        self._check_alone_with_states("run.load")
         self._check_all_come("run.load")
         assert self._checkpoints
         with self._watch.aside():
@@ -348,6 +350,13 @@ class Run:
             if self._knobs:
                 self._knobs.renew()
         return found is not None
+
+    def _check_alone_with_states(self, what: str) -> None:
+        if self._outer:
+            raise UserError(
+                f"{what} does not know yet what the service of several groups has; write run.full_state_dict(model) "
+                "to a file instead, and load it before run.prepare"
+            )
 
     def _folder(self, given: str | Path | None) -> str:
         usual = self._leaving.folder if self._leaving else Path("checkpoints")

@@ -81,6 +81,8 @@ def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict
             stepper.zero_grad()
             scheduler.step()
     found = run.full_state_dict(model)
+    with pytest.raises(UserError, match=r"run\.save does not know yet"):
+        run.save("nowhere")
     run.close()
     return found
 
