@@ -67,6 +67,7 @@ def told(folder: Path, group: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_one_group_of_two_ranks_is_the_synchronous_run(tmp_path: Path) -> None:
     states = []
     for groups in ("[[0, 1]]", "null"):

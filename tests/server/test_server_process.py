@@ -75,7 +75,7 @@ def test_following_goes_on_through_another_start(up: Server) -> None:
 
 @pytest.mark.timeout(120)
 def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
-    first = up.submit("patient.py", "--devices", "all", "--max-time", "8s", "--", "300")
+    first = up.submit("patient.py", "--devices", "all", "--max-time", "14s", "--", "300")
     up.until(first, lambda job: job.state is JobState.TRAINING)
     second = up.submit("hello.py")
     waiting = up.until(second, lambda job: bool(job.reason))
