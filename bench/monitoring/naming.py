@@ -140,4 +140,5 @@ def _page(house: House, number: int) -> Iterator[Look]:
         page.wait_for_selector("#who:not([hidden])")
         page.goto(f"{house.address}/#/jobs/{number}")
         page.wait_for_selector("h1")
+        page.wait_for_timeout(5000)  # all that is there already is shown then
         yield lambda: str(page.locator("main").inner_text())

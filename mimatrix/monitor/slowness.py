@@ -17,8 +17,9 @@ _COSTS = 2 / 3
 """Of that, what it must be of the whole step: a fifth."""
 _GOES = 0.15
 """Below this it is named no more."""
-PERSISTS_S = 4.0
+PERSISTS_S = 2.0
 _TIMES = 3
+"""Reports that say so, at least."""
 _FULL = 0.97
 _LINK = 0.5
 """Of a step, what moving data must take for a link to be the reason."""
@@ -104,17 +105,18 @@ class Slowness:
         self.named: Slow | None = None
         self._rank = -1
         self._since_s = 0.0
-        self._times = 0
+        self._said: set[float] = set()
+        """When it said so."""
 
     def observe(self, now_s: float, ranks: Sequence[RankFigures]) -> Slow | None:
         """Figures of now; the rank, if it is named by them for the first time."""
         found = slowest(ranks, _GOES if self.named else LEAST, self._rank)
         if found is None or found.rank != self._rank:
-            self._rank, self._since_s, self._times = (found.rank if found else -1), now_s, 0
-        self._times += 1
+            self._rank, self._since_s, self._said = (found.rank if found else -1), now_s, set()
+        self._said |= {each.at_s for each in ranks if each.rank == self._rank}
         if found is None or (self.named and found.rank != self.named.rank):
             self.named = None
-        stays = found is not None and self._times >= _TIMES and now_s - self._since_s >= PERSISTS_S
+        stays = found is not None and len(self._said) >= _TIMES and now_s - self._since_s >= PERSISTS_S
         is_new = stays and self.named is None
         if stays:
             self.named = found

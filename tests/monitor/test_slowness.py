@@ -17,6 +17,10 @@ def ranks(*compute_s: float, **more: float) -> list[RankFigures]:
     ]
 
 
+def at(second: float, figures: list[RankFigures]) -> list[RankFigures]:
+    return [replace(each, at_s=float(second)) for each in figures]
+
+
 def test_the_slow_rank_and_what_it_costs() -> None:
     found = slowest(ranks(0.1, 0.1, 0.2))
     assert found is not None
@@ -52,7 +56,7 @@ def test_it_is_named_once_and_until_it_has_caught_up() -> None:
     following, said = Slowness(), []
     for second in range(20):
         slow = 5 <= second < 15
-        said.append(following.observe(float(second), ranks(0.1, 0.1, 0.2 if slow else 0.1)))
+        said.append(following.observe(float(second), at(second, ranks(0.1, 0.1, 0.2 if slow else 0.1))))
     assert [number for number, each in enumerate(said) if each] == [5 + PERSISTS_S]
     assert following.named is None
 
@@ -62,7 +66,7 @@ def test_several_slow_ranks_are_named_together_and_once(slow: int, of: int) -> N
     chance, following, said = random.Random(0), Slowness(), []
     for second in range(120):
         times = [(0.2 if rank >= of - slow else 0.1) * chance.uniform(0.98, 1.02) for rank in range(of)]
-        found = following.observe(float(second), ranks(*times))
+        found = following.observe(float(second), at(second, ranks(*times)))
         said += [found] if found else []
         assert following.named or second < PERSISTS_S + 1
     assert len(said) == 1
@@ -78,15 +82,21 @@ def test_one_slow_step_is_nothing_and_another_rank_begins_anew() -> None:
     following = Slowness()
     for second in range(40):
         slow = [0.1, 0.1, 0.1]
-        slow[second // 3 % 3] = 0.2
-        assert following.observe(float(second), ranks(*slow)) is None
+        slow[second // 2 % 3] = 0.2
+        assert following.observe(float(second), at(second, ranks(*slow))) is None
 
 
 def test_no_false_alarm_in_an_hour_of_noise() -> None:
     chance, following = random.Random(1), Slowness()
     for second in range(3600):
         noisy = [0.1 * chance.lognormvariate(0, 0.08) for _ in range(4)]
-        assert following.observe(float(second), ranks(*noisy)) is None
+        assert following.observe(float(second), at(second, ranks(*noisy))) is None
+
+
+def test_one_report_is_not_enough_however_long_it_is_the_last() -> None:
+    following = Slowness()
+    for second in range(10):
+        assert following.observe(float(second), at(second // 5, ranks(0.1, 0.1, 0.2))) is None
 
 
 def test_what_will_be_done_about_it() -> None:

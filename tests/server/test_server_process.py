@@ -82,7 +82,7 @@ def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
     assert waiting.reason.startswith("needs 1 x cpu, none free; first in line when job ")
     would = up.command("submit", str(SCRIPTS / "hello.py"), "--dry-run", "--devices", "99")
     assert would.stdout.startswith("it would wait: needs 99 x cpu, and the cluster has 3 x cpu")
-    assert up.until(first, lambda job: job.state in ENDED).reason == "its time limit of 8s was over"
+    assert up.until(first, lambda job: job.state in ENDED).reason == "its time limit of 14s was over"
     assert up.until(second, lambda job: job.state in ENDED).state is JobState.DONE
 
 
