@@ -1,10 +1,14 @@
 """Whether anybody is named while nobody is slow: even ranks for an hour."""
 
 import time
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from bench.monitoring.house import process_of, serving
 from mimatrix.launch.quotas import quotas
+from mimatrix.monitor.figures import RankFigures
+from mimatrix.monitor.slowness import Slowness
+from mimatrix.wire.messages import Ranks
 
 SPEED = 0.3
 
@@ -45,6 +49,29 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
         "sentences": sentences,
         "largest_ratio": round(largest, 3),
     }
+
+
+def again(record: Iterable[str]) -> list[str]:
+    """Who would be named by the rules as they are now, from what was seen."""
+    following, said = Slowness(), []
+    for second, line in enumerate(record):
+        figures = [
+            RankFigures(
+                rank=each.rank,
+                place=each.seat,
+                at_s=each.at.timestamp(),
+                step=each.step,
+                step_s=each.step_s,
+                compute_s=each.compute_s,
+                data_s=each.data_s,
+                waiting_s=each.waiting_s,
+                communication_s=each.communication_s,
+            )
+            for each in Ranks.model_validate_json(line).ranks
+        ]
+        found = following.observe(float(second), figures)
+        said += [str(found)] if found else []
+    return said
 
 
 def section(found: dict[str, Any]) -> str:
