@@ -72,7 +72,7 @@ def link_gauge(address: str) -> Callable[[], Traffic | None]:
     nic = _nic_of(psutil, address) if psutil else ""
     if not nic:
         return lambda: None
-    last = [time.monotonic(), *_counted(psutil, nic)]
+    last, capacity = [time.monotonic(), *_counted(psutil, nic)], _capacity(psutil, nic)
 
     def told() -> Traffic | None:
         now = [time.monotonic(), *_counted(psutil, nic)]
@@ -84,7 +84,7 @@ def link_gauge(address: str) -> Callable[[], Traffic | None]:
             nic=nic[:50],
             received_bytes_per_s=max(0.0, received) / seconds,
             sent_bytes_per_s=max(0.0, sent) / seconds,
-            capacity_bytes_per_s=_capacity(psutil, nic),
+            capacity_bytes_per_s=capacity,
         )
 
     return told

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "tensorboard"
+_FLUSHED_S = 10
 
 
 class Board:
@@ -30,7 +31,6 @@ class Board:
                 self._add(means, step)
             if run.step > self._step:
                 self._add({f"speed/{name}": value for name, value in speeds.items()}, run.step)
-            self._writer.flush()
         self._written, self._step = self._written + len(new), run.step
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Board:
     def _open(self) -> None:
         try:
             writers = import_module("torch.utils.tensorboard")
-            self._writer = writers.SummaryWriter(str(self._folder))
+            self._writer = writers.SummaryWriter(str(self._folder), flush_secs=_FLUSHED_S)
         except (ImportError, OSError):  # not installed, or nowhere to write to: training is no worse for it
             self._is_missing = True
 
