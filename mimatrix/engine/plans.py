@@ -6,6 +6,7 @@ loader's head. All hear it together and see all heads, so either all change ther
 
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from mimatrix.planner.split import Split
 _START = Position(0, 0)
 _LEARNT_FROM = 3
 """Steps from which the first plan of a run that did not measure is made; the one before them is a warm-up."""
+_SAID_S = 10.0
+"""Between lines about changes."""
 
 
 class Plans:
@@ -36,6 +39,7 @@ class Plans:
         self.changes: list[tuple[int, Plan, str]] = []
         """(step in which it was agreed, plan, why), in order."""
         self._drift: Drift | None = None
+        self._said_s, self._unsaid = float("-inf"), 0
         self._learns: _Learning | None = None
         self._offer: dict[str, Any] | None = None
 
@@ -100,11 +104,19 @@ class Plans:
         if self._drift:
             self._drift.changed(plan)
         if self._rank == 0 and not self._quiet:
-            shown = " + ".join(map(str, plan.split.batches))
-            epoch, batch = offer["at"]
-            sys.stderr.write(
-                f"mimatrix: from batch {batch} of epoch {epoch} on the batches are {shown}: {offer['why']}\n"
-            )
+            self._say(plan, offer)
+
+    def _say(self, plan: Plan, offer: Mapping[str, Any]) -> None:
+        """Not every time: where speeds jump, batches follow every few steps."""
+        if time.monotonic() - self._said_s < _SAID_S:
+            self._unsaid += 1
+            return
+        shown, (epoch, batch) = " + ".join(map(str, plan.split.batches)), offer["at"]
+        more = f" ({self._unsaid} changes before it were not told)" if self._unsaid else ""
+        sys.stderr.write(
+            f"mimatrix: from batch {batch} of epoch {epoch} on the batches are {shown}: {offer['why']}{more}\n"
+        )
+        self._said_s, self._unsaid = time.monotonic(), 0
 
     def _consider(self, split: Split, busy_s: Sequence[float], head: Position, steps_left: int | None) -> None:
         if self._drift:
