@@ -19,7 +19,7 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
         number = house.submit("even.py")
         house.until(number, lambda job: job.progress.step > 50, 120)
         for rank in (0, 1):
-            groups[rank].write_text(str(process_of(number, rank)))
+            groups[rank].write_text(str(process_of(house, number, rank)))
         started, named, looks = time.monotonic(), 0, 0
         largest = 1.0
         with house.client() as client:
@@ -82,5 +82,5 @@ def section(found: dict[str, Any]) -> str:
 
 Two ranks of {SPEED:g} processors each with the same work, for {found["seconds"] / 60:.0f} minutes ({found["steps"]:,} steps), looked at every second:
 somebody was named **{len(found["sentences"])}** times ({found["looks_with_a_name"]} of {found["looks"]:,} looks). The longest that one rank
-took in a report, of the time of the other, was {found["largest_ratio"]:.2f} times as long.{said}
+took in a report, of the time of the other, was {found["largest_ratio"]:.2f} times as long.{found.get("remark", "")}{said}
 """

@@ -83,9 +83,10 @@ def serving() -> Iterator[House]:
             server.wait(timeout=30)
 
 
-def process_of(number: int, rank: int) -> int:
-    """The worker of a job that has this rank."""
-    wanted = {f"MIMATRIX_JOB={number}".encode(), f"MIMATRIX_RANK={rank}".encode()}
+def process_of(house: House, number: int, rank: int) -> int:
+    """The worker of a job that has this rank; there may be those of other servers on this machine."""
+    known = {"SERVER": house.address, "JOB": number, "RANK": rank}
+    wanted = {f"MIMATRIX_{name}={value}".encode() for name, value in known.items()}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()

@@ -19,7 +19,7 @@ def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
         number = there.submit("seen.py", "--devices", "2")
         there.until(number, lambda job: job.progress.step > 100)
         assert not _named(there, number, "rank")
-        pid = _process_of(1)
+        pid = _process_of(there, 1)
         with _slowed(pid):
             took = _until_named(there, number, "the others are idle because of rank 1 on ", within_s=20)
         assert took < 15  # ten are wanted; the rest is a margin for a busy machine
@@ -51,17 +51,18 @@ def _until_named(there: Server, number: int, *words: str, within_s: float) -> fl
     return time.monotonic() - began
 
 
-def _process_of(rank: int) -> int:
-    """The newest worker of that rank."""
-    found = []
+def _process_of(there: Server, rank: int) -> int:
+    """The worker of that rank; there may be those of other servers on this machine."""
+    wanted = {f"MIMATRIX_SERVER={(there.data / 'address').read_text().strip()}".encode()}
+    wanted |= {f"MIMATRIX_RANK={rank}".encode()}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"mimatrix.worker" in words and f"\0MIMATRIX_RANK={rank}\0".encode() in b"\0" + variables + b"\0":
-            found.append(int(folder.name))
-    return max(found)
+        if b"mimatrix.worker" in words and wanted <= set(variables.split(b"\0")):
+            return int(folder.name)
+    raise LookupError(f"no rank {rank} runs here")
 
 
 @contextmanager
