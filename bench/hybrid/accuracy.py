@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+from scipy.stats import t as student
 from torch import nn
 
 from bench.hybrid.data import TASKS, Task
@@ -130,7 +131,7 @@ def measured(seeds: int) -> dict[str, Any]:
             rows[way] = {
                 "accuracy": statistics.mean(run[0] for run in runs),
                 "loss": mean,
-                "bound": mean + 1.729 * error,  # one-sided 95 % of Student's t with 19 degrees of freedom
+                "bound": mean + float(student.ppf(0.95, seeds - 1)) * error,
                 "staleness": statistics.mean(run[1] for run in runs),
                 "seconds": statistics.mean(run[2] for run in runs),
             }

@@ -19,7 +19,7 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
         number = house.submit("even.py")
         house.until(number, lambda job: job.progress.step > 50, 120)
         for rank in (0, 1):
-            groups[rank].write_text(str(process_of(house, number, rank)))
+            groups[rank].write_text(str(process_of(house.address, number, rank)))
         started, named, looks = time.monotonic(), 0, 0
         largest = 1.0
         with house.client() as client:

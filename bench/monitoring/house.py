@@ -83,9 +83,9 @@ def serving() -> Iterator[House]:
             server.wait(timeout=30)
 
 
-def process_of(house: House, number: int, rank: int) -> int:
+def process_of(address: str, number: int, rank: int) -> int:
     """The worker of a job that has this rank; there may be those of other servers on this machine."""
-    known = {"SERVER": house.address, "JOB": number, "RANK": rank}
+    known = {"SERVER": address, "JOB": number, "RANK": rank}
     wanted = {f"MIMATRIX_{name}={value}".encode() for name, value in known.items()}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

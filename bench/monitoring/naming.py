@@ -31,8 +31,8 @@ def measured(rounds: int) -> dict[str, Any]:
         number = house.submit("even.py")
         house.until(number, lambda job: job.progress.step > 50, 120)
         for rank in (0, 1):
-            groups[rank].write_text(str(process_of(house, number, rank)))
-        second = process_of(house, number, 1)
+            groups[rank].write_text(str(process_of(house.address, number, rank)))
+        second = process_of(house.address, number, 1)
         for _ in range(rounds):
             _quiet(house, number)
             with _watched(house, number, SLOW) as times:

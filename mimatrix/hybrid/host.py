@@ -5,6 +5,7 @@ said goodbye, or when nobody has been connected for a while.
 """
 
 import pickle
+import select
 import subprocess
 import sys
 import time
@@ -53,7 +54,11 @@ def started(order: Order) -> Place:
     with process.stdin as stdin:
         stdin.write(told)
     with process.stdout as stdout:
-        port = stdout.readline().strip()
+        came, _, _ = select.select([stdout], [], [], order.timeout_s)
+        port = stdout.readline().strip() if came else b""
+    if not came:
+        process.kill()
+        raise WorldError(f"the process that serves shards did not come up within {order.timeout_s:g} s")
     if not port:
         raise WorldError(f"the process that serves shards ended with {process.wait(10)}; see what it said above")
     return Place(order.address, int(port))

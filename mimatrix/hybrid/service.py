@@ -37,7 +37,7 @@ class MovedError(WorldError):
 
 
 class Service:
-    """Holds some shards and listens. `connect` is called for each further group or service."""
+    """Holds some shards and listens: groups push and pull, other services mirror."""
 
     def __init__(
         self, shards: Mapping[int, Shard], token: str, address: str = "127.0.0.1", *, timeout_s: float = 30.0, say: Say

@@ -1,7 +1,5 @@
 """A real browser on a real server, which remembers whom it asked and what went wrong."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,25 +8,16 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from bench.server.browsing import CHROMIUM
+from bench.server.browsing import browser as browser
+
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 # Machines that test are busy ones.
 expect.set_options(timeout=20_000)
 DESK = (1280, 900)
 PHONE = (360, 740)
-
-
-@contextmanager
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # Where tests run as root, in a container, Chromium has no sandbox of its own.
-        found = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0)
-        try:
-            yield found
-        finally:
-            found.close()
 
 
 @dataclass

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from houses import Server, server
 
+from bench.monitoring.house import process_of
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
@@ -19,7 +21,7 @@ def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
         number = there.submit("seen.py", "--devices", "2")
         there.until(number, lambda job: job.progress.step > 100)
         assert not _named(there, number, "rank")
-        pid = _process_of(there, 1)
+        pid = process_of((there.data / "address").read_text().strip(), number, 1)
         with _slowed(pid):
             took = _until_named(there, number, "the others are idle because of rank 1 on ", within_s=20)
         assert took < 15  # ten are wanted; the rest is a margin for a busy machine
@@ -49,20 +51,6 @@ def _until_named(there: Server, number: int, *words: str, within_s: float) -> fl
         assert time.monotonic() - began < within_s, there.command("top", "--once").stdout
         time.sleep(0.2)
     return time.monotonic() - began
-
-
-def _process_of(there: Server, rank: int) -> int:
-    """The worker of that rank; there may be those of other servers on this machine."""
-    wanted = {f"MIMATRIX_SERVER={(there.data / 'address').read_text().strip()}".encode()}
-    wanted |= {f"MIMATRIX_RANK={rank}".encode()}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"mimatrix.worker" in words and wanted <= set(variables.split(b"\0")):
-            return int(folder.name)
-    raise LookupError(f"no rank {rank} runs here")
 
 
 @contextmanager
