@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mimatrix.core.errors import MiMatrixError, UserError, WorldError
 from mimatrix.launch.facts import find_devices
 from mimatrix.launch.keeping import LocalLauncher
-from mimatrix.launch.launcher import LogPart, NodeFacts
+from mimatrix.launch.launcher import LogPart, NodeFacts, Phase
 from mimatrix.launch.orders import check_name
 from mimatrix.launch.ray_fence import fence
 from mimatrix.launch.ray_nodes import Raylet, node_facts
@@ -30,6 +31,8 @@ FOLDER = "MIMATRIX_NODE_FOLDER"
 _CODE = Path(__file__).parents[2]
 _FOLLOWED_S = 0.1
 _DROPPED_S = 5.0
+# How long one look waits for the other nodes, and for how long they are told of a failure again and again.
+_HEARD_S, _TOLD_S = 1.0, 60.0
 _SWEPT_S = 7 * 86_400.0
 _SCORE = Path("/proc/self/oom_score_adj")
 # A local launcher counts the members of its own.
@@ -94,6 +97,9 @@ class NodeKeeper:
         if cause:
             with self._lock:
                 self._causes.setdefault(team, cause)
+                if team in self._followed:
+                    # It is ended at the next look, or as soon as it has started.
+                    return
         if self._knows(team):
             self._launcher(team).end(team, now=now)
 
@@ -165,7 +171,7 @@ class NodeKeeper:
             with self._lock:
                 followed = list(self._followed.values())
             for part in followed:
-                with suppress(MiMatrixError, OSError):
+                with suppress(Exception):  # also whatever Ray raises: the next look is soon
                     self._look_at(part)
 
     def _look_at(self, part: Part) -> None:
@@ -174,19 +180,28 @@ class NodeKeeper:
         if state is None or not (state.team.has_ended or state.cause):
             return
         if state.cause and state.cause.rank in part.ranks:
-            self._tell(part, state.cause)
+            is_done = self._tell(part, state.cause) or time.time() - state.cause.at_s > _TOLD_S
+        else:
+            is_done = state.team.has_ended
+            if not (is_done or any(member.phase is Phase.STARTING for member in state.team.members)):
+                # One that ends while it starts would be taken for one that cannot be started.
+                self._launcher(name).end(name)
         with self._lock:
-            if self._followed.get(name) is part:
+            if is_done and self._followed.get(name) is part:
                 del self._followed[name]
 
-    def _tell(self, part: Part, cause: Cause) -> None:
+    def _tell(self, part: Part, cause: Cause) -> bool:
+        """Whether all other nodes have heard of it, or are gone. A server that looks tells them as well."""
         import ray
 
+        under_way: list[tuple[Any, Any]] = []
         for peer in part.peers:
-            # A server that looks does the same, again and again.
-            with suppress(Exception):
+            with suppress(ValueError):  # there is no such keeper any more
                 keeper = ray.get_actor(actor_name(peer), namespace=self._place)
-                keeper.end.remote(part.team.name, False, cause)
+                under_way.append((keeper, keeper.end.remote(part.team.name, False, cause)))
+        calls = [call for _, call in under_way]
+        heard, _ = ray.wait(calls, num_returns=len(calls), timeout=_HEARD_S) if calls else ([], [])
+        return len(heard) == len(calls) and all(map(_is_settled, heard))
 
     def _keep_watch(self) -> None:
         """Have a process that ends all teams of this node when we are gone; another one if that was killed."""
@@ -208,6 +223,20 @@ def parts_in(folder: Path) -> Iterator[tuple[str, LocalLauncher]]:
     parts = folder / "parts"
     for path in sorted(parts.iterdir()) if parts.is_dir() else []:
         yield path.name, LocalLauncher(path, "", ())
+
+
+def _is_settled(call: Any) -> bool:
+    """Whether a keeper did what it was asked, or will never do anything again."""
+    import ray
+    from ray.exceptions import ActorDiedError, RayError
+
+    try:
+        ray.get(call, timeout=0)
+    except ActorDiedError:
+        return True
+    except (RayError, MiMatrixError, OSError):
+        return False
+    return True
 
 
 def _sweep(mine: Path) -> None:

@@ -29,8 +29,8 @@ from ray_clusters import RayCluster, ray_cluster
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.launch.launcher import Member, MemberState, Phase, Team
 from mimatrix.launch.on_ray import RayLauncher
-from mimatrix.launch.ray_line import Archive, Refused
-from mimatrix.launch.ray_parts import split
+from mimatrix.launch.ray_line import Answer, Archive, Refused
+from mimatrix.launch.ray_parts import Cause, PartState, split
 from mimatrix.launch.ray_token import ray_environment
 
 pytestmark = [
@@ -179,6 +179,26 @@ def test_a_start_that_was_given_up_does_not_begin_late(ground: Ground, shared: R
     assert "was given up before it came to middle" in str(late.error)
     ground.launcher.start(team)
     assert ground.state(team.name).members == (MemberState(Phase.RUNNING),)
+
+
+def test_a_part_that_comes_after_the_failure_ends_while_nobody_looks(ground: Ground, shared: RayLauncher) -> None:
+    team = spread(ground, FOREVER, nodes=("middle",))
+    nodes, own_names = shared._hear_nodes()
+    parts = split(team, nodes, own_names, "order-2")
+    (node,) = parts
+    cause = Cause(7, time.time())
+    shared._line.ask({node: (team.name, False, cause)}, "end")
+    shared._line.ask({node: (parts[node], Archive(team.archive))}, "start")
+
+    def part() -> PartState:
+        reply = shared._line.ask({node: ((team.name,),)}, "states")[node]
+        assert isinstance(reply, Answer)
+        found: PartState = reply.value[team.name]
+        return found
+
+    eventually(lambda: part().team.has_ended, "the end of the part")
+    assert (part().cause, codes(part().team)) == (cause, [-signal.SIGTERM])
+    shared._line.ask({node: (team.name, "order-2")}, "drop")
 
 
 def test_ending_reaches_all_nodes(ground: Ground) -> None:
