@@ -1,6 +1,8 @@
-"""A client of the job server. The transport is handed in, so that tests need no network."""
+"""A client of the job server."""
 
 import os
+from functools import cached_property
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,9 +10,11 @@ import httpx2 as httpx
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire import messages as m
+from mimatrix.wire.plain import PlainLine, is_direct
 
 T = TypeVar("T", bound=m.Message)
-_TIMEOUT = httpx.Timeout(15.0, connect=5.0)
+_TIMEOUT_S = 15.0
+_TIMEOUT = httpx.Timeout(_TIMEOUT_S, connect=5.0)
 _LATER = (408, 429)
 """May go well a little later."""
 _WORDS = {
@@ -45,13 +49,13 @@ def _left(file: Path) -> str:
 class Client:
     """Speaks with one server, as whoever the token belongs to."""
 
-    def __init__(self, address: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, address: str, token: str) -> None:
         if not address:
             raise UserError("no job server is known; start one with mimatrix up, or set MIMATRIX_SERVER")
-        self._address = address
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._address, self._is_direct = address, is_direct(address)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            self._http = httpx.Client(base_url=address, headers=headers, timeout=_TIMEOUT, transport=transport)
+            self._http = httpx.Client(base_url=address, headers=self._headers, timeout=_TIMEOUT)
         except (httpx.InvalidURL, ValueError) as error:
             raise UserError(f'"{address}" is no address ({error}); write for example http://127.0.0.1:7700') from None
 
@@ -62,8 +66,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Let the connections go."""
         self._http.close()
+        if "_line" in self.__dict__:
+            self._line.close()
 
     # For people
 
@@ -151,8 +157,8 @@ class Client:
 
     def report(self, job: int, said: m.Report) -> m.Orders:
         """What a worker has to say."""
-        sent = self._sent("POST", f"/api/jobs/{job}/report", json=said.model_dump(mode="json", exclude_none=True))
-        return m.Orders.model_validate_json(sent.content)
+        path, body = f"/api/jobs/{job}/report", said.model_dump_json(exclude_none=True)
+        return m.Orders.model_validate_json(self._told(path, body) if self._is_direct else self._written(path, body))
 
     def store(self, job: int, what: str, said: m.Message) -> None:
         """`profile`, `plan` or `checkpoints`."""
@@ -166,23 +172,40 @@ class Client:
     def _post(self, kind: type[T], path: str, said: m.Message) -> T:
         return kind.model_validate_json(self._sent("POST", path, json=said.model_dump(mode="json")).content)
 
+    @cached_property
+    def _line(self) -> PlainLine:
+        return PlainLine(self._address, self._headers, _TIMEOUT_S, httpx.create_ssl_context)
+
+    def _told(self, path: str, body: str) -> bytes:
+        """The answer to what is said again and again."""
+        try:
+            status, content = self._line.post(path, body)
+        except (OSError, HTTPException) as error:
+            raise self._silence(error) from None
+        if status >= 400:
+            raise _objection(status, content)
+        return content
+
+    def _written(self, path: str, body: str) -> bytes:
+        return self._sent("POST", path, content=body, headers={"Content-Type": "application/json"}).content
+
     def _sent(self, method: str, path: str, refuses: tuple[int, ...] = (), **what: Any) -> httpx.Response:
         try:
             found = self._http.request(method, path, **what)
         except httpx.TransportError as error:
-            said = str(error) or type(error).__name__
-            raise WorldError(
-                f"the job server at {self._address} does not answer ({said}); is mimatrix up running there?"
-            ) from None
+            raise self._silence(error) from None
         if found.status_code >= 400 and found.status_code not in refuses:
-            raise _objection(found)
+            raise _objection(found.status_code, found.content)
         return found
 
+    def _silence(self, error: Exception) -> WorldError:
+        said = str(error) or type(error).__name__
+        return WorldError(f"the job server at {self._address} does not answer ({said}); is mimatrix up running there?")
 
-def _objection(found: httpx.Response) -> Exception:
-    status = found.status_code
+
+def _objection(status: int, content: bytes) -> Exception:
     try:
-        detail = m.Problem.model_validate_json(found.content).detail
+        detail = m.Problem.model_validate_json(content).detail
     except ValueError:
         unknown = f"the job server answered {status}; is there another program at this address?"
         detail = _WORDS.get(status, unknown)  # an answer to HEAD has no words of its own

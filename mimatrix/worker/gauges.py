@@ -4,20 +4,38 @@ import os
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from mimatrix.wire.messages import Traffic, Use
 
+T = TypeVar("T")
 _MILLI = 1000.0
 _MBIT_BYTES, _NO_SPEED = 125_000.0, 65_535
 _LEAST_S = 0.5
+_GAUGED_S = 5.0
+"""To ask a device, or the kernel, takes longer than all the rest of a report."""
 
 
 def gauge() -> Callable[[], Use | None]:
     """A function that tells it; None from it where nobody can tell. Made once, since libraries are looked for."""
     uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     found = _of_gpu(uuid) if uuid.startswith("GPU-") else None
-    return found or _of_process() or (lambda: None)
+    return _now_and_then(found or _of_process() or (lambda: None))
+
+
+def _now_and_then(told: Callable[[], T]) -> Callable[[], T | None]:
+    """What it told last; it is asked again the less often the longer it goes on, up to a limit."""
+    began_s = at_s = time.monotonic()
+    said: T | None = None
+
+    def remembered() -> T | None:
+        nonlocal said, at_s
+        now_s = time.monotonic()
+        if said is None or now_s - at_s >= min(_GAUGED_S, (now_s - began_s) / 2):
+            said, at_s = told(), now_s
+        return said
+
+    return remembered
 
 
 def _of_gpu(uuid: str) -> Callable[[], Use | None] | None:
@@ -87,7 +105,7 @@ def link_gauge(address: str) -> Callable[[], Traffic | None]:
             capacity_bytes_per_s=capacity,
         )
 
-    return told
+    return _now_and_then(told)
 
 
 def _nic_of(psutil: Any, address: str) -> str:

@@ -1,12 +1,15 @@
-"""Figures of a job for TensorBoard: what `run.log` was given, step by step, and how fast it went."""
+"""Figures of a job for TensorBoard: what `run.log` was given, and how fast it went."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 FOLDER = "tensorboard"
 _FLUSHED_S = 10
+_MOST = 10
+"""Points of a curve in a report: TensorBoard draws a thousand of it in the end, and each takes time from a step."""
 
 
 class Board:
@@ -27,10 +30,12 @@ class Board:
         if self._writer is None:
             self._open()
         if self._writer is not None:
-            for step, means in new:
-                self._add(means, step)
+            for name, curve in _by_name(new).items():
+                for step, value in _thinned(curve):
+                    self._writer.add_scalar(name, value, step)
             if run.step > self._step:
-                self._add({f"speed/{name}": value for name, value in speeds.items()}, run.step)
+                for name, value in speeds.items():
+                    self._writer.add_scalar(f"speed/{name}", value, run.step)
         self._written, self._step = self._written + len(new), run.step
 
     def close(self) -> None:
@@ -46,6 +51,16 @@ class Board:
         except (ImportError, OSError):  # not installed, or nowhere to write to: training is no worse for it
             self._is_missing = True
 
-    def _add(self, figures: Mapping[str, float], step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+
+def _by_name(entries: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step, means in entries:
+        for name, value in means.items():
+            found.setdefault(name, []).append((step, value))
+    return found
+
+
+def _thinned(curve: list[T]) -> list[T]:
+    """The last point, and others at the same distance."""
+    distance = -(-len(curve) // _MOST) or 1
+    return curve[::-1][::distance][::-1]

@@ -48,8 +48,9 @@ def test_readings_hold_what_the_c_library_loses() -> None:
 @pytest.mark.parametrize("megabytes", [40, pytest.param(120, marks=pytest.mark.long)])
 def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
     found = said_by("overflowing.py", str(megabytes), "32", **OWN_PAGES)
-    assert 1 <= found["overflows"] <= 2
-    assert 0.3 * megabytes * MB <= found["bytes"] <= 1.3 * megabytes * MB
+    # Two on the way up; and what fitted there may not fit again when it is looked at closer.
+    assert 1 <= found["overflows"] <= 3
+    assert 0.15 * megabytes * MB <= found["bytes"] <= 1.3 * megabytes * MB
 
 
 def test_not_even_one_sample_fits() -> None:
