@@ -12,6 +12,7 @@ from mimatrix.server import describing, pages, problems
 from mimatrix.server.context import Context
 from mimatrix.server.loop import Loop
 from mimatrix.server.routes import house, jobs, seeing, workers
+from mimatrix.server.short_way import ShortWay
 from mimatrix.server.tables import AuditRow
 from mimatrix.wire.messages import MOST_PROFILE_BYTES, MOST_REPORT_BYTES, MOST_SNAPSHOT_BYTES, Problem, Role
 
@@ -62,6 +63,7 @@ def application(context: Context, loop: Loop) -> FastAPI:
     for router in (jobs.router, seeing.router, workers.router, house.router):
         app.include_router(router)
     app.add_middleware(Audit, context=context)
+    app.add_middleware(ShortWay, context=context)
     app.add_middleware(Bounds)
     return app
 

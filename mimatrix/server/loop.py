@@ -39,6 +39,8 @@ _SEEN_S = 10.0
 """How old what is known of earlier runs may be."""
 _NODES_S = 2.0
 """How often it is written down that nodes are as they were."""
+_DECIDED_S = 2.0
+"""How often to decide where nothing but the time has changed."""
 _MOST_DEVICES = 4096
 _CHANGES = re.compile(r", at the latest in \S+|\d+")
 
@@ -66,6 +68,8 @@ class Loop:
         self._nodes: dict[str, NodeFacts] = {}
         self._seats: dict[str, Seat] = {}
         self._nodes_kept_at = float("-inf")
+        self._decided_on: object = None
+        self._decided_at = float("-inf")
         self._counted_at: float | None = None
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
         self._seen_at = self._tidied_at = float("-inf")
@@ -83,8 +87,7 @@ class Loop:
         """One time around."""
         self._see_nodes()
         self._follow_teams()
-        self._count_usage()
-        self._schedule()
+        self._decide()
         self._watching.look()
         self._keep()
         self._tidy()
@@ -129,7 +132,8 @@ class Loop:
                 self._conclude(number, generation, state)
             else:
                 running.add((number, generation))
-        self._follow(running)
+        if running:
+            self._follow(running)
 
     def _start_team(self, number: int, generation: int) -> None:
         """A job was given devices, and nobody has started it yet."""
@@ -310,6 +314,18 @@ class Loop:
                 session.add(row)
 
     # Decisions
+
+    def _decide(self) -> None:
+        """A turn in which all is as it was has nothing to decide, and most are such."""
+        now_s, live = self._context.clock(), (*ACTIVE, *WAITING)
+        columns = (JobRow.id, JobRow.state, JobRow.generation, JobRow.leaving, JobRow.priority)
+        with self._context.sessions() as session:
+            jobs = session.execute(select(*columns).where(JobRow.state.in_(live)).order_by(JobRow.id)).all()
+        found = (self._nodes_kept_at, jobs)
+        if found != self._decided_on or not 0 <= now_s - self._decided_at < _DECIDED_S:
+            self._decided_on, self._decided_at = found, now_s
+            self._count_usage()
+            self._schedule()
 
     def _schedule(self) -> None:
         with self._context.sessions() as session:

@@ -16,7 +16,8 @@ from mimatrix.server.tables import TokenRow
 from mimatrix.wire.messages import Role
 
 _PREFIX = "mm_"
-_REMEMBERED_S = 5.0
+_REMEMBERED_S, _WORKERS_S = 5.0, 60.0
+"""Workers' tokens end with their jobs, and then all is forgotten; people's may be ended by another process."""
 _MOST_REMEMBERED = 20_000
 _FAILURES, _WITHIN_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
@@ -75,10 +76,11 @@ class Doorkeeper:
             self._failed(address)
             return None
         bearer = Bearer(row.id, row.user, Role(row.role), row.job)
+        lasts_s = _WORKERS_S if bearer.role is Role.WORKER else _REMEMBERED_S
         with self._lock:
             if len(self._known) >= _MOST_REMEMBERED:
                 self._known.clear()
-            self._known[digest] = (bearer, self._clock() + _REMEMBERED_S)
+            self._known[digest] = (bearer, self._clock() + lasts_s)
         return bearer
 
     def is_shut(self, address: str) -> bool:

@@ -1,4 +1,4 @@
-"""Trains with reports and without in turns, and writes how long their steps took and what reporting itself took."""
+"""Trains with reports and without in turns, and writes when steps ended, when reports were made and what they took."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import mimatrix
 from mimatrix.engine.observers import OBSERVERS
 
-STEPS = 400
+STEPS = 200
 out, turns = Path(sys.argv[1]), int(sys.argv[2])
 reporter: Any = OBSERVERS[0].__self__  # type: ignore[attr-defined]
 torch.set_num_threads(1)
@@ -29,33 +29,33 @@ def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 model, optimizer, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01), dataset, loss=loss_fn)
 real, is_on = reporter._reported, True
-reports: list[float] = []
+reports: list[tuple[float, float, float]] = []
 
 
 def reported(pause: float) -> float:
-    """A report, or none; the seconds of processor time that it took."""
+    """A report, or none."""
     if not is_on:
-        return 0.05
-    started = time.thread_time()
+        return pause or 1.0
+    began_s, took_s = time.monotonic(), time.thread_time()
     again_s: float = real(pause)
-    reports.append(time.thread_time() - started)
+    reports.append((began_s, time.monotonic(), time.thread_time() - took_s))
     return again_s
 
 
 reporter._reported = reported
-found: dict[str, list[float]] = {"with": [], "without": []}
+found: dict[str, list[list[float]]] = {"with": [], "without": []}
 # The first two turns warm up; then with, without, without, with and so on, so that drifts cancel.
 for turn in run.epochs(2 * turns + 2):
     is_on = turn % 4 in (0, 3)
-    started = time.perf_counter()
+    marks = [time.monotonic()]
     for batch in loader:
         loss = loss_fn(model, batch)
         run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
+        marks.append(time.monotonic())
     if turn > 1:
-        found["with" if is_on else "without"].append((time.perf_counter() - started) / STEPS)
+        found["with" if is_on else "without"].append(marks)
 reporter._reported = real
-if run.rank == 0:
-    out.write_text(json.dumps({**found, "report_s": reports}))
+out.with_suffix(f".{run.rank}").write_text(json.dumps({**found, "reports": reports}))

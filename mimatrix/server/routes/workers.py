@@ -42,6 +42,11 @@ def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
 @router.post("/jobs/{number}/report")
 async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.Orders:
     """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
+    return take_report(number, said, shared, who)
+
+
+def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.Orders:
+    """What the worker is to do; a refusal for one that has no business here."""
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
     live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
