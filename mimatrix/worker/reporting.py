@@ -35,6 +35,8 @@ _LEAST_STEPS, _MOST_STEPS, _RECENT_S = 3, 100, 3.0
 """A report has means over the steps of so many seconds."""
 _LONG = 10
 """One in so many steps may take long, and is not counted."""
+_GOLDEN = 0.618034
+"""Multiples of it are spread evenly between whole numbers."""
 _PARTS = ("compute", "waiting", "communication", "data")
 _SPEEDS = ("samples_per_s", "step_s")
 
@@ -72,9 +74,10 @@ class Reporter:
         run.leave_when(lambda: self._is_asked, self._checkpoints)
 
     def _report_on(self) -> None:
-        pause = 0.0
-        while not self._over.wait(pause):
+        pause = wait = 0.0
+        while not self._over.wait(wait):
             pause = self._reported(pause)
+            wait = until_turn(self._mine.job, pause, time.time())
         self._reported(0.0)
         self._board.close()
 
@@ -159,6 +162,15 @@ class Reporter:
     def _store(self, what: str, content: dict[str, Any]) -> None:
         measured = Measured(protocol=PROTOCOL, generation=self._mine.generation, content=content)
         self._client.store(self._mine.job, what, measured)
+
+
+def until_turn(job: int, every_s: float, now_s: float) -> float:
+    """Seconds until the ranks of a job report next: all at once, since whoever reports holds up those that wait for it.
+
+    Jobs have turns of their own, and a turn that is very near is left out.
+    """
+    left_s = (job * _GOLDEN * every_s - now_s) % every_s if every_s else 0.0
+    return left_s if left_s >= every_s / 4 else left_s + every_s
 
 
 def _usual(stats: list[Any], name: str) -> float:

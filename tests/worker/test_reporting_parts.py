@@ -13,6 +13,7 @@ from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, JobState, Report
 from mimatrix.worker import gauges
+from mimatrix.worker.reporting import until_turn
 from mimatrix.worker.tensorboard import Board
 
 pytestmark = pytest.mark.timeout(30)
@@ -27,6 +28,17 @@ def test_gauges_are_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -
         now_s = float(second)
         assert told() == len(asked)
     assert asked == [0, 1, 2, 4, 8, 13, 18, 23, 28]
+
+
+def test_ranks_of_a_job_report_at_once_and_jobs_in_turn() -> None:
+    for job, every_s in ((1, 1.0), (2, 1.0), (7, 5.0)):
+        turns = {
+            round((now_s + until_turn(job, every_s, now_s)) % every_s, 3) % every_s
+            for now_s in (1e9 + 0.17 * step for step in range(50))
+        }
+        assert len(turns) == 1
+    assert all(0.25 <= until_turn(3, 1.0, 1e9 + 0.01 * step) <= 1.25 for step in range(100))
+    assert len({round(until_turn(job, 1.0, 1e9), 3) for job in range(50)}) == 50
 
 
 class FakeRun:
