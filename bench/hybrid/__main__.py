@@ -1,23 +1,41 @@
-"""`python -m bench.hybrid [--seeds 20] [--keep]`: writes docs/measurements/hybrid.md."""
+"""`python -m bench.hybrid accuracy|page [--keep]`: figures are kept, and docs/measurements/hybrid.md is written from them."""
 
 import json
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from bench.hybrid import accuracy
 from bench.markdown import MEASUREMENTS, machine, write_page
 
+_KEPT = MEASUREMENTS / "hybrid"
+_PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"accuracy": accuracy.section}
+
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Pairs of runs.")] = 20,
+    what: Annotated[str, typer.Argument(help="accuracy or page.")],
+    seeds: Annotated[int, typer.Option(help="Of accuracy: pairs of runs.")] = 20,
+    first: Annotated[int, typer.Option(help="Of accuracy: the first seed; others are for trying out.")] = 0,
+    ways: Annotated[str, typer.Option(help="Of accuracy: parts of their names, by comma.")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures and write the page.")] = False,
 ) -> None:
-    """Measure accuracy."""
-    found = accuracy.measured(seeds)
-    if keep:
-        (MEASUREMENTS / "hybrid.json").write_text(json.dumps(found, indent=1) + "\n")
-        write_page("hybrid.md", f"# Groups that do not wait\n\nMeasured on {machine()}.\n\n{accuracy.section(found)}")
+    """Measure one thing, or only write the page."""
+    if what != "page":
+        wanted = tuple(way for way in accuracy.WAYS if any(part in way for part in ways.split(",")))
+        found = accuracy.measured(seeds, first, wanted)
+        print(json.dumps(found, indent=1))
+        if keep:
+            _KEPT.mkdir(parents=True, exist_ok=True)
+            (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
+    if keep or what == "page":
+        parts = [part(json.loads(file.read_text())) for name, part in _PARTS.items() if (file := _file(name)).is_file()]
+        text = "\n".join(part.rstrip() + "\n" for part in parts)
+        write_page("hybrid.md", f"# Groups that do not wait\n\nMeasured on {machine()}.\n\n{text}")
+
+
+def _file(name: str) -> Any:
+    return _KEPT / f"{name}.json"
 
 
 if __name__ == "__main__":

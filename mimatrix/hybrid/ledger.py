@@ -63,10 +63,11 @@ class Ledger:
             raise WorldError(f"group {push.group} has version {push.seen} of a shard that is at {self.version}")
         return self.version - push.seen
 
-    def enter(self, push: Push) -> Applied:
-        """It is applied."""
-        staleness = self.staleness(push)
-        self.version, self.samples = self.version + 1, self.samples + push.samples
+    def enter(self, push: Push, stepped: int | None = None) -> Applied:
+        """It is applied. `stepped`: samples of the step that it completes; 0 where it waits for others, or is late."""
+        staleness, steps = self.staleness(push), stepped != 0
+        self.version += steps
+        self.samples += push.samples if stepped is None else stepped
         found = Applied(self.version, staleness, again=False)
         self.pushes[push.group], self.applied[push.group] = push.number, found
         return found

@@ -28,8 +28,6 @@ class Pushing:
     pushes: int = 0
     staleness: float = 0.0
     """Of the last push."""
-    waited_s: float = 0.0
-    """For groups that were too far behind, in all."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Member:
     ) -> None:
         self.group = group
         self._connect, self._policy, self._is_first = connect, policy, is_first
-        self._overlaps = overlaps and not policy.local_steps
+        self._overlaps = overlaps and not policy.local_steps and not policy.rules.together
         self._timeout_s = timeout_s
         self._link: Link | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mimatrix-push")
@@ -68,6 +66,8 @@ class Member:
         """What was pulled last; known to the first rank."""
         self._steps = self._since = 0
         """Of its own, and samples, since the last push."""
+        self.waited_s = 0.0
+        """In all: for pushes that were still under way, and for groups that were too far behind."""
         self.samples = 0
         self.now = Pushing()
 
@@ -119,13 +119,19 @@ class Member:
             assert self._has
             seen = self._has.versions
             if self._under_way:
-                self._has = self._under_way.result()
+                self._has = self._waited_for(self._under_way)
             push = _Push(self._row.clone(), self._since, usual, self._layout.settings(), seen, untouched)
             self._under_way = self._thread.submit(self._pushed, push)
             if not self._overlaps:
-                self._has, self._under_way = self._under_way.result(), None
+                self._has, self._under_way = self._waited_for(self._under_way), None
             self._row.copy_(self._has.values)
         self._share()
+
+    def _waited_for(self, under_way: Future[Pulled]) -> Pulled:
+        began = time.monotonic()
+        found = under_way.result()
+        self.waited_s += time.monotonic() - began
+        return found
 
     def _step_by_distance(self, usual: int) -> None:
         """How far the group is from the common parameters, as if that were a gradient."""
@@ -146,12 +152,24 @@ class Member:
         link = self._link
         assert link
         found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
-        pulled = link.pull()
-        pulled, waited_s = self._caught_up(link, pulled)
-        self.now = Pushing(self.now.pushes + 1, found.staleness, self.now.waited_s + waited_s)
+        pulled = self._stepped(link, push.seen) if self._policy.rules.together else self._caught_up(link, link.pull())
+        self.now = Pushing(self.now.pushes + 1, found.staleness)
         return pulled
 
-    def _caught_up(self, link: Link, pulled: Pulled) -> tuple[Pulled, float]:
+    def _stepped(self, link: Link, seen: tuple[int, ...]) -> Pulled:
+        """What there is when enough groups have pushed on the same version."""
+        began, pulled = time.monotonic(), link.pull()
+        while any(now <= before for now, before in zip(pulled.versions, seen, strict=True)):
+            if time.monotonic() - began > self._timeout_s:
+                raise WorldError(
+                    f"not {self._policy.rules.together} groups have pushed within {self._timeout_s:g} s; group "
+                    f"{pulled.last} has pushed least"
+                )
+            time.sleep(_LOOKS_S)
+            pulled = link.pull()
+        return pulled
+
+    def _caught_up(self, link: Link, pulled: Pulled) -> Pulled:
         """Wait for groups that are too far behind, where the policy says so."""
         began, most = time.monotonic(), self._policy.most_ahead
         while most is not None and pulled.ahead > most:
@@ -159,7 +177,7 @@ class Member:
                 raise WorldError(f"group {pulled.last} has not pushed for {self._timeout_s:g} s, and is waited for")
             time.sleep(_LOOKS_S)
             pulled = link.pull()
-        return pulled, time.monotonic() - began if most is not None else 0.0
+        return pulled
 
     def _untouched(self) -> list[int]:
         """The parameters that had no gradient on any rank."""

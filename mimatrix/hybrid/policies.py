@@ -5,10 +5,11 @@ plain     asynchronous SGD: every push counts alike
 bounded   the same, but nobody is more than so many pushes ahead of the last (SSP; Ho et al. 2013)
 elastic   groups step by themselves and are drawn to a common middle now and then (EASGD; Zhang et al. 2015)
 local     groups step by themselves for long, and push how far they came (DiLoCo; Douillard et al. 2023)
+backup    all step together, but the last few of each round are not waited for (Chen et al. 2016)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mimatrix.core.errors import UserError, nearest
@@ -30,18 +31,19 @@ class Policy:
     """Of the way to the common parameters, what a group goes after a push; 1: all of it."""
 
 
-NAMES = ("large", "plain", "bounded", "elastic", "local")
+NAMES = ("large", "plain", "bounded", "elastic", "local", "backup")
 _OPTIONS = {
-    "large": {"scales", "warm_up", "damping", "corrects"},
+    "large": {"reference", "scales", "warm_up", "damping", "corrects"},
     "plain": set[str](),
     "bounded": {"most_ahead"},
     "elastic": {"local_steps", "drawn"},
     "local": {"local_steps", "lr", "momentum", "damping"},
+    "backup": {"backups"},
 }
 
 
-def policy(name: str, global_batch: int, options: Mapping[str, Any]) -> Policy:
-    """By its name, with options of its own."""
+def policy(name: str, global_batch: int, options: Mapping[str, Any], groups: int = 1) -> Policy:
+    """By its name, with options of its own, for so many groups."""
     if name not in NAMES:
         raise UserError(f'there is no policy "{name}"{nearest(name, NAMES)}')
     for option in options:
@@ -49,7 +51,14 @@ def policy(name: str, global_batch: int, options: Mapping[str, Any]) -> Policy:
             raise UserError(f'the policy "{name}" has no option "{option}"{nearest(option, _OPTIONS[name])}')
     plain = Rules(global_batch, **PLAIN)  # type: ignore[arg-type]
     if name == "large":
-        return Policy(Rules(global_batch, **options))
+        return Policy(Rules(**{"reference": global_batch, **options}))
+    if name == "backup":
+        backups = int(options.get("backups", 1))
+        if not 0 <= backups < groups:
+            raise UserError(
+                f"backups is {backups} of {groups} groups; give how many are not waited for, 0 to {groups - 1}"
+            )
+        return Policy(replace(plain, together=groups - backups))
     if name == "elastic":
         drawn = float(options.get("drawn", 0.1))
         if not 0 < drawn < 1:

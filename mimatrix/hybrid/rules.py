@@ -22,7 +22,7 @@ class Rules:
     """Which of them hold."""
 
     reference: int
-    """Samples for which the user chose the learning rate: the global batch (B)."""
+    """Samples for which the user chose the learning rate (B)."""
     scales: bool = True
     warm_up: int = 0
     """Samples (W); 0: none."""
@@ -30,6 +30,9 @@ class Rules:
     """The exponent (p); 0: none."""
     corrects: bool = True
     """Whether momentum is corrected when the factor changes."""
+    together: int = 0
+    """So many pushes on the same version make one step, by their mean over samples, and whoever comes later counts for
+    nothing; 0: every push is a step."""
 
     def __post_init__(self) -> None:
         if self.reference < 1:

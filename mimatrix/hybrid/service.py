@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mimatrix.comm.endpoint import own_host
 from mimatrix.core.errors import MiMatrixError, WorldError
 from mimatrix.hybrid.frames import Head, Stream
 from mimatrix.hybrid.ledger import Push
@@ -91,7 +92,8 @@ class Service:
             if not hmac.compare_digest(str(hello.get("token", "")), self._token):
                 stream.send({"error": "this is a service of another run; it is refused"})
                 return
-            stream.send({})
+            stream.send({"host": own_host()})
+            stream.meet(str(hello.get("host", "")))
             if hello.get("group") is not None:
                 self._groups[stream] = int(hello["group"])
             while not self._closing.is_set():
@@ -179,10 +181,11 @@ def greeted(place: Place, token: str, timeout_s: float, *, group: int | None = N
     """A stream to a service that knows us: a group, or another service."""
     stream = Stream(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
     try:
-        stream.send({"token": token, "group": group})
+        stream.send({"token": token, "group": group, "host": own_host()})
         answer, _ = stream.receive()
         if "error" in answer:
             raise WorldError(str(answer["error"]))
+        stream.meet(str(answer.get("host", "")))
     except BaseException:
         stream.close()
         raise

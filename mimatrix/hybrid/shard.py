@@ -71,6 +71,8 @@ class Shard:
         self._factor: float | None = None
         self._usual = stepping.settings
         self._lock = Lock()
+        self._round: list[tuple[int, torch.Tensor, set[int]]] = []
+        """Samples, gradients and what they do not touch, of pushes that wait for others."""
         self.ledger = Ledger()
         self._shown = Pulled(self._values.clone(), 0, 0)
 
@@ -95,9 +97,12 @@ class Shard:
             known = self.ledger.known(push)
             if known:
                 return known
-            factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
-            self._step(gradient, factor, settings or self._usual, untouched)
-            found = self.ledger.enter(push)
+            if self._rules.together:
+                found = self._gather(push, gradient, settings or self._usual, untouched)
+            else:
+                factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
+                self._step(gradient, factor, settings or self._usual, untouched)
+                found = self.ledger.enter(push)
             mirrored()
             self._shown = Pulled(self._values.clone(), found.version, self.ledger.samples)
             return found
@@ -124,6 +129,21 @@ class Shard:
             self._factor = state["factor"]
             self.ledger = Ledger.from_json(state["ledger"])
             self._shown = Pulled(self._values.clone(), self.ledger.version, self.ledger.samples)
+
+    def _gather(
+        self, push: Push, gradient: torch.Tensor, settings: Sequence[Settings], untouched: Collection[int]
+    ) -> Applied:
+        """Step when enough groups have pushed on this version; who comes later is told so, and not heard."""
+        if self.ledger.staleness(push):
+            return self.ledger.enter(push, 0)
+        self._round.append((push.samples, gradient.clone(), set(untouched)))
+        if len(self._round) < self._rules.together:
+            return self.ledger.enter(push, 0)
+        samples = sum(count for count, _, _ in self._round)
+        mean = torch.stack([each * (count / samples) for count, each, _ in self._round]).sum(0)
+        self._step(mean, 1.0, settings, set.intersection(*(each for _, _, each in self._round)))
+        self._round.clear()
+        return self.ledger.enter(push, samples)
 
     def _step(
         self, gradient: torch.Tensor, factor: float, settings: Sequence[Settings], untouched: Collection[int]

@@ -41,10 +41,10 @@ class Hybrid:
         """The part that this process has of its group's run."""
         if settings.global_batch is None:
             raise UserError("a group pushes when it has done a global batch; set global_batch")
-        chosen = policy(self.policy, settings.global_batch, self.options)
         rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
         store = _store(rank, ranks, timeout_s)
         groups = self._groups(store, rank, ranks)
+        chosen = policy(self.policy, settings.global_batch, self.options, len(groups))
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
         meeting = Meeting(store, number, len(groups), chosen, address, timeout_s)

@@ -113,6 +113,36 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
+def test_groups_that_all_wait_step_as_one() -> None:
+    """Both see the same samples here, so that the mean of their gradients is that of one process."""
+    members, models, states = [], [model_of() for _ in range(2)], {}
+    with town(policy("backup", BATCH, {"backups": 0}, 2)) as found:
+        members = [found.member(group, overlaps=True) for group in range(2)]
+
+        def group(number: int) -> None:
+            def each(run: Run) -> dict[str, torch.Tensor]:
+                return trained(run, models[number], momentum)
+
+            states[number] = in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0)[0]
+
+        threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        steps = found.services[0]._shards[0].ledger.version
+    reference, data = model_of(), vectors(SAMPLES)
+    stepper = momentum(reference)
+    halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
+    whole = [default_collate(data[start : start + BATCH]) for start in range(0, steps * BATCH, BATCH)]
+    plain_run(reference, stepper, whole, squared, scheduler=halving)
+    assert steps == -(-SAMPLES // (2 * BATCH))
+    for name, value in reference.state_dict().items():
+        for state in states.values():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
     """The second one is slow: the others neither wait for it nor leave it behind."""
@@ -245,12 +275,14 @@ def test_nobody_is_further_ahead_than_allowed() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-    assert members[0].now.waited_s > 0.5
+    assert members[0].waited_s > 0.5
 
 
 def test_what_is_no_policy() -> None:
     with pytest.raises(UserError, match=r'there is no policy "loca".*local'):
         policy("loca", BATCH, {})
+    with pytest.raises(UserError, match="backups is 3 of 3 groups; give how many are not waited for, 0 to 2"):
+        policy("backup", 8, {"backups": 3}, 3)
     with pytest.raises(UserError, match='"plain" has no option "damping"'):
         policy("plain", BATCH, {"damping": 1.0})
     with pytest.raises(UserError, match="local_steps is 0"):

@@ -20,6 +20,13 @@ ADAM = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 START = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True, params=["over streams", "through windows"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are few here: on one host they go through windows only if they must."""
+    if request.param == "through windows":
+        monkeypatch.setattr("mimatrix.hybrid.frames._LEAST_LAID", 1)
+
+
 @contextmanager
 def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[list[Place]], list[str]]]:
     """Three of them; shard k lies with service k, and again with the next one."""

@@ -148,3 +148,17 @@ def test_what_had_no_gradient_is_not_stepped() -> None:
     shard = Shard(torch.ones(7, dtype=torch.float64), SGD, Rules(B))
     shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64), untouched=(1,))
     assert (shard.pull().values == 1).tolist() == [False, False, False, True, True, True, False]
+
+
+def test_the_last_of_a_round_is_not_waited_for_and_does_not_count() -> None:
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B, **PLAIN, together=2))  # type: ignore[arg-type]
+    first = shard.pull()
+    found = [
+        shard.push(Push(group, 1, samples, samples, first.version), gradient(first.values, group))
+        for group, samples in ((2, 32), (0, 64), (1, 32))
+    ]
+    assert [(each.version, each.staleness) for each in found] == [(0, 0), (1, 0), (1, 1)]
+    mean = (32 * gradient(first.values, 2) + 64 * gradient(first.values, 0)) / 96
+    torch.testing.assert_close(shard.pull().values, -LR * mean, rtol=0, atol=1e-12)
+    assert (shard.ledger.samples, shard.pull().version) == (96, 1)
+    assert shard.push(Push(1, 1, 32, 32, 0), gradient(first.values, 1)).again

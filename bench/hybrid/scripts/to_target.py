@@ -1,0 +1,88 @@
+"""Trains digits by convolutions and notes parameters as time goes by: `to_target.py MODE SEED FOLDER`.
+
+Every rank says in FOLDER which process it is, and waits for the file `slowed`; says that it is ready, and waits for `go`.
+What rank 0 has noted is looked at afterwards, so that looking takes no time from training.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import mimatrix
+from bench.hybrid.data import digits
+
+EPOCHS, BATCH, NOTED, PATIENCE_S = 60, 128, 4, 120.0
+mode, seed, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+me = os.environ.get("RANK", "0")
+torch.set_num_threads(1)
+
+
+def said(what: str, awaited: str) -> None:
+    """Say something, and wait for an answer."""
+    (folder / f"{what}-{me}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + PATIENCE_S
+    while not (folder / awaited).exists():
+        if time.monotonic() > deadline:
+            sys.exit(f"nobody said {awaited}")
+        time.sleep(0.01)
+
+
+said("pid", "slowed")
+if mode == "hybrid":
+    run = mimatrix.init(BATCH, mode="hybrid", seed=seed, quiet=True)
+else:
+    run = mimatrix.init(BATCH, plan="online", seed=seed, quiet=True)
+task = digits(seed)
+torch.manual_seed(seed)
+net = nn.Sequential(
+    nn.Unflatten(1, (1, 8, 8)),
+    nn.Conv2d(1, 32, 3, padding=1),
+    nn.ReLU(),
+    nn.Conv2d(32, 64, 3, padding=1),
+    nn.ReLU(),
+    nn.Conv2d(64, 64, 3, padding=1),
+    nn.ReLU(),
+    nn.AvgPool2d(4),
+    nn.Flatten(),
+    nn.Linear(256, 10),
+)
+
+
+def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Of a micro-batch."""
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train), loss=loss_fn)
+said("ready", "go")
+noted: list[tuple[float, dict[str, torch.Tensor]]] = []
+began, steps = time.monotonic(), 0
+for _ in run.epochs(EPOCHS):
+    for batch in loader:
+        run.backward(loss_fn(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if not run.in_batch:
+            steps += 1
+            if me == "0" and steps % NOTED == 0:
+                now = {name: value.detach().clone() for name, value in net.state_dict().items()}
+                noted.append((time.monotonic() - began, now))
+ended = time.monotonic() - began
+outer = run._outer
+found = {"seconds": ended, "steps": steps, "waited_s": getattr(outer, "waited_s", None)}
+found["waiting"] = sum(each.waiting_s for each in run.stats()) / max(1e-9, sum(each.seconds for each in run.stats()))
+run.close()
+(folder / f"ended-{me}").write_text("")
+if me == "0":
+    curve = []
+    for at_s, state in noted:
+        net.load_state_dict(state)
+        curve.append((at_s, task.accuracy(net)))
+    found["curve"] = curve
+(folder / f"found-{me}").write_text(json.dumps(found))

@@ -1,0 +1,149 @@
+"""Time to a target where one group stalls at random: groups that do not wait, against all together with a plan that follows."""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.hybrid.accuracy import CPUS, SPEEDS
+from bench.markdown import table
+from mimatrix.launch.quotas import quotas
+
+_SCRIPT = Path(__file__).parent / "scripts" / "to_target.py"
+TARGET = 97.0
+STALLED, TEN_TIMES = 1, 0.1
+_PAUSE_S, _STALL_S = (2.0, 6.0), (2.0, 4.0)
+_PATIENCE_S = 240.0
+MODES = ("sync", "hybrid")
+
+
+def measured(rounds: int, stalls: bool = True) -> dict[str, Any]:
+    """Seconds to the target in each mode, by round."""
+    found: dict[str, Any] = {"target": TARGET, **{mode: [] for mode in MODES}}
+    for number in range(rounds):
+        for mode in MODES if number % 2 else MODES[::-1]:
+            found[mode].append(trained(mode, number, stalls))
+            shown = {key: value for key, value in found[mode][-1].items() if key != "curve"}
+            print(number, mode, shown, flush=True)
+    return found
+
+
+def trained(mode: str, seed: int, stalls: bool) -> dict[str, Any]:
+    """One run of four processes under quotas."""
+    cpus = {rank: CPUS * speed for rank, speed in enumerate(SPEEDS)}
+    slow = len(cpus)
+    with tempfile.TemporaryDirectory() as name, quotas(cpus | {slow: TEN_TIMES * cpus[STALLED]}) as joins:
+        folder = Path(name)
+        words = [sys.executable, "-m", "mimatrix.cli.main", "run", "-n", str(len(cpus)), "--threads", "1"]
+        words += ["--groups", "/".join(map(str, cpus))] if mode == "hybrid" else []
+        words += [str(_SCRIPT), mode, str(seed), str(folder)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:1] or ["."])}
+        with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) as process:
+            try:
+                pids = [int(_awaited(folder / f"pid-{rank}", process)) for rank in cpus]
+                for rank, pid in enumerate(pids):
+                    joins[rank].write_text(str(pid))
+                (folder / "slowed").touch()
+                for rank in cpus:
+                    _awaited(folder / f"ready-{rank}", process)
+                for pid in _services(pids):
+                    (joins[0].parents[1] / joins[0].name).write_text(str(pid))
+                over = threading.Event()
+                stalling = threading.Thread(
+                    target=_stall, args=(pids[STALLED], joins[slow], joins[STALLED], random.Random(seed), over)
+                )
+                (folder / "go").touch()
+                if stalls:
+                    stalling.start()
+                _awaited(folder / "ended-0", process)
+                over.set()
+                if stalls:
+                    stalling.join(10)
+                found = json.loads(_awaited(folder / "found-0", process))
+                others = [json.loads(_awaited(folder / f"found-{rank}", process)) for rank in cpus if rank]
+                process.wait(30)
+            finally:
+                process.kill()
+    reached = [at_s for at_s, accuracy in found["curve"] if accuracy >= TARGET]
+    waiting = [
+        each["waited_s"] / each["seconds"] if each["waited_s"] is not None else each["waiting"]
+        for each in (found, *others)
+    ]
+    return {
+        "to_target_s": reached[0] if reached else None,
+        "seconds": found["seconds"],
+        "steps": [each["steps"] for each in (found, *others)],
+        "waiting": waiting,
+        "last": found["curve"][-1][1],
+        "curve": found["curve"],
+    }
+
+
+def _stall(pid: int, slow: Path, usual: Path, chance: random.Random, over: threading.Event) -> None:
+    """Ten times slower for seconds, again and again."""
+    try:
+        while not over.wait(chance.uniform(*_PAUSE_S)):
+            slow.write_text(str(pid))
+            over.wait(chance.uniform(*_STALL_S))
+            usual.write_text(str(pid))
+    except OSError:  # it has ended
+        pass
+
+
+def _services(parents: list[int]) -> list[int]:
+    """The processes that serve shards beside these ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, parent = (
+                (path / "cmdline").read_bytes(),
+                int((path / "stat").read_text().rpartition(")")[2].split()[1]),
+            )
+        except OSError:
+            continue
+        if b"mimatrix.hybrid.host" in words and parent in parents:
+            found.append(int(path.name))
+    return found
+
+
+def _awaited(file: Path, process: "subprocess.Popen[bytes]") -> str:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (file.is_file() and (file.stat().st_size or file.name.startswith("ended"))):
+        if time.monotonic() > deadline or process.poll():
+            raise TimeoutError(f"{file.name} did not come within {_PATIENCE_S:g} s (code {process.poll()})")
+        time.sleep(0.02)
+    time.sleep(0.02)
+    return file.read_text()
+
+
+def section(found: dict[str, Any]) -> str:
+    """For the page."""
+    rows = []
+    for mode in MODES:
+        times = [run["to_target_s"] for run in found[mode]]
+        fast = [part for run in found[mode] for part in run["waiting"][:1]]
+        rows.append(
+            [
+                {"sync": "all together, plan follows", "hybrid": "four groups"}[mode],
+                f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})",
+                f"{100 * statistics.median(fast):.1f} %",
+            ]
+        )
+    ratios = [
+        one["to_target_s"] / other["to_target_s"] for one, other in zip(found["hybrid"], found["sync"], strict=True)
+    ]
+    return f"""## Time to a target, with stalls
+`python -m bench.hybrid stalls`
+
+Digits by convolutions, four processes of speeds 1, 1, 0.5, 0.25 under quotas, of which the second becomes ten times slower for {_STALL_S[0]:g} to {_STALL_S[1]:g} s every {_PAUSE_S[0]:g} to
+{_PAUSE_S[1]:g} s. Seconds until {found["target"]:g} % of test samples are right; median and range of {len(found["sync"])} pairs. Groups take **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to
+{max(ratios):.2f}) of the time. Services have no quota: what stalls is what computes.
+
+{table(["", "seconds to the target", "a fast group waits"], rows)}"""

@@ -1,0 +1,68 @@
+"""Messages between groups and shards, over the stream and through windows."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mimatrix.comm.endpoint import own_host
+from mimatrix.core.errors import WorldError
+from mimatrix.hybrid.frames import Stream
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Stream, Stream]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = Stream(socket.create_connection(listener.getsockname()), 10)
+        other = Stream(listener.accept()[0], 10)
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("host", [own_host(), "elsewhere"])
+def test_what_is_sent_arrives(pair: tuple[Stream, Stream], host: str) -> None:
+    one, other = pair
+    one.meet(host)
+    other.meet(host)
+    for count, dtype in ((0, torch.float32), (3, torch.float64), (40_000, torch.float32), (10_000, torch.float64)):
+        values = torch.arange(count).to(dtype)
+        one.send({"what": "push", "count": count}, values)
+        head, found = other.receive()
+        assert (head["what"], head["count"]) == ("push", count)
+        assert found is None if count == 0 else torch.equal(found, values)  # type: ignore[arg-type]
+        other.send({"seen": count})
+        assert one.receive() == ({"seen": count}, None)
+
+
+def test_on_one_host_numbers_do_not_go_over_the_stream(pair: tuple[Stream, Stream]) -> None:
+    one, other = pair
+    one.meet(own_host())
+    sent: list[int] = []
+    raw = one._raw
+
+    class Counted:
+        def sendall(self, data: bytes) -> None:
+            sent.append(len(data))
+            raw.sendall(data)
+
+    one._raw = Counted()  # type: ignore[assignment]
+    try:
+        for count in (100_000, 300_000, 200_000):
+            one.send({}, torch.full((count,), float(count)))
+            found = other.receive()[1]
+            assert found is not None
+            assert found.tolist() == [float(count)] * count
+    finally:
+        one._raw = raw
+    assert sum(sent) < 1000
+
+
+def test_what_is_no_message_is_refused(pair: tuple[Stream, Stream]) -> None:
+    one, other = pair
+    one._raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(WorldError, match="no message of groups"):
+        other.receive()
