@@ -79,9 +79,16 @@ class Checkpoints:
         self._check(facts)
         finish: list[Callable[[], None]] = []
         tensors = disk.Tensors(path)
-        error = _error_of(lambda: finish.append(restoring.read_into(self._subject, facts, tensors)))
+
+        def read() -> None:
+            finish.append(restoring.read_into(self._subject, facts, tensors))
+            if self._subject.outer:
+                finish.append(self._subject.outer.restore(facts["outer"], tensors))
+
+        error = _error_of(read)
         self._agree(error, f"read {path}")
-        finish[0]()
+        for each in finish:
+            each()
         self._saved = None
         return facts["step"], restoring.position_in(facts, self._standing())
 
@@ -150,13 +157,15 @@ class Checkpoints:
     def _begun(self, folder: Path, step: int) -> Path:
         """Where all ranks write to."""
         made: list[Path] = []
-        error = _error_of(lambda: made.append(disk.begin(folder, step))) if self._rank == 0 else None
+        outer = self._subject.outer
+        whose = f"group-{outer.group}-" if outer else ""
+        error = _error_of(lambda: made.append(disk.begin(folder, step, whose))) if self._rank == 0 else None
         messages = self._agree(error, "begin a checkpoint", name=made[0].name if made else "")
         return folder / str(messages[0]["name"])
 
     def _written(self, place: Path, staged: Staged) -> None:
         """Write this rank's file, and wait for the others'."""
-        work = Work(partial(disk.write_part, place, self._rank, staged.parts, staged.facts), lambda: None)
+        work = Work(partial(_write_part, place, self._rank, staged), lambda: None)
         thread = threading.Thread(target=work.run, name="mimatrix-write")
         thread.start()
         while True:
@@ -209,6 +218,12 @@ class Checkpoints:
     def _say_skipped(self, reasons: Sequence[str], taken: Path) -> None:
         for reason in reasons if self._rank == 0 else ():
             sys.stderr.write(f"mimatrix: {reason}; the next older one is taken, {taken}\n")
+
+
+def _write_part(place: Path, rank: int, staged: Staged) -> None:
+    outside = staged.outside()
+    facts = staged.facts | {"outer": dict(outside.facts)}
+    disk.write_part(place, rank, {**staged.parts, **outside.parts}, facts)
 
 
 def _error_of(task: Callable[[], object]) -> Exception | None:

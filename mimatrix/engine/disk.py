@@ -121,12 +121,12 @@ class _Loading(DefaultLoadPlanner):
 # Writing
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A new place to write to, in a folder free of what crashes have left."""
+def begin(folder: Path, step: int, whose: str = "") -> Path:
+    """A new place to write to, in a folder free of what crashes have left; `whose`, where several write beside."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in [*folder.glob(f"{_UNFINISHED}*"), *folder.glob(f"{_GONE}*")]:
+    for left in [*folder.glob(f"{_UNFINISHED}{whose}*"), *folder.glob(f"{_GONE}*")]:
         shutil.rmtree(left, ignore_errors=True)
-    place = folder / f"{_UNFINISHED}{step:08d}-{os.urandom(4).hex()}"
+    place = folder / f"{_UNFINISHED}{whose}{step:08d}-{os.urandom(4).hex()}"
     place.mkdir()
     return place
 
@@ -158,8 +158,7 @@ def publish(place: Path, written: Sequence[Written], facts: Mapping[str, Any]) -
     whole = {"format": FORMAT, "saved_at": time.time(), **facts, "files": files}
     _write(place / _RUN, json.dumps(whole, indent=1).encode())
     _sync_folder(place)
-    found = _free_name(place.parent, facts["step"])
-    place.rename(found)
+    found = _renamed(place, facts["step"])
     _sync_folder(found.parent)
     return found
 
@@ -256,7 +255,20 @@ def _saved_at(path: Path) -> float:
     try:
         return float(read_facts(path)["saved_at"])
     except (WorldError, KeyError, ValueError):
-        return path.stat().st_mtime
+        with suppress(OSError):  # removed meanwhile by a group that has saved
+            return path.stat().st_mtime
+        return 0.0
+
+
+def _renamed(place: Path, step: int) -> Path:
+    while True:
+        found = _free_name(place.parent, step)
+        try:
+            return place.rename(found)
+        except OSError:
+            # Another group may have had the name a moment sooner.
+            if not found.exists():
+                raise
 
 
 def _free_name(folder: Path, step: int) -> Path:

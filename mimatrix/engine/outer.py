@@ -1,12 +1,14 @@
 """Who steps in place of a run's optimizer, where the run is one group of several that share their parameters."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from mimatrix.comm.group import Group
 from mimatrix.engine.binding import Binding
+from mimatrix.engine.disk import Part, Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,14 @@ MODES: dict[str, Callable[[], Mode]] = {}
 """By the names that `mimatrix.init` knows, beside `sync`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What a checkpoint has of that which groups share: tensors, and the facts beside them; on one rank of a group."""
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Outer(Protocol):
     """As a run sees it. All ranks of the run call everything together."""
 
@@ -43,6 +53,15 @@ class Outer(Protocol):
 
     def step(self, samples: int, usual: int, own: Callable[[], object]) -> None:
         """In place of the optimizer's, which is `own`: gradients are in its tensors, new parameters are at the end."""
+
+    def mark(self) -> Callable[[], Outside]:
+        """What all groups have at this moment; it is fetched later, beside further steps, by what comes back."""
+
+    def restore(self, facts: Mapping[str, Any], tensors: Tensors) -> Callable[[], None]:
+        """Let all groups go on from a checkpoint, unless they are further already.
+
+        What comes back gives the model what all groups have then; every rank calls it, where none has failed.
+        """
 
     def close(self) -> None:
         """The run ends."""

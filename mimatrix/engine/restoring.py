@@ -18,6 +18,12 @@ from mimatrix.engine.snapshot import Facts, Owned, Standing, Subject, described,
 
 def check(subject: Subject, facts: Facts) -> None:
     """Refuse a checkpoint of something else, before anything is changed."""
+    if (subject.outer is None) == ("outer" in facts):
+        saved, now = ("hybrid", "sync") if subject.outer is None else ("sync", "hybrid")
+        raise UserError(
+            f'the checkpoint was saved in mode="{saved}" and the run is in mode="{now}"; use the same mode, or load '
+            "weights from run.full_state_dict before run.prepare"
+        )
     here = {owned.names[0]: described(owned.piece.parameter, owned.piece.shape) for owned in subject.pieces()}
     _check_tensors(facts["parameters"], here, "parameter")
     buffers = persistent_buffers(subject.model)
@@ -43,6 +49,9 @@ def position_in(facts: Facts, standing: Standing) -> Position:
     saved = Position.from_json(facts["position"])
     if saved.batch == 0:
         return saved
+    if "outer" in facts and facts["seed"] != standing.seed:
+        # Of another group: each goes through the samples in an order of its own, which begins anew.
+        return Position(saved.epoch + 1, 0)
     if facts["seed"] != standing.seed:
         raise UserError(
             f"the checkpoint is from the middle of an epoch with seed = {facts['seed']}, and with {standing.seed} the "
@@ -81,7 +90,7 @@ def read_into(subject: Subject, facts: Facts, tensors: Tensors) -> Callable[[], 
         if subject.scale.on and facts["loss_scale"]["on"]:
             subject.scale.value, subject.scale.good = facts["loss_scale"]["value"], facts["loss_scale"]["good"]
         if states is None:
-            chance.start_anew(facts["seed"], facts["step"], subject.rank)
+            chance.start_anew(facts["seed"] + _apart(subject, facts), facts["step"], subject.rank)
         else:
             chance.restore(states, subject.device)
         _show_others(subject)
@@ -160,9 +169,14 @@ def _counts_on(subject: Subject, leaf: torch.Tensor) -> torch.device:
 
 
 def _random_states(subject: Subject, facts: Facts, tensors: Tensors) -> torch.Tensor | None:
-    if facts["ranks"] != subject.ranks:
+    if facts["ranks"] != subject.ranks or _apart(subject, facts):
         return None
     return torch.empty(tensors.count(f"random.{subject.rank}"), dtype=torch.uint8)
+
+
+def _apart(subject: Subject, facts: Facts) -> int:
+    """By how much this group's number is another one than that of the group that saved."""
+    return subject.outer.group - int(facts["outer"]["group"]) if subject.outer else 0
 
 
 def _restore_groups(subject: Subject, facts: Facts) -> None:

@@ -177,22 +177,22 @@ class Run:
         if self._outer:
             outer = self._outer
             outer.begin(model, binding, self._main, cut=sharding.parts)
-            if isinstance(sharding, Sharding):
-                with torch.no_grad():
-                    sharding.publish()
+            _publish(sharding)
             cycle.step_by(lambda micro, own: outer.step(micro.total, self._first.total, own))
         cycle.tell = self._tell_batch
         cycle.hear = self._hear_batch
         self._cycle, self._model, self._loader = cycle, model, Loader(self, feed)
         # Made here and not at the first save: ranks without data do not come by there.
         group = self._further_group("checkpoint") if self._group else None
-        subject = Subject(model, sharding, binding, scale, self._schedulers, self.rank, self.ranks, self.device)
+        subject = Subject(
+            model, sharding, binding, scale, self._schedulers, self.rank, self.ranks, self.device, self._outer
+        )
         self._checkpoints = Checkpoints(group, subject, self._standing)
         self._watch.memory = partial(_memory, sharding, binding)
         self._patch(optimizer, model)
         if scheduler is not None:
             self._schedulers.append(Scheduler(scheduler, cycle))
-        if self._leaving and self._outer is None:
+        if self._leaving:
             self.load(self._leaving.folder)
         self._phase = "training"
         found = (model, optimizer, self._loader)
@@ -322,7 +322,6 @@ class Run:
         """
         if self._ready().is_open:
             raise UserError("run.save was called inside of a global batch; call it when `not run.in_batch`")
-        self._check_alone_with_states("run.save")
         assert self._checkpoints
         where = self._folder(folder)
         if wait or self._checkpoints.would_wait(where):
@@ -338,25 +337,19 @@ class Run:
         cycle = self._ready()
         if cycle.is_open:
             raise UserError("run.load was called inside of a global batch; call it before the loop over the loader")
-        self._check_alone_with_states("run.load")
         self._check_all_come("run.load")
         assert self._checkpoints
         with self._watch.aside():
             found = self._checkpoints.load(self._folder(folder))
         if found:
             self.step, self.position = found
+            if self._outer:
+                _publish(cycle.sharding)
             if self.plan and self._loader is not None:
                 self._loader.feed.restart(self.plan.split)
             if self._knobs:
                 self._knobs.renew()
         return found is not None
-
-    def _check_alone_with_states(self, what: str) -> None:
-        if self._outer:
-            raise UserError(
-                f"{what} does not know yet what the service of several groups has; write run.full_state_dict(model) "
-                "to a file instead, and load it before run.prepare"
-            )
 
     def _folder(self, given: str | Path | None) -> str:
         usual = self._leaving.folder if self._leaving else Path("checkpoints")
@@ -752,6 +745,13 @@ def _check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise UserError("run.prepare takes the model, the optimizer and the dataset; give them in this order")
     check_loading(loading)
+
+
+@torch.no_grad()
+def _publish(sharding: Sharding | Alone) -> None:
+    """Other parameters were written than a step gives: all ranks see them."""
+    if isinstance(sharding, Sharding):
+        sharding.publish()
 
 
 def _leave_gradients(set_to_none: bool = True) -> None:

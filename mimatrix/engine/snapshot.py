@@ -6,10 +6,12 @@ what was saved in one stage, by so many ranks with such shares, is read in any o
     model.<name>              a parameter or a buffer
     optimizer.<name>.<key>    what the optimizer keeps for each element of a parameter
     random.<rank>             the random states of a rank
+    outer...                  what groups share that do not wait for each other
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ from mimatrix.engine.alone import Alone
 from mimatrix.engine.binding import Binding
 from mimatrix.engine.disk import Part
 from mimatrix.engine.feed import Position
+from mimatrix.engine.outer import Outer, Outside
 from mimatrix.engine.packing import name_of, pack
 from mimatrix.engine.precision import LossScale
 from mimatrix.engine.sharding import OptimizerCut, Sharding
@@ -81,6 +84,7 @@ class Subject:
     rank: int
     ranks: int
     device: torch.device
+    outer: Outer | None = None
 
     def pieces(self) -> Iterator["Owned"]:
         """All parameters, each with what this rank has to write of it; tied ones once."""
@@ -140,6 +144,8 @@ class Staged:
     step: int
     parts: dict[str, Part]
     facts: Facts
+    outside: Callable[[], Outside]
+    """Fetches what groups share; or raises what went wrong when it was marked, where all ranks can hear of it."""
 
 
 def staged(subject: Subject, standing: Standing, *, late: bool) -> Staged:
@@ -164,7 +170,7 @@ def staged(subject: Subject, standing: Standing, *, late: bool) -> Staged:
         for name, buffer in persistent_buffers(subject.model).items():
             if buffer.numel():
                 parts[f"model.{name}"] = _whole(_copied(buffer))
-    return Staged(standing.step, parts, facts)
+    return Staged(standing.step, parts, facts, _marked(subject.outer))
 
 
 def merged(said: Sequence[Facts], step: int) -> Facts:
@@ -176,7 +182,9 @@ def merged(said: Sequence[Facts], step: int) -> Facts:
     for number, group in enumerate(found["groups"]):
         known = {name for facts in said for name in facts["groups"][number]}
         group["names"] = [name for name in found["parameters"] if name in known]
-    return found | {"state": {name: state for facts in said for name, state in facts["state"].items()}}
+    outside = [facts["outer"] for facts in said if facts.get("outer")]
+    states = {name: state for facts in said for name, state in facts["state"].items()}
+    return found | {"state": states} | ({"outer": outside[0]} if outside else {})
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -192,6 +200,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def described(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Facts:
     """What a tensor has to be to be the same one."""
     return {"shape": list(tensor.shape if shape is None else shape), "dtype": name_of(tensor.dtype)}
+
+
+def _marked(outer: Outer | None) -> Callable[[], Outside]:
+    if outer is None:
+        return Outside
+    try:
+        return outer.mark()
+    except Exception as error:  # noqa: BLE001 (raised by what is returned)
+        return partial(_raise, error)
+
+
+def _raise(error: Exception) -> Outside:
+    raise error
 
 
 def _common(subject: Subject, standing: Standing) -> Facts:

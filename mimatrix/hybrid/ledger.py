@@ -21,6 +21,8 @@ class Push:
     """Samples that its pushes usually have: the last one of an epoch may have fewer, and counts as the others do."""
     seen: int
     """The version that its parameters had."""
+    life: int = 0
+    """How often the group has joined: pushes of one that was started again since are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,13 @@ class Ledger:
     """The last number of each group."""
     applied: dict[int, Applied] = field(default_factory=dict)
     """What became of it."""
+    lives: dict[int, int] = field(default_factory=dict)
+    """How often each group has joined."""
 
     def known(self, push: Push) -> Applied | None:
         """What became of this push, if it came before. A gap is an error: pushes of a group come in order."""
+        if push.life != self.lives.get(push.group, 0):
+            raise WorldError(f"group {push.group} was started again, and this is the one before; it is refused")
         last = self.pushes.get(push.group, 0)
         if push.number == last:
             found = self.applied[push.group]
@@ -72,6 +78,16 @@ class Ledger:
         self.pushes[push.group], self.applied[push.group] = push.number, found
         return found
 
+    def join(self, group: int, number: int, life: int) -> None:
+        """A group comes, perhaps once more: its pushes go on after `number`."""
+        self.lives[group] = life
+        self.forgo(group, number)
+
+    def forgo(self, group: int, number: int) -> None:
+        """What is missing of a group's pushes up to this one will not come any more."""
+        if self.pushes.get(group, 0) < number:
+            self.pushes[group], self.applied[group] = number, Applied(self.version, 0, again=False)
+
     def to_json(self) -> dict[str, object]:
         """For a checkpoint, and for a mirror that begins."""
         applied = {str(group): [each.version, each.staleness] for group, each in self.applied.items()}
@@ -80,15 +96,17 @@ class Ledger:
             "samples": self.samples,
             "pushes": {str(group): number for group, number in self.pushes.items()},
             "applied": applied,
+            "lives": {str(group): life for group, life in self.lives.items()},
         }
 
     @classmethod
     def from_json(cls, found: Mapping[str, object]) -> "Ledger":
         """The same again."""
-        pushes, applied = found["pushes"], found["applied"]
+        pushes, applied, lives = found["pushes"], found["applied"], found["lives"]
         version, samples = found["version"], found["samples"]
         assert isinstance(pushes, Mapping)
         assert isinstance(applied, Mapping)
+        assert isinstance(lives, Mapping)
         assert isinstance(version, int)
         assert isinstance(samples, int)
         return cls(
@@ -96,4 +114,5 @@ class Ledger:
             samples,
             {int(group): int(number) for group, number in pushes.items()},
             {int(group): Applied(int(at), int(late), again=False) for group, (at, late) in applied.items()},
+            {int(group): int(life) for group, life in lives.items()},
         )

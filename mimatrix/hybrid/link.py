@@ -1,17 +1,15 @@
 """A group's way to the shards: it pushes to all at once, pulls from all at once, and goes on where one is lost."""
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.frames import Head, Stream
-from mimatrix.hybrid.service import Place, greeted
+from mimatrix.hybrid.line import Line
+from mimatrix.hybrid.marking import Holding
+from mimatrix.hybrid.service import Place
 from mimatrix.hybrid.shard import Settings
 
 
@@ -53,13 +51,30 @@ class Link:
     ) -> None:
         self._group = group
         self._sizes = list(shares.cut(count))
-        self._lines = [_Line(group, number, found, token, timeout_s) for number, found in enumerate(places)]
+        self._lines = [Line(group, number, found, token, timeout_s) for number, found in enumerate(places)]
         self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
-        self._number = 0
+        self._number = self._life = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each shard."""
+        return tuple(self._sizes)
+
+    def join(self) -> None:
+        """Go on after the last push that any shard had of this group, whichever process it came from.
+
+        From now on pushes of earlier ones are refused.
+        """
+        with self.holding() as held:
+            self._number, self._life = held.join(self._group)
+
+    def holding(self, lease_s: float = 10.0) -> Holding:
+        """All shards, to be held for a moment; not while a push of this group is under way."""
+        return Holding([line.another() for line in self._lines], lease_s)
 
     def pull(self) -> Pulled:
         """The newest of every shard."""
-        found = list(self._threads.map(_Line.pull, self._lines))
+        found = list(self._threads.map(Line.pull, self._lines))
         versions = tuple(int(head["version"]) for head, _ in found)
         samples = min(int(head["samples"]) for head, _ in found)
         clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}
@@ -81,75 +96,24 @@ class Link:
         heads = [
             {
                 "what": "push",
-                "shard": shard,
                 "group": self._group,
                 "number": self._number,
+                "life": self._life,
                 "samples": samples,
                 "nominal": nominal,
                 "seen": version,
                 "settings": list(map(dict, settings)),
                 "untouched": sorted(untouched),
             }
-            for shard, version in enumerate(seen)
+            for version in seen
         ]
         parts = torch.split(gradient, self._sizes)
-        answers = list(self._threads.map(_Line.push, self._lines, heads, parts))
+        answers = [head for head, _ in self._threads.map(Line.ask, self._lines, heads, parts)]
         late = [int(answer["staleness"]) for answer in answers]
         return Acknowledged(tuple(int(answer["version"]) for answer in answers), sum(late) / len(late))
 
     def close(self) -> None:
         """Say goodbye."""
         for line in self._lines:
-            line.close(self._group)
+            line.close()
         self._threads.shutdown(wait=True)
-
-
-class _Line:
-    """To one shard, wherever it is now."""
-
-    def __init__(self, group: int, shard: int, places: Sequence[Place], token: str, timeout_s: float) -> None:
-        self._group, self._shard, self._places = group, shard, list(places)
-        self._token, self._timeout_s = token, timeout_s
-        self._stream: Stream | None = None
-
-    def push(self, head: Head, values: torch.Tensor) -> Head:
-        return self._asked(lambda stream: _exchanged(stream, head, values))[0]
-
-    def pull(self) -> tuple[Head, torch.Tensor]:
-        answer, values = self._asked(lambda stream: _exchanged(stream, {"what": "pull", "shard": self._shard}, None))
-        return answer, torch.empty(0) if values is None else values
-
-    def close(self, group: int) -> None:
-        if self._stream:
-            with suppress(OSError, WorldError):
-                _exchanged(self._stream, {"what": "bye", "group": group}, None)
-            self._stream.close()
-
-    def _asked(self, ask: Callable[[Stream], tuple[Head, torch.Tensor | None]]) -> tuple[Head, torch.Tensor | None]:
-        """Ask until somebody answers. A push may be said twice: its number tells."""
-        deadline, last = time.monotonic() + self._timeout_s, ""
-        while self._places and time.monotonic() < deadline:
-            try:
-                self._stream = self._stream or greeted(self._places[0], self._token, self._timeout_s, group=self._group)
-                return ask(self._stream)
-            except OSError as error:
-                last = str(error) or type(error).__name__
-                if self._stream:
-                    self._stream.close()
-                self._stream = None
-                if len(self._places) > 1:
-                    self._places.pop(0)
-                else:
-                    time.sleep(0.1)
-        where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"
-        raise WorldError(f"shard {self._shard} does not answer at {where} ({last}), and neither does its mirror")
-
-
-def _exchanged(stream: Stream, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
-    stream.send(head, values)
-    answer, found = stream.receive()
-    if "moved" in answer:
-        raise ConnectionError("the shard lives with its mirror now")
-    if "error" in answer:
-        raise WorldError(str(answer["error"]))
-    return answer, found

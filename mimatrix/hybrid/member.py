@@ -1,20 +1,26 @@
 """A group of ranks among others: in place of a step of its optimizer it pushes to the shards, and pulls from them."""
 
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from mimatrix.comm.group import Group
-from mimatrix.core.errors import WorldError
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.binding import Binding
+from mimatrix.engine.disk import Tensors
+from mimatrix.engine.outer import Outside
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link, Pulled
+from mimatrix.hybrid.marking import Holding
 from mimatrix.hybrid.policies import Policy
 from mimatrix.hybrid.shard import Settings
+from mimatrix.hybrid.whole import Whole
 
 Connect = Callable[[Layout, torch.Tensor], Link]
 """Finds the shards, or makes those that are this group's; only its first rank does."""
@@ -87,6 +93,7 @@ class Member:
         self._join()
         if self._is_first:
             self._link = self._connect(self._layout, self._row)
+            self._link.join()
             self._has = self._link.pull()
             self._row.copy_(self._has.values)
         self._share()
@@ -103,6 +110,37 @@ class Member:
             self._steps = 0
             self._step_by_distance(usual * self._policy.local_steps)
 
+    def mark(self) -> Callable[[], Outside]:
+        """What the shards have, all of them with the same pushes: this group's last one, and what others pushed."""
+        if not self._is_first:
+            return Outside
+        if self._under_way:
+            self._under_way.result()
+        held = self._copied()
+        own = {"group": self.group, "steps": self._steps, "since": self._since, "local": self._policy.local_steps}
+        return lambda: self._fetched(held, own | {"mark": secrets.token_hex(8)})
+
+    def restore(self, facts: Mapping[str, Any], tensors: Tensors) -> Callable[[], None]:
+        """Shards that have not begun yet begin with the checkpoint; others keep what they have, and it is taken."""
+        if bool(facts["local"]) != bool(self._policy.local_steps) or facts["count"] != self._layout.count:
+            raise UserError("the checkpoint is of another model, or of groups with another policy; use the same")
+        is_there = self._is_first and self._put(Whole.read(facts, tensors, self._layout.pieces), facts["mark"])
+
+        def finish() -> None:
+            kept = torch.tensor([int(is_there and bool(self._policy.local_steps))])
+            if self._group:
+                self._group.broadcast(kept).wait()
+            # Groups that step by themselves are somewhere else than the common parameters: where the checkpoint says.
+            self._layout.read_values(self._row)
+            self._join()
+            if self._is_first and not kept:
+                assert self._has
+                self._row.copy_(self._has.values)
+            self._share()
+            self._steps, self._since = (facts["steps"], facts["since"]) if kept else (0, 0)
+
+        return finish
+
     def close(self) -> None:
         """Let the last push arrive."""
         if self._under_way:
@@ -110,6 +148,41 @@ class Member:
         self._thread.shutdown()
         if self._link:
             self._link.close()
+
+    def _copied(self) -> Holding:
+        """Twice, where a shard goes over to its mirror meanwhile."""
+        assert self._link
+        for attempt in range(2):
+            try:
+                with self._link.holding() as held:
+                    held.copy()
+                break
+            except WorldError:
+                if attempt:
+                    raise
+        return held
+
+    def _fetched(self, held: Holding, own: dict[str, Any]) -> Outside:
+        try:
+            kept = held.fetched()
+        except WorldError:
+            # A service was lost with its copy. What all have by now is as good: others have gone on, too.
+            kept = self._copied().fetched()
+        parts, facts = Whole.joined(kept, self._layout.pieces).to_parts()
+        return Outside(parts, facts | own)
+
+    def _put(self, whole: Whole, mark: str) -> bool:
+        """Whether the shards are where the checkpoint is."""
+        link = self._link
+        assert link
+        if self._under_way:
+            self._under_way.result()
+            self._under_way = None
+        with link.holding(self._timeout_s) as held:
+            found = held.put(whole.cut(self._layout.pieces, link.sizes, self._policy.rules, mark))
+        link.join()
+        self._has = link.pull()
+        return found
 
     def _step_by_gradient(self, usual: int) -> None:
         self._layout.read_gradients(self._row)

@@ -4,6 +4,9 @@ A shard lies twice, on its own host and on another one, its mirror. A push is wo
 acknowledged and before anybody can pull it; so whoever is lost, nothing is that somebody was told of. A group that
 cannot reach a shard's own host turns to the mirror, which from then on is the shard: the other one, if it still lives,
 is told so with its next push, and sends everybody there.
+
+Whoever wants to see all shards with the same pushes in them holds them (`hybrid.marking`). What it holds, and the
+copies that it has not fetched yet, end with its connection.
 """
 
 import hmac
@@ -12,17 +15,20 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.core.errors import MiMatrixError, WorldError
 from mimatrix.hybrid.frames import Head, Stream
+from mimatrix.hybrid.keeping import Kept
 from mimatrix.hybrid.ledger import Push
 from mimatrix.hybrid.shard import Shard
 
 _IDLE_S = 3600.0
 Say = Callable[[str], None]
+Answer = tuple[Head, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,21 @@ class Place:
 
     address: str
     port: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A message that came, for one shard."""
+
+    shard: Shard
+    head: Head
+    values: torch.Tensor | None
+    stream: Stream
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether it came from the shard to its mirror."""
+        return bool(self.head.get("mirrored"))
 
 
 class MovedError(WorldError):
@@ -53,6 +74,18 @@ class Service:
         self.place = Place(address, self._listener.getsockname()[1])
         self._streams: set[Stream] = set()
         self._groups: dict[Stream, int] = {}
+        self._copies: dict[Stream, Kept] = {}
+        """Of shards, for those who are to fetch them."""
+        self._answers: dict[str, Callable[[_Asked], Answer]] = {
+            "push": self._pushed,
+            "pull": self._pulled,
+            "hold": self._held,
+            "let": self._let,
+            "release": self._released,
+            "fetch": self._fetched,
+            "join": self._joined,
+            "put": self._put,
+        }
         self._closing = threading.Event()
         threading.Thread(target=self._accept, name="mimatrix-shards", daemon=True).start()
 
@@ -96,16 +129,20 @@ class Service:
             stream.meet(str(hello.get("host", "")))
             if hello.get("group") is not None:
                 self._groups[stream] = int(hello["group"])
+                self.left.discard(int(hello["group"]))
             while not self._closing.is_set():
-                stream.send(*self._answer(*stream.receive()))
+                stream.send(*self._answer(stream, *stream.receive()))
         except (OSError, ValueError, MiMatrixError):
             pass  # whoever it was is gone, or makes no sense: it may come again
         finally:
             self._streams.discard(stream)
             self._groups.pop(stream, None)
+            self._copies.pop(stream, None)
+            for shard in list(self._shards.values()):
+                shard.release(stream)
             stream.close()
 
-    def _answer(self, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
+    def _answer(self, stream: Stream, head: Head, values: torch.Tensor | None) -> Answer:
         try:
             if head["what"] == "bye":
                 self.left.add(head["group"])
@@ -119,37 +156,76 @@ class Service:
                 return {"moved": True}, None
             if not head.get("mirrored"):
                 self._taken_over.add(number)
-            if head["what"] == "push":
-                assert values is not None
-                return self._pushed(shard, head, values), None
-            pulled = shard.pull()
-            there = set(self._groups.copy().values()) - self.left
-            clocks = {str(group): shard.ledger.pushes.get(group, 0) for group in there}
-            return {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}, pulled.values
+            return self._answers[head["what"]](_Asked(shard, head, values, stream))
         except MovedError:
             return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
             return {"error": str(error)}, None
 
-    def _pushed(self, shard: Shard, head: Head, values: torch.Tensor) -> Head:
-        push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"])
-        found = shard.push(
-            push, values, head["settings"], head["untouched"], mirrored=lambda: self._mirrored(head, values)
-        )
-        return {"version": found.version, "staleness": found.staleness, "again": found.again}
+    def _pushed(self, asked: _Asked) -> Answer:
+        head, values = asked.head, asked.values
+        assert values is not None
+        push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"], head["life"])
+        mirrored = partial(self._mirrored, asked)
+        found = asked.shard.push(push, values, head["settings"], head["untouched"], mirrored=mirrored)
+        return {"version": found.version, "staleness": found.staleness, "again": found.again}, None
 
-    def _mirrored(self, head: Head, values: torch.Tensor) -> None:
-        number = head["shard"]
+    def _pulled(self, asked: _Asked) -> Answer:
+        pulled = asked.shard.pull()
+        clocks = {str(group): asked.shard.ledger.pushes.get(group, 0) for group in self._there()}
+        return {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}, pulled.values
+
+    def _there(self) -> set[int]:
+        return set(self._groups.copy().values()) - self.left
+
+    def _held(self, asked: _Asked) -> Answer:
+        if asked.is_mirrored:
+            return {}, None
+        self._mirrored(asked)  # where the mirror has taken over, it is the one to be held
+        ledger = asked.shard.hold(asked.stream, asked.head["lease_s"], asked.head["patience_s"])
+        return {"ledger": ledger.to_json(), "origin": asked.shard.origin, "there": sorted(self._there())}, None
+
+    def _let(self, asked: _Asked) -> Answer:
+        head = asked.head
+        upto = {int(group): int(number) for group, number in head["upto"].items()}
+        self._copies[asked.stream] = asked.shard.let(asked.stream, upto, head["gone"], head["patience_s"])
+        return {}, None
+
+    def _released(self, asked: _Asked) -> Answer:
+        asked.shard.release(asked.stream)
+        return {}, None
+
+    def _fetched(self, asked: _Asked) -> Answer:
+        copy = self._copies.pop(asked.stream, None)
+        if copy is None:
+            raise WorldError("there is no copy of the shard any more; try again")
+        return {}, torch.frombuffer(bytearray(copy.to_bytes()), dtype=torch.uint8)
+
+    def _joined(self, asked: _Asked) -> Answer:
+        head = asked.head
+        asked.shard.join(head["group"], head["number"], head["life"], partial(self._mirrored, asked))
+        return {}, None
+
+    def _put(self, asked: _Asked) -> Answer:
+        assert asked.values is not None
+        kept = Kept.from_bytes(asked.values.numpy().tobytes())
+        owner = None if asked.is_mirrored else asked.stream
+        asked.shard.load(kept, partial(self._mirrored, asked), owner)
+        return {}, None
+
+    def _mirrored(self, asked: _Asked) -> None:
+        """Pass it on; back when the mirror has it, too."""
+        number = asked.head["shard"]
         mirror = self._mirrors.get(number)
         if mirror is None:
             return
         try:
-            mirror.push(head, values)
+            mirror.tell(asked.head, asked.values)
         except MovedError:
-            del self._shards[number]
+            self._shards.pop(number, None)
             raise
         except (OSError, WorldError) as error:
-            del self._mirrors[number]
+            self._mirrors.pop(number, None)
             mirror.close()
             self._say(
                 f"shard {number} has no mirror any more ({error}); what is pushed lies once until there is another"
@@ -162,11 +238,13 @@ class Mirror:
     def __init__(self, shard: int, place: Place, token: str, timeout_s: float) -> None:
         self._stream = greeted(place, token, timeout_s)
         self._shard = shard
+        self._lock = threading.Lock()
 
-    def push(self, head: Head, values: torch.Tensor) -> None:
+    def tell(self, head: Head, values: torch.Tensor | None) -> None:
         """Back when it has it."""
-        self._stream.send(head | {"mirrored": True}, values)
-        answer, _ = self._stream.receive()
+        with self._lock:
+            self._stream.send(head | {"mirrored": True}, values)
+            answer, _ = self._stream.receive()
         if "moved" in answer:
             raise MovedError(f"shard {head['shard']} lives with its mirror now")
         if "error" in answer:

@@ -1,21 +1,25 @@
 """A part of the parameters with its optimizer: pushes change it, pulls copy it."""
 
-import io
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mimatrix.core.errors import WorldError
+from mimatrix.hybrid.holding import Hold, missing
+from mimatrix.hybrid.keeping import Kept
 from mimatrix.hybrid.ledger import Applied, Ledger, Push
 from mimatrix.hybrid.rules import Rules
 
 Settings = Mapping[str, Any]
 """Of one of the optimizer's groups of parameters: `lr` and the like."""
-_GATHERED = ("momentum_buffer",)
+GATHERED = ("momentum_buffer",)
 """What optimizers keep that has the size of a step."""
 
 
@@ -70,10 +74,14 @@ class Shard:
         self._rules = rules
         self._factor: float | None = None
         self._usual = stepping.settings
-        self._lock = Lock()
         self._round: list[tuple[int, torch.Tensor, set[int]]] = []
         """Samples, gradients and what they do not touch, of pushes that wait for others."""
+        self._changed = Condition()
+        """The lock of all that follows; told of whenever somebody may wait for it."""
+        self._hold: Hold | None = None
         self.ledger = Ledger()
+        self.origin = ""
+        """The checkpoint that it began from."""
         self._shown = Pulled(self._values.clone(), 0, 0)
 
     def pull(self) -> Pulled:
@@ -93,7 +101,9 @@ class Shard:
         Parameters that are `untouched` had no gradient, and are not stepped.
         Nobody pulls the new version before `mirrored` is back: what was seen must not be lost.
         """
-        with self._lock:
+        with self._changed:
+            while (hold := self._held()) and not hold.lets(push, self.ledger):
+                self._changed.wait(hold.left_s)
             known = self.ledger.known(push)
             if known:
                 return known
@@ -105,29 +115,67 @@ class Shard:
                 found = self.ledger.enter(push)
             mirrored()
             self._shown = Pulled(self._values.clone(), found.version, self.ledger.samples)
+            self._changed.notify_all()
             return found
 
-    def save(self) -> bytes:
-        """All of it at one version."""
-        with self._lock:
-            buffer = io.BytesIO()
-            state = {
-                "values": self._values,
-                "optimizer": self._optimizer.state_dict(),
-                "factor": self._factor,
-                "ledger": self.ledger.to_json(),
-            }
-            torch.save(state, buffer)
-        return buffer.getvalue()
+    def hold(self, owner: object, lease_s: float, patience_s: float) -> Ledger:
+        """Let no further push in until `release`, or for so long; what came in before."""
+        deadline = time.monotonic() + patience_s
+        with self._changed:
+            while (other := self._held()) and other.owner is not owner:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WorldError(f"others have looked at the shard for {patience_s:g} s; try again")
+                self._changed.wait(min(left_s, other.left_s))
+            self._hold = Hold(owner, time.monotonic() + lease_s)
+            return deepcopy(self.ledger)
 
-    def load(self, saved: bytes) -> None:
-        """Go on from there."""
-        state: dict[str, Any] = torch.load(io.BytesIO(saved), weights_only=True)
-        with self._lock:
-            self._values.copy_(state["values"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._factor = state["factor"]
-            self.ledger = Ledger.from_json(state["ledger"])
+    def let(self, owner: object, upto: Mapping[int, int], gone: Collection[int], patience_s: float) -> Kept:
+        """Let in what other shards have already, wait for it, and copy the shard with that and nothing else.
+
+        What groups that are `gone` still owe then is given up.
+        """
+        with self._changed:
+            self._held_by(owner).upto = upto
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not missing(upto, self.ledger), patience_s)
+            for group in gone:
+                self.ledger.forgo(group, upto[group])
+            self._held_by(owner)
+            for group, number in missing(upto, self.ledger).items():
+                raise WorldError(f"push {number} of group {group} came to some shards only within {patience_s:g} s")
+            return deepcopy(self._kept())
+
+    def release(self, owner: object) -> None:
+        """Pushes come in again."""
+        with self._changed:
+            if self._hold and self._hold.owner is owner:
+                self._hold = None
+                self._changed.notify_all()
+
+    def join(self, group: int, number: int, life: int, mirrored: Callable[[], None] = lambda: None) -> None:
+        """A group comes, perhaps once more: its pushes go on after `number`."""
+        with self._changed:
+            self.ledger.join(group, number, life)
+            mirrored()
+
+    def save(self) -> Kept:
+        """All of it at one version."""
+        with self._changed:
+            return deepcopy(self._kept())
+
+    def load(self, kept: Kept, mirrored: Callable[[], None] = lambda: None, owner: object = None) -> None:
+        """Go on from there; an `owner` must hold the shard, or something may have been pushed meanwhile."""
+        with self._changed:
+            if owner is not None:
+                self._held_by(owner)
+            self._values.copy_(kept.values)
+            self._optimizer.state.clear()
+            for number, state in deepcopy(kept.states).items():
+                self._optimizer.state[self._leaves[number]] = state
+            self._factor, self.ledger, self.origin = kept.factor, deepcopy(kept.ledger), kept.origin
+            self._round.clear()
+            mirrored()
             self._shown = Pulled(self._values.clone(), self.ledger.version, self.ledger.samples)
 
     def _gather(
@@ -144,6 +192,28 @@ class Shard:
         self._step(mean, 1.0, settings, set.intersection(*(each for _, _, each in self._round)))
         self._round.clear()
         return self.ledger.enter(push, samples)
+
+    def _kept(self) -> Kept:
+        states = {number: self._optimizer.state.get(leaf, {}) for number, leaf in self._leaves.items()}
+        return Kept(
+            self._values,
+            {number: state for number, state in states.items() if state},
+            self._factor,
+            self.ledger,
+            self.origin,
+        )
+
+    def _held(self) -> Hold | None:
+        """Who holds pushes back now, if anybody does."""
+        if self._hold and not self._hold.left_s:
+            self._hold = None
+        return self._hold
+
+    def _held_by(self, owner: object) -> Hold:
+        hold = self._held()
+        if hold is None or hold.owner is not owner:
+            raise WorldError("the shard was held for too long, or has moved meanwhile; try again")
+        return hold
 
     def _step(
         self, gradient: torch.Tensor, factor: float, settings: Sequence[Settings], untouched: Collection[int]
@@ -163,7 +233,7 @@ class Shard:
         if by == 1.0:
             return
         for state in self._optimizer.state.values():
-            for name in _GATHERED:
+            for name in GATHERED:
                 if isinstance(state.get(name), torch.Tensor):
                     state[name].mul_(by)
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.hybrid.keeping import Kept
 from mimatrix.hybrid.ledger import Ledger, Push
 from mimatrix.hybrid.rules import PLAIN, Rules
 from mimatrix.hybrid.shard import Piece, Shard, Stepping
@@ -142,6 +143,10 @@ def test_saved_and_loaded_it_goes_on_alike() -> None:
         shard.push(Push(1, 4, 16, 16, 3), gradient(TARGET * 2, 1))
     assert torch.equal(one.pull().values, other.pull().values)
     assert Ledger.from_json(one.ledger.to_json()) == one.ledger
+    kept = one.save()
+    again = Kept.from_bytes(kept.to_bytes())
+    assert (again.factor, again.ledger) == (kept.factor, kept.ledger)
+    assert torch.equal(again.states[2]["momentum_buffer"], kept.states[2]["momentum_buffer"])
 
 
 def test_what_had_no_gradient_is_not_stepped() -> None:
