@@ -42,7 +42,10 @@ def run(
     memory: Memory = "",
     slow_by: SlowBy = "",
     max_restarts: Annotated[
-        int, typer.Option(help="How often to start all again when a worker is lost; exit code 2 is final.")
+        int,
+        typer.Option(
+            help="How often to start all again when a worker is lost, or only its group; exit code 2 is final."
+        ),
     ] = 0,
     groups: Annotated[
         str, typer.Option(help='Ranks that go together, as in 0,1/2/3, for mode="hybrid"; a lost group ends no other.')

@@ -5,6 +5,7 @@ import json
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,6 +19,25 @@ from mimatrix.hybrid.policies import Policy
 from mimatrix.hybrid.service import Place, greeted
 
 
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What whoever comes later must know: the secret of the run, where its services are, and what they serve."""
+
+    token: str
+    places: tuple[Place, ...]
+    what: str
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps([self.token, [[place.address, place.port] for place in self.places], self.what])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Met":
+        """The same again."""
+        token, places, what = json.loads(text)
+        return cls(token, tuple(Place(*place) for place in places), what)
+
+
 @dataclass(frozen=True)
 class Meeting:
     """Of the first ranks of all groups."""
@@ -29,25 +49,60 @@ class Meeting:
     address: str
     """By which this host is reached."""
     timeout_s: float
+    word: Path | None = None
+    """A file in which word is left for groups that come again; without, it is in the store, as long as that lives."""
 
     def __call__(self, layout: Layout, row: torch.Tensor) -> Link:
-        """Serve what falls to this group, and find the others."""
+        """Serve what falls to this group, and find the others; or come back to them."""
         store = PrefixStore("hybrid", self.store)
         store.set_timeout(timedelta(seconds=self.timeout_s))
+        met = self._word_left(store)
+        if met is None:
+            met = self._met(store, layout, row)
+            self._leave_word(store, met)
+        elif met.what != _described(layout):
+            raise UserError(
+                f"group {self.group} comes back with {_described(layout)} to {met.what}; use the same model"
+            )
+        places, shares = met.places, Shares.equal(self.groups)
+        each = [[places[shard], places[(shard + 1) % self.groups]][: self.groups] for shard in range(self.groups)]
+        return Link(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s)
+
+    def _met(self, store: Store, layout: Layout, row: torch.Tensor) -> Met:
         self._check_same(store, layout, row)
         if self.group == 0:
-            store.set("token", secrets.token_hex(16))
+            # One that was started again in the middle of this finds its own: the first that came is the one.
+            store.compare_set("token", "", secrets.token_hex(16))
         token = store.get("token").decode()
-        shares = Shares.equal(self.groups)
-        mine = started(self._order(layout, row, shares, token))
-        store.set(f"place/{self.group}", json.dumps([mine.address, mine.port]))
+        mine = self._served(store, layout, row, token)
         places = [Place(*json.loads(store.get(f"place/{other}"))) for other in range(self.groups)]
         if self.groups > 1:
             self._mirror(mine, places[(self.group + 1) % self.groups], token)
         store.set(f"ready/{self.group}", "")
         store.wait([f"ready/{other}" for other in range(self.groups)])
-        each = [[places[shard], places[(shard + 1) % self.groups]][: self.groups] for shard in range(self.groups)]
-        return Link(self.group, layout.count, shares, each, token, timeout_s=self.timeout_s)
+        return Met(token, tuple(places), _described(layout))
+
+    def _served(self, store: Store, layout: Layout, row: torch.Tensor, token: str) -> Place:
+        """A process that serves for this group: a new one, or that of an earlier life, which others know already."""
+        name = f"place/{self.group}"
+        if not store.check([name]):
+            mine = started(self._order(layout, row, Shares.equal(self.groups), token))
+            store.set(name, json.dumps([mine.address, mine.port]))
+        return Place(*json.loads(store.get(name)))
+
+    def _word_left(self, store: Store) -> Met | None:
+        if self.word:
+            return Met.from_json(self.word.read_bytes()) if self.word.exists() else None
+        return Met.from_json(store.get("met")) if store.check(["met"]) else None
+
+    def _leave_word(self, store: Store, met: Met) -> None:
+        if not self.word:
+            store.set("met", met.to_json())
+            return
+        new = self.word.with_name(f".{self.word.name}-{self.group}")
+        new.touch(0o600)
+        new.write_text(met.to_json())
+        new.rename(self.word)
 
     def _order(self, layout: Layout, row: torch.Tensor, shares: Shares, token: str) -> Order:
         """The shard of this group, and that of the one before as its mirror."""
@@ -66,7 +121,7 @@ class Meeting:
 
     def _check_same(self, store: Store, layout: Layout, row: torch.Tensor) -> None:
         digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()
-        mine = f"{type(layout.optimizer).__name__} on {layout.count} elements, {digest}"
+        mine = f"{_described(layout)}, {digest}"
         store.set(f"digest/{self.group}", mine)
         first = store.get("digest/0").decode()
         if first != mine:
@@ -74,3 +129,7 @@ class Meeting:
                 f"group {self.group} begins with other parameters or another optimizer than group 0; make the model "
                 "after mimatrix.init, which seeds all ranks alike, or load the same weights in all groups"
             )
+
+
+def _described(layout: Layout) -> str:
+    return f"{type(layout.optimizer).__name__} on {layout.count} elements"

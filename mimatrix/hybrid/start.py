@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Hybrid:
         chosen = policy(self.policy, settings.global_batch, self.options, len(groups))
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s)
+        word = os.environ.get("MIMATRIX_MEETING")
+        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, Path(word) if word else None)
         overlaps = len(groups) > 1 if self.overlaps is None else self.overlaps
         member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
@@ -57,7 +59,8 @@ class Hybrid:
             return Run(own, device=device, outer=member)
         register()
         timeout = timedelta(seconds=timeout_s)
-        apart = PrefixStore(f"group/{number}", store)
+        # A group that was started again must not find what the one before it has left in the store.
+        apart = PrefixStore(f"group/{number}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
         return Run(own, Further(timeout), rank=me, ranks=size, device=device, outer=member)
 

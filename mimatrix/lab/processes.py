@@ -2,7 +2,7 @@
 
 Each one leads a process group of its own. When one fails, the others get `grace_s` to say what they miss, then SIGTERM,
 then SIGKILL. When the one who runs them dies, they die: the kernel kills them, and a guard kills what they started.
-Where they are told apart by teams, a failure ends its own team alone.
+Where they are told apart by teams, a failure ends its own team alone, which may then be started again.
 """
 
 import os
@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -47,6 +47,15 @@ class Ending:
     label: str = field(default="", compare=False)
 
 
+Beside = Callable[[Mapping[str, int]], AbstractContextManager[object]]
+Again = Callable[[str, Ending], Sequence[Command]]
+
+
+def _never(team: str, ending: Ending) -> Sequence[Command]:
+    del team, ending
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Stop:
     """A signal to send to all that still run, and when."""
@@ -64,26 +73,33 @@ def run_together(
     *,
     grace_s: float = 10.0,
     timeout_s: float | None = None,
-    beside: Callable[[Sequence[int]], AbstractContextManager[object]] = nullcontext,
+    beside: Beside = nullcontext,
+    again: Again = _never,
 ) -> Ending:
     """Run all commands until all have ended; signals to end that reach us end them.
 
-    `beside` gets their process groups, in the order of the commands; what it gives is entered when all have started
-    and left before those that stay behind are killed.
+    `beside` gets their process groups by label; what it gives is entered when they have started and left before those
+    that stay behind are killed. `again` is asked when a team has failed and ended while another one runs: what it gives
+    is started in its place.
     """
-    with _signals() as heard, _Crew(commands, out, err, grace_s) as crew, beside(tuple(crew.groups)):
+    with _signals() as heard, _Crew(commands, out, err, grace_s, beside, again) as crew:
         return crew.watch(heard, timeout_s)
 
 
 class _Crew:
     """The processes that run, what they print, and what is to be done about them next."""
 
-    def __init__(self, commands: Sequence[Command], out: BinaryIO, err: BinaryIO, grace_s: float) -> None:
+    def __init__(
+        self, commands: Sequence[Command], out: BinaryIO, err: BinaryIO, grace_s: float, beside: Beside, again: Again
+    ) -> None:
         self._commands = commands
+        self._beside, self._again = beside, again
+        self._around = ExitStack()
         self._sinks = (out, err)
         self._grace_s = grace_s
         self._running: dict[int, tuple[subprocess.Popen[bytes], Command]] = {}
-        self.groups: list[int] = []
+        self._groups: dict[int, str] = {}
+        """Process groups, and the teams that they are of."""
         self._readers: set[_Lines] = set()
         self._selector = selectors.DefaultSelector()
         self._stops: deque[_Stop] = deque()
@@ -91,27 +107,26 @@ class _Crew:
         self._lost: dict[str, Ending] = {}
         """How teams ended that failed."""
         self._ending = Ending()
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guards: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "_Crew":
         try:
-            for command in self._commands:
-                self._start(command)
-            self._guard = _start_guard(self.groups)
+            self._start_all(self._commands)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for group in self.groups:
+        self._around.close()
+        for group in self._groups:
             _signal_group(group, signal.SIGKILL)
         with suppress(OSError):
             # Whoever reads our lines may have left.
             self._drain()
-        if self._guard:
-            self._guard.kill()
-            self._guard.communicate()
+        for guard in self._guards:
+            guard.kill()
+            guard.communicate()
         for pidfd, (process, _command) in self._running.items():
             process.wait()
             os.close(pidfd)
@@ -136,7 +151,12 @@ class _Crew:
             return first
         return Ending(0, f"{', '.join(each.reason for each in (first, *more))}; the others went on")
 
-    def _start(self, command: Command) -> None:
+    def _start_all(self, commands: Sequence[Command]) -> None:
+        groups = {command.label: self._start(command) for command in commands}
+        self._guards.append(_start_guard(list(groups.values())))
+        self._around.enter_context(self._beside(groups))
+
+    def _start(self, command: Command) -> int:
         process = subprocess.Popen(  # noqa: S603 (running what the person asks for is the purpose)
             command.words,
             env=dict(command.environment),
@@ -148,13 +168,14 @@ class _Crew:
         )
         pidfd = os.pidfd_open(process.pid)
         self._running[pidfd] = process, command
-        self.groups.append(process.pid)
+        self._groups[process.pid] = command.team
         self._selector.register(pidfd, selectors.EVENT_READ)
         for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
             assert pipe is not None
             lines = _Lines(pipe, sink, command.label)
             self._readers.add(lines)
             self._selector.register(pipe, selectors.EVENT_READ, lines)
+        return process.pid
 
     def _turn(self, heard: int, deadline: float | None) -> None:
         """Wait for whatever is next, and deal with it."""
@@ -202,6 +223,22 @@ class _Crew:
             elif command.team not in self._lost:
                 self._lost[command.team] = ending
                 self._partial += _stops(self._grace_s, command.team)
+        if command.team in self._lost and not self._ending.code:
+            self._replace(command.team)
+
+    def _replace(self, team: str) -> None:
+        """Start a lost team again once none of it is left, where another one still runs that it can come back to."""
+        running = {command.team for _, command in self._running.values()}
+        if team in running or running <= self._lost.keys():
+            return
+        commands = self._again(team, self._lost[team])
+        if commands:
+            del self._lost[team]
+            for group in [group for group, whose in self._groups.items() if whose == team]:
+                _signal_group(group, signal.SIGKILL)
+                del self._groups[group]
+            self._partial = [stop for stop in self._partial if stop.team != team]
+            self._start_all(commands)
 
     def _trouble(self, ending: Ending, grace_s: float) -> None:
         """The first trouble is the one that counts. Where the end was near already, another one makes it come now."""

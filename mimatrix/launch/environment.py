@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from mimatrix.wire.torchrun import Place, torchrun_variables
 
 ADDRESS = "127.0.0.1"
-# Of a launcher that we ourselves may run under: its error file and its worker's speed are not our workers'.
-_FOREIGN = ("TORCHELASTIC_ERROR_FILE", "MIMATRIX_SPEED")
+# Of a launcher that we ourselves may run under: its error file, its worker's speed and the word that its groups leave
+# are not our workers'.
+_FOREIGN = ("TORCHELASTIC_ERROR_FILE", "MIMATRIX_SPEED", "MIMATRIX_MEETING")
 
 
 @dataclass(frozen=True, slots=True)

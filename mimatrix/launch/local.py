@@ -1,12 +1,17 @@
-"""Workers on this machine: all are started together, all end together, and all are started again when one is lost."""
+"""Workers on this machine: all are started together, all end together, and all are started again when one is lost.
+
+Where there are groups that do not wait for each other, each of them does so by itself.
+"""
 
 import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from mimatrix.hybrid.grouping import Groups, place_in
@@ -54,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """All ranks are to be started once more."""
+    """All ranks are to be started once more, or those of a group."""
 
     reason: str
 
@@ -80,6 +85,7 @@ def run_local(
     try:
         with (
             raised(),
+            TemporaryDirectory(prefix="mimatrix-") if launch.groups else nullcontext("") as attempts.folder,
             slow_down(launch.speeds, _processors(launch, outside), launch.slow_by) as attempts.slowdown,
             limit_memory(launch.memory, say) as attempts.limits,
         ):
@@ -102,6 +108,14 @@ def decide(ending: Ending, launch: Launch, restarts: int) -> Again | Over:
     return Again(f"{reason}; {every} will be started again (restart {restarts + 1} of {launch.max_restarts})")
 
 
+def decide_group(ending: Ending, launch: Launch, group: str, restarts: int) -> Again | Over:
+    """The same for a group that is lost while others go on."""
+    reason = f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
+    if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
+        return Over(ending.code, reason)
+    return Again(f"{reason}; {group} will be started again (restart {restarts + 1} of {launch.max_restarts})")
+
+
 class _Attempts:
     """The attempts of one launch: how many there were, and which ports are used up."""
 
@@ -115,6 +129,8 @@ class _Attempts:
         self.restarts = 0
         self.slowdown = Slowdown()
         self.limits: Mapping[int, Path] = {}
+        self.folder = ""
+        """Where groups leave word for those of them that come again."""
         self._launch = launch
         self._outside = outside
         self._sinks = sinks
@@ -134,28 +150,41 @@ class _Attempts:
             self.restarts += 1
 
     def _once(self, deadline: float | None) -> Ending:
+        attempt = self._attempt()
+        meeting = str(Path(self.folder) / f"meeting-{self.restarts}")
         return run_together(
-            self._commands(),
+            [self._command(attempt, rank, meeting) for rank in range(self._launch.ranks)],
             *self._sinks,
             grace_s=self._launch.grace_s,
             timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
             beside=self.slowdown.beside,
+            again=lambda team, ending: self._group_again(attempt, meeting, team, ending),
         )
 
-    def _commands(self) -> list[Command]:
+    def _attempt(self) -> Attempt:
         launch = self._launch
         threads = threads_text(launch.threads, self._outside)
         port = free_port(taken=self._ports)
-        attempt = Attempt(launch.ranks, port, self._run_id, self.restarts, launch.max_restarts, threads)
-        return [self._command(attempt, rank) for rank in range(launch.ranks)]
+        return Attempt(launch.ranks, port, self._run_id, self.restarts, launch.max_restarts, threads)
 
-    def _command(self, attempt: Attempt, rank: int) -> Command:
+    def _group_again(self, attempt: Attempt, meeting: str, team: str, ending: Ending) -> Sequence[Command]:
+        """The commands of a group that is lost, if it is to be started again."""
+        decision = decide_group(ending, self._launch, team, self.restarts)
+        if isinstance(decision, Over):
+            return ()
+        self._say(decision.reason)
+        self.restarts += 1
+        known = replace(attempt, restarts=self.restarts)
+        every = [self._command(known, rank, meeting) for rank in range(self._launch.ranks)]
+        return [command for command in every if command.team == team]
+
+    def _command(self, attempt: Attempt, rank: int, meeting: str) -> Command:
         launch = self._launch
         own = emulated(launch.speeds[rank] if launch.speeds else 1.0, launch.memory[rank] if launch.memory else None)
         words = joining(self.limits.get(rank), launch.words)
         team = ""
         if launch.groups:
-            own["MIMATRIX_GROUPS"] = json.dumps(launch.groups)
+            own |= {"MIMATRIX_GROUPS": json.dumps(launch.groups), "MIMATRIX_MEETING": meeting}
             team = f"group {place_in(launch.groups, rank)[0]}"
         known = environment(attempt, rank, self._outside, own)
         return Command(str(rank), words, known, self.slowdown.joins.get(rank), team)

@@ -45,7 +45,7 @@ class Pulse:
 
 
 @contextmanager
-def pulsed(groups: Sequence[int], speeds: Mapping[int, float]) -> Iterator[None]:
+def pulsed(groups: Sequence[int] | Mapping[int, int], speeds: Mapping[int, float]) -> Iterator[None]:
     """While this lasts, the process group of each rank in `speeds` runs only that part of the time; then all run."""
     over = threading.Event()
     slow = {groups[rank]: speed for rank, speed in speeds.items()}

@@ -30,8 +30,6 @@ def check(launch: Launch) -> None:
         raise UserError(
             f"--memory has {len(launch.memory)} sizes for {launch.ranks} ranks; give one for each, or one for all"
         )
-    if launch.groups and launch.max_restarts:
-        raise UserError("groups that are lost are not started again; leave out --max-restarts or --groups")
     if launch.max_restarts < 0:
         raise UserError(f"{launch.max_restarts} restarts cannot be made; use --max-restarts 0 or more")
     if launch.threads is not None and launch.threads < 1:

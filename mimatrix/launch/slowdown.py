@@ -20,9 +20,10 @@ class Slowdown:
     joins: Mapping[int, Path] = field(default_factory=dict)
     pulses: Mapping[int, float] = field(default_factory=dict)
 
-    def beside(self, groups: Sequence[int]) -> AbstractContextManager[None]:
-        """What is to go on beside the workers with these process groups."""
-        return pulsed(groups, self.pulses) if self.pulses else nullcontext()
+    def beside(self, groups: Mapping[str, int]) -> AbstractContextManager[None]:
+        """What is to go on beside the workers with these process groups, by their ranks."""
+        slow = {rank: speed for rank, speed in self.pulses.items() if str(rank) in groups}
+        return pulsed({rank: groups[str(rank)] for rank in slow}, slow) if slow else nullcontext()
 
 
 @contextmanager

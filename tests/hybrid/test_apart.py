@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,7 @@ def ranks(count: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes with torchrun's variables; none of them is left, nor a service of theirs."""
     known = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     known |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "TEST_APART": str(os.getpid())}
-    started = [
-        subprocess.Popen([sys.executable, SCRIPT, *words], env=known | {"RANK": str(rank)}, text=True)
-        for rank in range(count)
-    ]
+    started = [_started(words, known | {"RANK": str(rank)}) for rank in range(count)]
     try:
         yield started
     finally:
@@ -42,6 +39,29 @@ def ranks(count: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert left == []
+
+
+def _started(words: Sequence[str], known: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, SCRIPT, *words], env=dict(known), text=True)
+
+
+def again(rank: int, processes: list[subprocess.Popen[str]]) -> None:
+    """The rank was lost; another one comes in its place, with the same variables."""
+    process = processes[rank]
+    variables = (Path("/proc") / str(process.pid) / "environ").read_text().split("\0")
+    known = dict(each.split("=", 1) for each in variables if each)
+    assert isinstance(process.args, list)
+    process.kill()
+    process.wait()
+    processes[rank] = _started(process.args[2:], known | {"TORCHELASTIC_RESTART_COUNT": "1"})
+
+
+def begun(folder: Path, groups: int) -> None:
+    """Back when so many groups have made some steps."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.begun"))) < groups:
+        assert time.monotonic() < deadline, "the groups did not begin"
+        time.sleep(0.1)
 
 
 def services() -> list[int]:
@@ -83,10 +103,7 @@ def test_one_group_of_two_ranks_is_the_synchronous_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed", [pytest.param("a group", marks=pytest.mark.long), "the first group", "a service"])
 def test_others_go_on(tmp_path: Path, killed: str) -> None:
     with ranks(3, str(tmp_path), "[[0], [1], [2]]", "60", "0.02") as processes:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("*.begun"))) < 3:
-            assert time.monotonic() < deadline, "the groups did not begin"
-            time.sleep(0.1)
+        begun(tmp_path, 3)
         lost = {"a group": 1, "the first group": 0, "a service": None}[killed]
         if lost is None:
             os.kill(services()[1], signal.SIGKILL)
@@ -101,33 +118,108 @@ def test_others_go_on(tmp_path: Path, killed: str) -> None:
             assert sum(found["losses"][-5:]) < 0.2 * sum(found["losses"][:5])
 
 
+@pytest.mark.parametrize("with_service", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_group_returns(tmp_path: Path, with_service: bool) -> None:
+    """The second of three is killed, perhaps with what it serves, and comes again: all go on together."""
+    with ranks(3, str(tmp_path), "[[0], [1], [2]]", "200", "0.02") as processes:
+        begun(tmp_path, 3)
+        (tmp_path / "1.begun").unlink()
+        if with_service:
+            os.kill(_serving(processes[1].pid), signal.SIGKILL)
+        again(1, processes)
+        begun(tmp_path, 3)
+        assert ended(processes) == [0] * 3
+    losses = [told(tmp_path, group)["losses"] for group in range(3)]
+    began = sum(losses[0][:5])
+    for found in losses:
+        assert len(found) > 20
+        assert sum(found[-5:]) < 0.2 * began
+    # What comes back takes what all have: it does not begin anew.
+    assert sum(losses[1][:5]) < 0.5 * began
+
+
+@pytest.mark.long
+def test_killed_at_any_moment_the_last_whole_checkpoint_is_there(tmp_path: Path) -> None:
+    """All groups save to one folder all the time, and everything is killed, three times over."""
+    words = (str(tmp_path), "[[0], [1]]", "400", "0.005", "7")
+    for _ in range(3):
+        with ranks(2, *words) as processes:
+            begun(tmp_path, 2)
+            time.sleep(1.5)
+            for pid in (*(process.pid for process in processes), *services()):
+                os.kill(pid, signal.SIGKILL)
+            ended(processes)
+        for path in tmp_path.glob("*.begun"):
+            path.unlink()
+    with ranks(2, *words[:2], "1", "0", "7") as processes:
+        assert ended(processes) == [0, 0]
+    for group in range(2):
+        loaded = [int(line) for line in (tmp_path / f"{group}.loaded").read_text().splitlines()]
+        assert len(loaded) == 3
+        assert loaded == sorted(loaded)
+        assert loaded[0] > 0
+
+
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "mimatrix.cli.main",
+    "run",
+    "-n",
+    "3",
+    "--groups",
+    "0/1,2",
+    "--timeout",
+    "120",
+    "--json",
+]
+
+
 @pytest.mark.long
 def test_the_launcher_leaves_other_groups_running(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "mimatrix.cli.main",
-        "run",
-        "-n",
-        "3",
-        "--groups",
-        "0/1,2",
-        "--timeout",
-        "120",
-        "--json",
-    ]
     known = os.environ | {"TEST_APART": str(os.getpid())}
-    command = [*words, SCRIPT, str(tmp_path), '"launcher"', "60", "0.02"]
+    command = [*LAUNCH, SCRIPT, str(tmp_path), '"launcher"', "60", "0.02"]
     process = subprocess.Popen(command, env=known, text=True, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.begun"))) < 2:
-        assert time.monotonic() < deadline, "the groups did not begin"
-        time.sleep(0.1)
+    begun(tmp_path, 2)
     lost = _ranks()[2]
     os.kill(lost, signal.SIGKILL)
     said = json.loads(process.communicate(timeout=90)[0].splitlines()[-1])
     assert (process.returncode, said["reason"]) == (0, "[2] ended by SIGKILL; the others went on")
     assert told(tmp_path, 0)["steps"] > 20
+
+
+@pytest.mark.long
+def test_the_launcher_starts_a_lost_group_again_and_no_other(tmp_path: Path) -> None:
+    """First the one of two ranks, then the one that has the store."""
+    known = os.environ | {"TEST_APART": str(os.getpid())}
+    command = [*LAUNCH, "--max-restarts", "2", "--grace", "1s", SCRIPT, str(tmp_path), '"launcher"', "600", "0.02"]
+    process = subprocess.Popen(command, env=known, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        begun(tmp_path, 2)
+        for lost, stays in ((2, 0), (0, 1)):
+            before = _ranks()
+            (tmp_path / f"{lost // 2}.begun").unlink()
+            os.kill(before[lost], signal.SIGKILL)
+            begun(tmp_path, 2)
+            after = _ranks()
+            assert after[stays] == before[stays]
+            assert after[lost] != before[lost]
+        out, err = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    said = json.loads(out.splitlines()[-1])
+    assert (process.returncode, said["reason"], said["restarts"]) == (0, "", 2)
+    assert "rank 2 ended by SIGKILL; group 1 will be started again (restart 1 of 2)" in err
+    assert "rank 0 ended by SIGKILL; group 0 will be started again (restart 2 of 2)" in err
+    for group in range(2):
+        assert told(tmp_path, group)["losses"][0] < 1.0
+
+
+def _serving(parent: int) -> int:
+    """The service of a rank that lives."""
+    return next(
+        pid for pid in services() if int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
+    )
 
 
 def _ranks() -> dict[int, int]:

@@ -133,6 +133,40 @@ def test_a_lost_worker_is_started_again_with_all_others(loss: str) -> None:
     assert {most for *_, most in told} == {"3"}
 
 
+GROUPS = """
+import os, sys, time
+count, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+print("begins", count, os.environ["MASTER_PORT"], os.environ["MIMATRIX_MEETING"])
+if rank == "2" and int(count) < int(sys.argv[1]):
+    sys.exit(int(sys.argv[2]))
+time.sleep(1.5 if rank == "0" else 0.2)
+"""
+
+
+def test_a_lost_group_is_started_again_and_no_other() -> None:
+    said: list[str] = []
+    apart = Launch(python(GROUPS, "2", "3"), 3, max_restarts=5, grace_s=0.1, timeout_s=60, groups=((0,), (1, 2)))
+    outcome, out, _ = run(apart, said.append)
+    assert (outcome.code, outcome.reason, outcome.restarts) == (0, "", 2)
+    assert said == [
+        "rank 2 ended with exit code 3; group 1 will be started again (restart 1 of 5)",
+        "rank 2 ended with exit code 3; group 1 will be started again (restart 2 of 5)",
+    ]
+    told = [line.split() for line in out]
+    assert [count for rank, _, count, *_ in told if rank == "[0]"] == ["0"]
+    assert [count for rank, _, count, *_ in told if rank == "[2]"] == ["0", "1", "2"]
+    assert len({(port, meeting) for *_, port, meeting in told}) == 1
+    assert not Path(told[0][-1]).parent.exists()
+
+
+@pytest.mark.parametrize(("most", "code"), [(1, 3), (5, 2)])
+def test_a_group_that_cannot_be_helped_leaves_the_others_running(most: int, code: int) -> None:
+    words = python(GROUPS, "9", str(code))
+    outcome, _, _ = run(Launch(words, 3, max_restarts=most, grace_s=0.1, timeout_s=60, groups=((0,), (1, 2))))
+    assert outcome.reason == f"[2] ended with exit code {code}; the others went on"
+    assert (outcome.code, outcome.restarts) == (0, 1 if code == 3 else 0)
+
+
 def test_restarts_are_counted() -> None:
     words = python(FAIL_ONCE.format("sys.exit(3)"), "9")
     outcome, _, _ = run(Launch(words, ranks=2, max_restarts=1, grace_s=0, timeout_s=60))

@@ -1,6 +1,7 @@
-"""Groups of ranks that train apart: `apart.py OUT GROUPS EPOCHS [PAUSE_S]`.
+"""Groups of ranks that train apart: `apart.py OUT GROUPS EPOCHS [PAUSE_S [SAVES]]`.
 
-Each group's first rank says when it has begun, and writes what it ended with.
+Each group's first rank says when it has begun, and writes what it ended with. With SAVES, all go on from the last
+checkpoint, and save after so many steps.
 """
 
 import json
@@ -23,6 +24,10 @@ data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 sgd = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
 model, optimizer, loader = run.prepare(net, sgd, data)
+saves = int(sys.argv[5]) if len(sys.argv) > 5 else 0
+if saves and run.load(out / "checkpoints") and run.rank == 0:
+    with (out / f"{run.settings.seed}.loaded").open("a") as file:
+        file.write(f"{run.step}\n")
 losses = []
 for _ in run.epochs(epochs):
     for inputs, wanted in loader:
@@ -33,6 +38,8 @@ for _ in run.epochs(epochs):
         run.log(loss=loss)
         losses.append(float(loss.detach()))
         time.sleep(pause_s)
+        if saves and run.step % saves == 0:
+            run.save(out / "checkpoints")
         if run.step == 10 and run.rank == 0:
             (out / f"{run.settings.seed}.begun").touch()
 state = {name: value.flatten().tolist() for name, value in run.full_state_dict(model).items()}
