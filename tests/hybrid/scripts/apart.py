@@ -40,7 +40,7 @@ for _ in run.epochs(epochs):
         time.sleep(pause_s)
         if saves and run.step % saves == 0:
             run.save(out / "checkpoints")
-        if run.step == 10 and run.rank == 0:
+        if len(losses) == 10 and run.rank == 0:
             (out / f"{run.settings.seed}.begun").touch()
 state = {name: value.flatten().tolist() for name, value in run.full_state_dict(model).items()}
 if run.rank == 0:
