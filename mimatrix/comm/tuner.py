@@ -74,6 +74,8 @@ class Tuner:
         self._file = cache_folder() / f"{fingerprint(group)}.json"
         self._only = ""
         """`MIMATRIX_PATH`: plans of this path alone are tried, where there are any; to find out what is to blame."""
+        self._named: Plan | None = None
+        """Where it names a plan (`messages ring`): what all-reduces run as."""
         self._load()
 
     def known(self, key: SizeClass) -> Plan | None:
@@ -98,7 +100,9 @@ class Tuner:
 
     def candidates(self, key: SizeClass) -> dict[str, Plan]:
         """What is, or would be, measured for such messages."""
-        group = self._group
+        group, named = self._group, self._named
+        if named and named.path in group.paths and key.collective is Collective.ALL_REDUCE:
+            return {str(named): named}
         # What passes through stages is cut to their size before any algorithm sees it.
         seen = key.bytes if key.placed or "messages" in group.paths else min(key.bytes, STAGE_BYTES[key.where])
         plans = list(candidates(key.collective, seen, group.size, group.paths))
@@ -154,9 +158,10 @@ class Tuner:
         if group.me == 0:
             group.endpoint.store.set(key, json.dumps([_sound(self._file), os.environ.get("MIMATRIX_PATH", "")]))
         self.table, asked = json.loads(group.endpoint.store.get(key))
-        if asked not in ("", *get_args(DataPath)):
+        self._named = Plan.parse(asked) if " " in asked else None
+        self._only = self._named.path if self._named else asked
+        if self._only not in ("", *get_args(DataPath)):
             raise UserError(f'MIMATRIX_PATH is "{asked}"; use {", ".join(get_args(DataPath))}, or leave it out')
-        self._only = asked
 
     def _save(self) -> None:
         if self._group.me == 0:

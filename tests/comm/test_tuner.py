@@ -162,6 +162,18 @@ def test_a_path_can_be_asked_for(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert {plan.path for plan in plans.values()} == {path}
 
 
+def test_a_plan_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_PATH", "windows ring")
+    for plans in tuned(plans_of):
+        assert {str(plan) for plan in plans.values()} == {"windows ring"}
+
+
+def test_a_plan_whose_path_is_not_here_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_PATH", "messages ring")
+    for plans in tuned(plans_of):
+        assert {plan.path for plan in plans.values()} <= {"windows", "native"}
+
+
 def test_a_path_that_is_none_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIMATRIX_PATH", "pigeons")
 
