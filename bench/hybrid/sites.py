@@ -1,0 +1,276 @@
+"""`python -m bench.hybrid.sites [--keep]`: two sites of two hosts with 20 Mbit/s between them, emulated (root).
+
+Synchronous training sums every gradient over the slow link; groups that do not wait push over it, each step or now and
+then. All ways train the same net on the same clouds through `mimatrix.init`.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.hybrid.sites_worker import BATCH, GROUPS, Record, Turn, Way, wide
+from bench.markdown import MEASUREMENTS, machine, table
+from mimatrix.cluster import read_cluster
+from mimatrix.collectives import Collective
+from mimatrix.core.units import parse_rate
+from mimatrix.lab import Lab, down, link_bytes, run, up
+
+WAYS = {
+    "synchronous, ring": Way("ring", epochs=4),
+    "synchronous, hierarchical": Way("hierarchical", epochs=4),
+    "hybrid": Way(policy="large", epochs=7),
+    # DiLoCo without its momentum: in ten steps a site comes far here, and what momentum gathers of that overshoots.
+    "local steps (10), outer SGD": Way(policy="local", options={"local_steps": 10, "momentum": 0.0}, epochs=8),
+}
+TARGET = 0.97
+"""Of the best accuracy that is possible."""
+FOLDER = MEASUREMENTS / "hybrid"
+_ACROSS = "20Mbit"
+_CLUSTER = f"""
+name = "two sites"
+switch = [{{ name = "east" }}, {{ name = "west" }}]
+node = [{{ name = "e", devices = [{{ kind = "cpu" }}], count = 2 }}, {{ name = "w", devices = [{{ kind = "cpu" }}], count = 2 }}]
+link = [
+  {{ between = ["e0", "east"], rate = "1Gbit" }},
+  {{ between = ["e1", "east"], rate = "1Gbit" }},
+  {{ between = ["w0", "west"], rate = "1Gbit" }},
+  {{ between = ["w1", "west"], rate = "1Gbit" }},
+  {{ between = ["east", "west"], rate = "{_ACROSS}" }},
+]
+"""
+CLUSTER = read_cluster(_CLUSTER)
+BETWEEN = ("east->west", "west->east")
+SAMPLES = 4000
+"""Of an epoch."""
+_POINTS, _TURN_S = 40, 120.0
+_COLOURS = ("#d8743b", "#8a8a8a", "#7fb2f0", "#1f5fbf")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of a turn. Seconds count from when every group had done its first step, which tunes collectives."""
+
+    samples: int
+    """Of all groups, from start to end."""
+    samples_per_s: float
+    staleness: float
+    """A mean over steps, of the last push of each; 0 where there are none."""
+    curve: tuple[tuple[float, int, float], ...]
+    """(seconds, samples of all groups, accuracy in percent)."""
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "Found":
+        """All groups together, for as long as all of them trained."""
+        start, end = (pick(record.ends_s[place] for record in records) for pick, place in ((max, 0), (min, -1)))
+
+        def samples(until_s: float) -> int:
+            return BATCH * sum(bisect_right(record.ends_s, until_s) for record in records)
+
+        rate = (samples(end) - samples(start)) / (end - start)
+        late = [each for record in records for each in record.staleness]
+        points = (point for record in records for point in record.curve if point[0] >= start)
+        curve = tuple((when - start, samples(when), accuracy) for when, accuracy in points)
+        return cls(samples(inf), rate, statistics.mean(late or [0.0]), curve)
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """When it was reached first, if it was."""
+        return next((seconds for seconds, _, reached in self.curve if reached >= accuracy), None)
+
+
+def measured(rounds: int = 3, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
+    """Every way in every round, in turns: figures of each turn, their medians, and what was predicted."""
+    from bench.hybrid.data import clouds
+
+    best = clouds(0).best
+    assert best
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    with tempfile.TemporaryDirectory() as cache, lab() as here:
+        for number in range(rounds):
+            for name in _rotated(list(ways), number):
+                found, carried = _turn(here, ways[name], number, Path(cache) / name)
+                turns[name].append(_told(found, carried, TARGET * best))
+                shown = {key: value for key, value in turns[name][-1].items() if key != "curve"}
+                print(f"round {number + 1}: {name} {shown}", flush=True)
+    size = gradient_bytes()
+    rows = {name: _medians(turns[name]) | {"predicted": predicted(way, size)} for name, way in ways.items()}
+    asked = {"batch": BATCH, "bytes": size, "across": _ACROSS, "best": best, "target": TARGET * best}
+    return {"rounds": rounds, "machine": machine(), **asked, "ways": rows}
+
+
+@contextmanager
+def lab() -> Iterator[Lab]:
+    """The two sites, gone afterwards."""
+    name = f"sites{os.getpid()}"
+    try:
+        yield up(CLUSTER, name)
+    finally:
+        down(name)
+
+
+def gradient_bytes() -> int:
+    """Of the net that is trained."""
+    return sum(each.numel() * each.element_size() for each in wide(20, 10).parameters())
+
+
+def predicted(way: Way, size: int) -> dict[str, float]:
+    """Bytes of a sample on the link between the sites, each way, and the samples/s of which it is capable."""
+    rate = parse_rate(_ACROSS)
+    if way.policy:
+        # A push goes out whole: half of it to the other site's shard, half to the mirror of one's own. And as much
+        # comes in: the mirror of the other's shard, which is here, and the pull of that shard.
+        each = size / (BATCH * way.steps)
+        return {"bytes": each, "samples_per_s": rate / each}
+    from mimatrix.comm.forecast import Forecast
+    from mimatrix.comm.plans import Plan
+    from mimatrix.netsim import replay
+
+    schedule = Forecast(CLUSTER).schedule(Plan("messages", way.algorithm), Collective.ALL_REDUCE)
+    timeline = replay(schedule, CLUSTER, None, size)
+    names = [channel.name for channel in timeline.traffic.fabric.channels]
+    most = max(float(timeline.channel_bytes[names.index(name)]) for name in BETWEEN)
+    return {"bytes": most / BATCH, "samples_per_s": BATCH / timeline.seconds}
+
+
+def section(found: dict[str, Any]) -> str:
+    """For the page."""
+    headings = [
+        "",
+        "samples/s",
+        "least to most",
+        "the link allows",
+        "bytes a sample",
+        "predicted",
+        f"seconds to {found['target']:.1f} %",
+        "least to most",
+        "accuracy at the end [%]",
+        "staleness",
+    ]
+    rows = [_line(name, row) for name, row in found["ways"].items()]
+    return f"""## Two sites
+`python -m bench.hybrid.sites --keep`
+
+Two sites of two hosts, 1 Gbit/s inside of a site and {found["across"]}/s between them, made by [the lab](../lab.md): network namespaces with shaped links, one rank on
+each host, one thread each. A net of two hidden layers learns ten clouds ({found["bytes"] / 1000:.0f} kB of gradients, a global batch of {found["batch"]}); nobody can do better
+than {found["best"]:.1f} %, and the target is {100 * TARGET:.0f} % of that. Medians of {found["rounds"]} rounds, in each of which every way had its turn, with a seed of its own. Seconds count
+from the end of the first step, in which collectives are tuned; accuracy is that of the first group's parameters, kept while it trains and looked at afterwards. *Bytes a
+sample* went over the link between the sites, in the direction that carried more, from start to end; *predicted* for synchronous training by the simulator, for groups by
+what a push and a pull are: `gradients / (batch * local steps)`. *The link allows*: the samples/s that follow, nothing computed.
+
+![Accuracy over seconds](hybrid/sites.png)
+
+{table(headings, rows)}{found.get("note", "")}"""
+
+
+def picture(found: dict[str, Any]) -> Any:
+    """Accuracy over seconds, a line for every round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, row), colour in zip(found["ways"].items(), _COLOURS, strict=True):
+        for number, turn in enumerate(row["turns"]):
+            seconds, _, accuracies = zip(*turn["curve"], strict=True)
+            axes.plot(seconds, accuracies, color=colour, linewidth=1.2, label="_" if number else name)
+    axes.axhline(found["best"], color="0.4", linewidth=1, label="best possible")
+    axes.axhline(found["target"], color="0.4", linewidth=1, linestyle="--", label="target")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("accuracy [%]")
+    axes.set_ylim(bottom=0.6 * found["best"])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def keep(found: dict[str, Any]) -> None:
+    """Figures and picture, for the page."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "sites.json").write_text(json.dumps(found) + "\n")
+    picture(found).savefig(FOLDER / "sites.png", dpi=150)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="How often each way has its turn.")] = 3,
+    kept: Annotated[bool, typer.Option("--keep", help="Keep the figures and the picture.")] = False,
+) -> None:
+    """Measure, and print the section."""
+    found = measured(rounds)
+    if kept:
+        keep(found)
+    print(section(found))
+
+
+def _turn(here: Lab, way: Way, seed: int, cache: Path) -> tuple[Found, int]:
+    """What came of it, and the bytes that went over the link in the direction that carried more."""
+    before = link_bytes(here)
+    with tempfile.TemporaryDirectory() as folder:
+        turn = Turn(way, folder, str(cache), seed, _every(way))
+        ending = run(here, [sys.executable, "-m", "bench.hybrid.sites_worker", turn.to_text()], timeout_s=_TURN_S)
+        if ending.code:
+            raise SystemExit(f"{way}: {ending.reason}")
+        records = [Record(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
+    after = link_bytes(here)
+    return Found.of(records), max(after[name] - before[name] for name in BETWEEN)
+
+
+def _every(way: Way) -> int:
+    """Steps of a group between two looks: when it has just met the other one, and not more often than is needed."""
+    groups = len(GROUPS) if way.policy else 1
+    steps = way.epochs * SAMPLES // (groups * BATCH)
+    return way.steps * max(1, steps // _POINTS // way.steps)
+
+
+def _told(found: Found, carried: int, target: float) -> dict[str, Any]:
+    return {
+        "samples_per_s": found.samples_per_s,
+        "seconds_to_target": found.seconds_to(target),
+        "bytes": carried / found.samples,
+        "accuracy": found.curve[-1][2],
+        "staleness": found.staleness,
+        "curve": [(round(seconds, 2), samples, round(accuracy, 2)) for seconds, samples, accuracy in found.curve],
+    }
+
+
+def _medians(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure with its least and most; of seconds only where all turns came to the target."""
+    found: dict[str, Any] = {"turns": turns}
+    for key in ("samples_per_s", "seconds_to_target", "bytes", "accuracy", "staleness"):
+        values = [turn[key] for turn in turns]
+        whole = all(value is not None for value in values)
+        found[key] = [statistics.median(values), min(values), max(values)] if whole else None
+    return found
+
+
+def _line(name: str, row: dict[str, Any]) -> list[str]:
+    rate, carried, took, accuracy = (row[key] for key in ("samples_per_s", "bytes", "seconds_to_target", "accuracy"))
+    return [
+        name,
+        f"{rate[0]:.0f}",
+        f"{rate[1]:.0f} to {rate[2]:.0f}",
+        f"{row['predicted']['samples_per_s']:.0f}",
+        f"{carried[0]:.0f}",
+        f"{row['predicted']['bytes']:.0f}",
+        f"{took[0]:.1f}" if took else "not in all rounds",
+        f"{took[1]:.1f} to {took[2]:.1f}" if took else "",
+        f"{accuracy[0]:.1f}",
+        f"{row['staleness'][0]:.1f}",
+    ]
+
+
+def _rotated(names: list[str], by: int) -> Iterable[str]:
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
+if __name__ == "__main__":
+    typer.run(main)
