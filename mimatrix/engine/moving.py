@@ -45,14 +45,18 @@ def measure_communication(
         buffers.free(tensor, "measuring")
     small = torch.zeros(256, dtype=dtype, device=device)
     meeting_s = _seconds(exchange, lambda: group.all_reduce(small)) if norms else 0.0
-    ending_s = _seconds(exchange, lambda: exchange.all({}))
-    return _of_stages(took, ending_s, meeting_s * norms * _MEETINGS)
+    return _of_stages(took, ending_s(exchange), meeting_s * norms * _MEETINGS)
 
 
-def _of_stages(took: Sequence[float], ending_s: float, meeting_s: float) -> Communication:
+def ending_s(exchange: Exchange) -> float:
+    """What ranks take to tell one another something small, as they do at the end of every step. All call it."""
+    return _seconds(exchange, lambda: exchange.all({}))
+
+
+def _of_stages(took: Sequence[float], each_s: float, meeting_s: float) -> Communication:
     all_reduce_s, reduce_scatter_s, all_gather_s = took
     found = Communication.of(all_reduce_s, reduce_scatter_s, all_gather_s)
-    once = tuple(each + ending_s for each in found.once_s)
+    once = tuple(each + each_s for each in found.once_s)
     reason = ", ".join(
         f"{name} {seconds * 1e3:.3g} ms"
         for name, seconds in zip(("all-reduce", "reduce-scatter", "all-gather"), took, strict=True)

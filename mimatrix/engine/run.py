@@ -153,7 +153,7 @@ class Run:
         """
         if self._cycle:
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
-        _check_prepared(model, optimizer, loading)
+        check_prepared(model, optimizer, loading)
         feed = Feed(dataset, self._first, self.rank, seed=self.settings.seed, device=self.device, **loading)
         model.to(self.device)
         self._plan(model, optimizer, loss, feed, whole)
@@ -392,6 +392,11 @@ class Run:
     def phase(self) -> str:
         """What it is about: starting, profiling, training or saving."""
         return "saving" if self._leaving and self._leaving.is_under_way else self._phase
+
+    @property
+    def mode(self) -> str:
+        """`sync`, or `hybrid` where groups do not wait for each other; with `mode="auto"` it is known once prepared."""
+        return "hybrid" if self._outer else "sync"
 
     @property
     def group(self) -> int:
@@ -634,8 +639,16 @@ class Run:
 
     def _plan(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, feed: Feed, whole: Whole) -> None:
         """Find the stage, the batches and the shares, where that is asked for. A collective."""
+        ground = self._ground(model, optimizer, loss, feed, whole)
+        self._phase = "profiling" if self.settings.plan == "profile" else self._phase
+        self._plans = Plans(self.rank, feed, quiet=self.settings.quiet)
+        first = self._plans.begin(ground)
+        if first:
+            self.stage, self.shares = first.stage, first.shares
+
+    def _ground(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, feed: Feed, whole: Whole) -> Ground:
         synced = self._group and self.settings.sync_batchnorm
-        ground = Ground(
+        return Ground(
             self.settings,
             model,
             optimizer,
@@ -651,11 +664,6 @@ class Run:
             batchnorm.count(model) if synced else 0,
             whole,
         )
-        self._phase = "profiling" if self.settings.plan == "profile" else self._phase
-        self._plans = Plans(self.rank, feed, quiet=self.settings.quiet)
-        first = self._plans.begin(ground)
-        if first:
-            self.stage, self.shares = first.stage, first.shares
 
     def _check_compiled(self, model: nn.Module) -> None:
         if self.ranks > 1 and self.stage == 3 and is_compiled(model):
@@ -741,7 +749,8 @@ class Run:
             optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
 
 
-def _check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str, Any]) -> None:
+def check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str, Any]) -> None:
+    """Refuse what `prepare` cannot take, with a sentence."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise UserError("run.prepare takes the model, the optimizer and the dataset; give them in this order")
     check_loading(loading)

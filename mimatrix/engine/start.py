@@ -50,8 +50,8 @@ def init(
     learns while it trains, the name of a file uses a plan from `mimatrix plan`. `rebalance`: whether batches follow
     the speeds that ranks show; they do for "profile" and "online".
 
-    `mode` is "sync", where all ranks make one step together, or "hybrid" (or `mimatrix.Hybrid(...)`), where groups of
-    them do, and never wait for each other.
+    `mode` is "sync", where all ranks make one step together; "hybrid" (or `mimatrix.Hybrid(...)`), where groups of
+    them do, and never wait for each other; or "auto": `prepare` measures and takes the one that brings more.
     """
     settings = Settings(
         global_batch,

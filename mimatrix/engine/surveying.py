@@ -71,14 +71,17 @@ class Ground:
         return self.feed.split_at(Position(0, 0)).total
 
 
-def survey(ground: Ground) -> Measurements:
-    """What all ranks measured. A collective: what goes wrong on one is raised on all."""
+def survey(ground: Ground, paying: Callable[[Ground, ModelSize], Communication] | None = None) -> Measurements:
+    """What all ranks measured. A collective: what goes wrong on one is raised on all.
+
+    `paying` finds what moving the model takes; without, its collectives are timed.
+    """
     if ground.loss is None:
         raise UserError("measuring runs the model on its own; give run.prepare the loss: loss=loss_fn")
     size = size_of(ground)
     started = time.perf_counter()
     # First, since it takes memory that is kept for as long as the run lasts: devices are measured with what is left.
-    paid = _communication(ground, size)
+    paid = (paying or timed_communication)(ground, size)
     neighbours, sharers = _around(ground)
     said = together(ground, lambda: _profile(ground, size, neighbours, sharers).to_json())
     profiles = tuple(Profile.from_json(each) for each in said)
@@ -86,6 +89,16 @@ def survey(ground: Ground) -> Measurements:
         torch.cuda.empty_cache()
     say(ground, f"measured {ground.ranks} ranks in {time.perf_counter() - started:.1f} s")
     return Measurements(size, profiles, paid, equal_counts=bool(ground.norms))
+
+
+def timed_communication(ground: Ground, size: ModelSize) -> Communication:
+    """What moving the model takes, tried out. A collective."""
+    if ground.group is None:
+        return Communication((0.0,) * 4, reason="nothing moves: one rank")
+    dtype = next(parameter.dtype for parameter in ground.model.parameters() if parameter.requires_grad)
+    return measure_communication(
+        ground.group, ground.exchange, size.gradient_bytes, dtype, ground.device, norms=ground.norms
+    )
 
 
 def problem_of(ground: Ground, found: Measurements) -> Problem:
@@ -214,15 +227,6 @@ def _most(ground: Ground) -> int:
     given = ground.settings.micro_batch
     limit = given[ground.rank] if isinstance(given, Sequence) else given
     return min(ground.global_batch, limit or ground.global_batch)
-
-
-def _communication(ground: Ground, size: ModelSize) -> Communication:
-    if ground.group is None:
-        return Communication((0.0,) * 4, reason="nothing moves: one rank")
-    dtype = next(parameter.dtype for parameter in ground.model.parameters() if parameter.requires_grad)
-    return measure_communication(
-        ground.group, ground.exchange, size.gradient_bytes, dtype, ground.device, norms=ground.norms
-    )
 
 
 def _stages(ground: Ground) -> tuple[int, ...]:

@@ -24,7 +24,22 @@ from mimatrix.engine.start import init as init
 from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
 from mimatrix.hybrid.meeting import Meeting
 from mimatrix.hybrid.member import Member
-from mimatrix.hybrid.policies import policy
+from mimatrix.hybrid.policies import Policy, policy
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a process needs to be a rank of its group's run."""
+
+    settings: Settings
+    further: Further | None
+    rank: int
+    ranks: int
+    member: Member
+
+
+MOST_GROUPS = 1 << 20
+"""Where it is not known yet how many there are."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +55,15 @@ class Hybrid:
 
     def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
         """The part that this process has of its group's run."""
-        if settings.global_batch is None:
-            raise UserError("a group pushes when it has done a global batch; set global_batch")
-        rank, ranks = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        store = _store(rank, ranks, timeout_s)
-        groups = self._groups(store, rank, ranks)
-        chosen = policy(self.policy, settings.global_batch, self.options, len(groups))
+        self.check(settings)
+        rank, ranks = place_in_job()
+        store = store_of_job(rank, ranks, timeout_s)
+        seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
+        return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
+
+    def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> Seat:
+        """The place of a rank of the job in its group, whose ranks know each other then."""
+        chosen = self.check(settings, len(groups))
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
         word = os.environ.get("MIMATRIX_MEETING")
@@ -56,15 +74,22 @@ class Hybrid:
         own = replace(settings, seed=settings.seed + number)
         size = len(groups[number])
         if size == 1:
-            return Run(own, device=device, outer=member)
+            return Seat(own, None, 0, 1, member)
         register()
         timeout = timedelta(seconds=timeout_s)
         # A group that was started again must not find what the one before it has left in the store.
         apart = PrefixStore(f"group/{number}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
-        return Run(own, Further(timeout), rank=me, ranks=size, device=device, outer=member)
+        return Seat(own, Further(timeout), me, size, member)
 
-    def _groups(self, store: Store, rank: int, ranks: int) -> Groups:
+    def check(self, settings: Settings, groups: int = MOST_GROUPS) -> Policy:
+        """The policy for so many groups; a sentence where what was asked for does not make one."""
+        if settings.global_batch is None:
+            raise UserError("a group pushes when it has done a global batch; set global_batch")
+        return policy(self.policy, settings.global_batch, self.options, groups)
+
+    def found(self, store: Store, rank: int, ranks: int) -> Groups:
+        """Who is with whom."""
         if self.groups is not None:
             return checked(self.groups, ranks)
         if os.environ.get("MIMATRIX_GROUPS"):
@@ -73,7 +98,13 @@ class Hybrid:
         return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
 
 
-def _store(rank: int, ranks: int, timeout_s: float) -> Store:
+def place_in_job() -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
+    """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

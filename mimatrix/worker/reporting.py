@@ -115,7 +115,7 @@ class Reporter:
                 "moved_bytes": sum(stats[-1].moved_bytes.values()),
             }
         if plan:
-            known |= {"predicted_step_s": _short(plan.step_s), "planned_s": _short(plan.parts[mine.rank].busy_s)}
+            known |= {"predicted_step_s": _short(plan.step_s), "planned_s": _short(plan.parts[run.rank].busy_s)}
         known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting), "aside": run.aside}
         known["group"] = run.group
         metrics = history[0][1] if history else {}

@@ -1,0 +1,117 @@
+"""`mimatrix.init(mode="auto")`: all ranks begin together, and go on in the mode that brings more with their model.
+
+Why the run becomes another one in `prepare`: docs/decisions/0014-a-run-that-decides.md.
+"""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from mimatrix.comm.registration import register
+from mimatrix.core.errors import UserError
+from mimatrix.engine import batchnorm
+from mimatrix.engine.feed import Feed
+from mimatrix.engine.outer import MODES
+from mimatrix.engine.run import Run, check_prepared
+from mimatrix.engine.settings import Settings
+from mimatrix.engine.start import Further
+from mimatrix.engine.start import init as init
+from mimatrix.hybrid.deciding import decided
+from mimatrix.hybrid.grouping import Groups, place_in
+from mimatrix.hybrid.start import Hybrid as Hybrid
+from mimatrix.hybrid.start import place_in_job, store_of_job
+from mimatrix.planner.modes import Choice
+from mimatrix.planner.plan import Plan
+
+
+class Auto:
+    """Synchronous, or groups of the ranks of a host, or as `mimatrix run --groups` says."""
+
+    def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
+        """The part that this process has of a run that is not decided yet; one process alone has nothing to decide."""
+        _check(settings)
+        rank, ranks = place_in_job()
+        if ranks == 1:
+            return Run(settings, device=device)
+        store, timeout = store_of_job(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
+        register()
+        dist.init_process_group(
+            "mimatrix", store=PrefixStore("together", store), rank=rank, world_size=ranks, timeout=timeout
+        )
+        return Undecided(settings, store, timeout, device)
+
+
+class Undecided(Run):
+    """Of all ranks together until `prepare`; then it is what was chosen."""
+
+    def __init__(self, settings: Settings, store: Store, timeout: timedelta, device: torch.device) -> None:
+        rank, ranks = place_in_job()
+        super().__init__(settings, Further(timeout), rank=rank, ranks=ranks, device=device)
+        self._store, self._timeout = store, timeout
+        self.choice: Choice | None = None
+        """Once prepared: what was chosen, from what, and why."""
+
+    def prepare(self, model: Any, optimizer: Any, dataset: Any, /, *given: Any, **named: Any) -> Any:
+        """As of any run; before it, devices and links are measured, and the mode is chosen. All ranks call it."""
+        if self.choice is None:
+            self.choice = self._decide(model, optimizer, dataset, **named)
+        return super().prepare(model, optimizer, dataset, *given, **named)
+
+    def _decide(
+        self, model: Any, optimizer: Any, dataset: Any, *, loss: Any = None, whole: Any = (), **loading: Any
+    ) -> Choice:
+        loading.pop("scheduler", None)
+        check_prepared(model, optimizer, loading)
+        feed = Feed(dataset, self._first, self.rank, seed=self.settings.seed, device=self.device, **loading)
+        model.to(self.device)
+        self._phase = "profiling"
+        groups = Hybrid().found(self._store, self.rank, self.ranks)
+        choice = decided(self._ground(model, optimizer, loss, feed, whole), groups)
+        if choice.mode == "sync" or choice.apart is None:
+            self.settings = self._planned(choice.together, choice.reason, model)
+        else:
+            plan = choice.apart.groups[place_in(groups, self.rank)[0]].plan
+            self._part(self._planned(plan, choice.reason, model), groups, choice.apart.overlaps)
+        return choice
+
+    def _planned(self, plan: Plan, reason: str, model: nn.Module) -> Settings:
+        """By a plan that says first why the mode was chosen; batches follow speeds, as with `plan="profile"`."""
+        follows = self.settings.rebalance
+        if follows is None:
+            # With batch norm, who follows must know of memory.
+            follows = len(plan.parts) > 1 and not (self.settings.sync_batchnorm and batchnorm.count(model))
+        return replace(self.settings, plan=replace(plan, reasons=(reason, *plan.reasons)), rebalance=follows)
+
+    def _part(self, settings: Settings, groups: Groups, overlaps: bool) -> None:
+        """Leave the group of all, and become a rank of one's own."""
+        rank, leaving = self.rank, self._leaving
+        # Nobody leaves while another still reads what was said last.
+        self._store.set(f"auto/heard/{rank}", "")
+        self._store.wait([f"auto/heard/{other}" for other in range(self.ranks)], self._timeout)
+        dist.destroy_process_group()
+        seat = Hybrid(overlaps=overlaps).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
+        super().__init__(
+            seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=self.device, outer=seat.member
+        )
+        self._leaving = leaving
+
+
+def _check(settings: Settings) -> None:
+    """What is given for each rank would not fit the ranks of a group."""
+    per_rank = settings.shares is not None or not isinstance(settings.micro_batch, int | None)
+    if settings.batch != "auto" or per_rank or settings.plan not in (None, "profile"):
+        raise UserError(
+            'mode="auto" measures the devices and plans batches and shares itself; leave out batch, shares, a list of '
+            "micro_batch and plan, or choose a mode"
+        )
+    Hybrid().chosen(settings)
+    if dist.is_initialized():
+        raise UserError('mode="auto" makes its own process group; leave out torch.distributed.init_process_group')
+
+
+MODES["auto"] = Auto

@@ -1,0 +1,77 @@
+"""`mode="auto"` as real processes: what is chosen is what runs, on every rank, and it says why."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mimatrix
+from mimatrix.cluster import named, write_cluster
+from mimatrix.core.errors import UserError
+from mimatrix.worker.ports import free_port
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "auto.py")
+pytestmark = pytest.mark.timeout(150)
+
+
+def told(folder: Path, count: int, **more: str) -> tuple[list[dict[str, Any]], str]:
+    """What ranks of as many hosts say, and what rank 0 writes for people."""
+    known = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), **more}
+    known |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "MIMATRIX_CACHE": str(folder / "cache")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(folder)],
+            env=known | {"RANK": str(rank), "MIMATRIX_HOST": f"host{rank}"},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * count, said
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)], said[0]
+
+
+def learnt(losses: list[float]) -> bool:
+    return sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_a_fast_link_is_for_all_together(tmp_path: Path) -> None:
+    ranks, said = told(tmp_path, 2)
+    assert [(each["mode"], each["ranks"]) for each in ranks] == [("sync", 2)] * 2
+    assert ranks[0]["reason"] == ranks[1]["reason"] == ranks[0]["because"]
+    assert ranks[0]["reason"].startswith("sync: all together make ")
+    assert said.count(ranks[0]["reason"]) == 1
+    assert learnt(ranks[0]["losses"])
+
+
+@pytest.mark.long
+def test_slow_links_are_for_groups(tmp_path: Path) -> None:
+    """Loopback is fast; that the links are slow is only written down."""
+    cluster = tmp_path / "slow.toml"
+    cluster.write_text(write_cluster(named("star:4,rate=20Mbit")))
+    ranks, said = told(tmp_path, 4, MIMATRIX_CLUSTER=str(cluster))
+    assert [(each["mode"], each["ranks"]) for each in ranks] == [("hybrid", 1)] * 4
+    assert "at 20Mbit takes" in ranks[2]["because"]
+    assert said.count(ranks[0]["reason"]) == 1
+    assert all(learnt(each["losses"]) for each in ranks)
+
+
+def test_what_is_given_for_each_rank_is_refused() -> None:
+    with pytest.raises(UserError, match="leave out batch"):
+        mimatrix.init(16, batch=[8, 8], mode="auto")
+    with pytest.raises(UserError, match="set global_batch"):
+        mimatrix.init(mode="auto")
+
+
+def test_alone_there_is_nothing_to_choose() -> None:
+    assert mimatrix.init(16, mode="auto", quiet=True).mode == "sync"
