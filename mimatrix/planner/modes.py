@@ -40,6 +40,8 @@ LATE = 0.7
 """By how much samples of late pushes count less: an exponent."""
 PUSH_S = 4e-3
 """What a push takes beside its data, as groups were found to take."""
+_CARRIED = 0.7
+"""Of a link's rate, what pushes of several groups were found to use at the most: each waits for answers in between."""
 _GAIN = 1.05
 """Apart must be worth so many times as much: together is exact."""
 _HALVINGS = 50
@@ -218,13 +220,13 @@ class _Ways:
         return PUSH_S + max(both) + sum(self._seconds(flows) for flows in self._phases(group))
 
     def pushes_per_s(self, wanted: Sequence[float]) -> list[float]:
-        """Of each group: as many as it wants, up to the one limit at which no channel has more than it carries."""
+        """Of each group: as many as it wants, up to the one limit at which no channel has more than pushes use."""
         each = np.array([self._loads(flow for flows in self._phases(group) for flow in flows) for group in self._all])
         least, most = 0.0, max(wanted)
         for _ in range(_HALVINGS):
             limit = (least + most) / 2
             carried = np.minimum(wanted, limit) @ each
-            least, most = (limit, most) if (carried <= self._rates).all() else (least, limit)
+            least, most = (limit, most) if (carried <= _CARRIED * self._rates).all() else (least, limit)
         return [min(want, most) for want in wanted]
 
     @property

@@ -46,7 +46,7 @@ def test_fast_links_between_like_devices_are_for_all_together() -> None:
 
 
 def test_slow_links_between_many_are_for_groups() -> None:
-    found = chosen([20 * MBIT] * 4, [4e-3] * 4, MB)
+    found = chosen([20 * MBIT] * 24, [4e-3] * 24, MB)
     assert found.mode == "hybrid"
     assert found.apart
     assert found.apart.worth_per_s > found.together.samples_per_s
@@ -68,7 +68,7 @@ def test_faster_links_never_make_either_slower(hosts: int) -> None:
 
 
 def test_once_links_are_fast_enough_for_all_together_faster_ones_are_too() -> None:
-    modes = [chosen([rate * MBIT] * 4, [2e-3] * 4, MB).mode for rate in (2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000)]
+    modes = [chosen([rate * MBIT] * 24, [2e-2] * 24, MB).mode for rate in (2, 10, 50, 200, 1000, 10_000)]
     assert modes == sorted(modes)
     assert len(set(modes)) == 2
 
@@ -79,8 +79,8 @@ def test_two_groups_on_a_slow_link_take_what_it_carries() -> None:
     cluster = star([rate, rate])
     apart = price_apart(asked(cluster, [1e-5] * 2, size), [[0], [1]], cluster)
     for group in apart.groups:
-        assert group.cycle_s == pytest.approx(2 * size / rate, rel=0.01)
-    assert apart.samples_per_s == pytest.approx(BATCH * rate / size, rel=0.01)
+        assert group.cycle_s == pytest.approx(2 * size / rate / 0.7, rel=0.01)
+    assert apart.samples_per_s == pytest.approx(0.7 * BATCH * rate / size, rel=0.01)
 
 
 def test_one_group_on_a_slow_link_slows_no_push_that_is_rarer_anyway() -> None:
@@ -150,4 +150,4 @@ def test_prices_hold_together(rates: list[float], factors: list[float], sample_s
     per_s = [1 / group.cycle_s for group in apart.groups]
     for number, rate in enumerate(rates):
         sent = per_s[number] * part * (len(rates) - 1) + sum(per_s) * part + (sum(per_s) - per_s[number]) * part
-        assert sent <= rate * MBIT * (1 + 1e-9)
+        assert sent <= 0.7 * rate * MBIT * (1 + 1e-9)
