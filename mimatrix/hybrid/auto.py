@@ -109,7 +109,7 @@ def _check(settings: Settings) -> None:
             'mode="auto" measures the devices and plans batches and shares itself; leave out batch, shares, a list of '
             "micro_batch and plan, or choose a mode"
         )
-    Hybrid().chosen(settings)
+    Hybrid().check(settings)
     if dist.is_initialized():
         raise UserError('mode="auto" makes its own process group; leave out torch.distributed.init_process_group')
 
