@@ -40,7 +40,7 @@ def digits(seed: int) -> Task:
     inputs, targets = torch.tensor(found.data / 16, dtype=torch.float32), torch.tensor(found.target)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
     train, test = order[:1280], order[1280:]
-    return Task("digits", (inputs[train], targets[train]), (inputs[test], targets[test]), epochs=30, lr=0.05)
+    return Task("digits", (inputs[train], targets[train]), (inputs[test], targets[test]), epochs=60, lr=0.05)
 
 
 def clouds(seed: int) -> Task:

@@ -41,6 +41,8 @@ class Wanted:
     options: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 64
     """Of a push."""
+    overlaps: bool = False
+    """Whether groups compute while they push; what they compute then is later by all the others' pushes."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
         place: Place = _heard(line, _READY_S)
         return Link(number, layout.count, shares, [[place]] * groups, _TOKEN)
 
-    member = Member(connect, chosen, group=number, overlaps=True)
+    member = Member(connect, chosen, group=number, overlaps=wanted.overlaps)
     run = Run(Settings(global_batch=wanted.batch, seed=wanted.seed * 100 + number, quiet=True), outer=member)
     net = task.model(wanted.seed)
     sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)

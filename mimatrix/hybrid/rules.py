@@ -26,7 +26,7 @@ class Rules:
     scales: bool = True
     warm_up: int = 0
     """Samples (W); 0: none."""
-    damping: float = 1.0
+    damping: float = 0.75
     """The exponent (p); 0: none."""
     corrects: bool = True
     """Whether momentum is corrected when the factor changes."""

@@ -50,8 +50,8 @@ class Hybrid:
     """Ranks of each; without, as `mimatrix run --groups` says, or those of a host are one."""
     policy: str = "large"
     options: Mapping[str, Any] = field(default_factory=dict)
-    overlaps: bool | None = None
-    """Whether a group goes on computing while its push is under way; it does where there are several groups."""
+    overlaps: bool = False
+    """Whether a group goes on computing while its push is under way: more samples a second, and all of them later."""
 
     def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
         """The part that this process has of its group's run."""
@@ -68,7 +68,7 @@ class Hybrid:
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
         word = os.environ.get("MIMATRIX_MEETING")
         meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, Path(word) if word else None)
-        overlaps = len(groups) > 1 if self.overlaps is None else self.overlaps
+        overlaps = self.overlaps and len(groups) > 1
         member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
         own = replace(settings, seed=settings.seed + number)

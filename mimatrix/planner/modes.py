@@ -39,9 +39,9 @@ Flow = tuple[int, int, float]
 LATE = 0.7
 """By how much samples of late pushes count less: an exponent."""
 PUSH_S = 4e-3
-"""What a push takes beside its data, as groups were found to take."""
+"""What a push takes beside its data: a guess, of what Python takes for its messages."""
 _CARRIED = 0.7
-"""Of a link's rate, what pushes of several groups were found to use at the most: each waits for answers in between."""
+"""Of a link's rate, what pushes use at the most (seen once, with four hosts): each waits for answers in between."""
 _GAIN = 1.05
 """Apart must be worth so many times as much: together is exact."""
 _HALVINGS = 50
