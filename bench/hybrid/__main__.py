@@ -1,4 +1,7 @@
-"""`python -m bench.hybrid accuracy|page [--keep]`: figures are kept, and docs/measurements/hybrid.md is written from them."""
+"""`python -m bench.hybrid accuracy|stalls|page [--keep]`: figures are kept, and docs/measurements/hybrid.md is written.
+
+Two sites are measured by `python -m bench.hybrid.sites`, what `mode="auto"` chooses by `python -m bench.hybrid.choosing`.
+"""
 
 import json
 from collections.abc import Callable
@@ -6,15 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.hybrid import accuracy
+from bench.hybrid import accuracy, sites, stalls
 from bench.markdown import MEASUREMENTS, machine, write_page
 
 _KEPT = MEASUREMENTS / "hybrid"
-_PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"accuracy": accuracy.section}
+_PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "accuracy": accuracy.section,
+    "stalls": stalls.section,
+    "sites": sites.section,
+}
 
 
 def main(
-    what: Annotated[str, typer.Argument(help="accuracy or page.")],
+    what: Annotated[str, typer.Argument(help="accuracy, stalls or page.")],
+    rounds: Annotated[int, typer.Option(help="Of stalls.")] = 6,
     seeds: Annotated[int, typer.Option(help="Of accuracy: pairs of runs.")] = 20,
     first: Annotated[int, typer.Option(help="Of accuracy: the first seed; others are for trying out.")] = 0,
     ways: Annotated[str, typer.Option(help="Of accuracy: parts of their names, by comma.")] = "",
@@ -22,8 +30,8 @@ def main(
 ) -> None:
     """Measure one thing, or only write the page."""
     if what != "page":
-        wanted = tuple(way for way in accuracy.WAYS if any(part in way for part in ways.split(",")))
-        found = accuracy.measured(seeds, first, wanted)
+        chosen = tuple(way for way in accuracy.WAYS if any(part in way for part in ways.split(",")))
+        found = stalls.measured(rounds) if what == "stalls" else accuracy.measured(seeds, first, chosen)
         print(json.dumps(found, indent=1))
         if keep:
             _KEPT.mkdir(parents=True, exist_ok=True)

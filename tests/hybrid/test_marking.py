@@ -200,7 +200,7 @@ def test_who_returns_is_not_behind() -> None:
 
 def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
     """Two shards whose last pushes counted differently become three, and then go on as they would have."""
-    rules = Rules(4)
+    rules = Rules(4, damping=1.0)
     pieces = (Piece(0, 0, 5), Piece(1, 0, 3))
     sgd = {"lr": 0.1, "momentum": 0.9}
     parts = ((Piece(0, 0, 4),), (Piece(0, 0, 1), Piece(1, 0, 3)))
