@@ -16,7 +16,7 @@ MB = 1_000_000
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def said_by(script: str, *words: str, attempts: int = 1, **variables: str) -> Any:
+def said_by(script: str, *words: str, attempts: int = 1, own_pages: bool = False) -> Any:
     """What a script says at last; tried again where torch fell over in it, which is not ours to mend."""
     for _ in range(attempts):
         done = subprocess.run(
@@ -24,7 +24,7 @@ def said_by(script: str, *words: str, attempts: int = 1, **variables: str) -> An
             capture_output=True,
             text=True,
             timeout=100,
-            env=os.environ | variables,
+            env=os.environ | (OWN_PAGES if own_pages else {}),
         )
         if done.returncode != -signal.SIGSEGV:
             break
@@ -33,7 +33,7 @@ def said_by(script: str, *words: str, attempts: int = 1, **variables: str) -> An
 
 
 def test_readings_are_what_tensors_hold() -> None:
-    found = said_by("readings.py", **OWN_PAGES)
+    found = said_by("readings.py", own_pages=True)
     for rows in found.values():
         for read, saved, held in rows:
             assert 0.9 * held - 1 * MB <= read <= 1.25 * held + 4 * MB, rows
@@ -53,7 +53,7 @@ def test_readings_hold_what_the_c_library_loses() -> None:
 @pytest.mark.parametrize("megabytes", [40, pytest.param(120, marks=pytest.mark.long)])
 def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
     # Of torch's libraries not all look whether they were given the memory that they asked for.
-    found = said_by("overflowing.py", str(megabytes), "32", attempts=3, **OWN_PAGES)
+    found = said_by("overflowing.py", str(megabytes), "32", attempts=3, own_pages=True)
     # Two on the way up; and what fitted there may not fit again when it is looked at closer.
     assert 1 <= found["overflows"] <= 3
     assert 0.15 * megabytes * MB <= found["bytes"] <= 1.3 * megabytes * MB
