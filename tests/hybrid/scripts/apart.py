@@ -22,7 +22,7 @@ run = mimatrix.init(8, mode=mode, quiet=True, timeout_s=60)
 rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
 data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-sgd = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+sgd = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9)
 model, optimizer, loader = run.prepare(net, sgd, data)
 saves = int(sys.argv[5]) if len(sys.argv) > 5 else 0
 if saves and run.load(out / "checkpoints") and run.rank == 0:
