@@ -81,5 +81,7 @@ def section(found: dict[str, Any]) -> str:
 
 The same number of samples in {found["seeds"]} pairs of runs with the same seeds; synchronous steps have {BATCH} samples, and so have pushes if nothing else is said. Every group is
 a process under a quota (1 is {CPUS} of a processor), the service is a process beside them. *Lost*: the mean over pairs, and below what it lies with 95 %.
+Wanted is a bound below 0.5. Pushes that are larger than the batch that the learning rate was chosen for, scaled and warmed up, keep it in both sets; pushes of the same size
+in one only. Without damping (and so with plain asynchronous SGD and bounded staleness) the harder set loses a point.
 
 {chr(10).join(parts)}"""
