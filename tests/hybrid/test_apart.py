@@ -100,7 +100,14 @@ def test_one_group_of_two_ranks_is_the_synchronous_run(tmp_path: Path) -> None:
         assert values == pytest.approx(states[1][name], abs=1e-10)
 
 
-@pytest.mark.parametrize("killed", [pytest.param("a group", marks=pytest.mark.long), "the first group", "a service"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param("a group", marks=pytest.mark.long),
+        pytest.param("the first group", marks=pytest.mark.long),
+        "a service",
+    ],
+)
 def test_others_go_on(tmp_path: Path, killed: str) -> None:
     with ranks(3, str(tmp_path), "[[0], [1], [2]]", "60", "0.02") as processes:
         begun(tmp_path, 3)

@@ -45,6 +45,7 @@ def learnt(losses: list[float]) -> bool:
     return all(map(math.isfinite, losses)) and min(losses) < losses[0]
 
 
+@pytest.mark.long
 def test_what_is_chosen_is_what_runs(tmp_path: Path) -> None:
     """Which it is depends on what else this machine does: that is for bench/hybrid/choosing.py."""
     ranks, said = told(tmp_path, 2)
