@@ -36,6 +36,9 @@ def rank_alone() -> None:
     import torch.distributed as dist
     from torch import nn
 
+    from mimatrix.comm.registration import register
+
+    register()
     torch.set_num_threads(1)
     dist.init_process_group("mimatrix")
     world: Any = dist.group.WORLD

@@ -17,8 +17,8 @@ _COSTS = 2 / 3
 """Of that, what it must be of the whole step: a fifth."""
 _GOES = 0.15
 """Below this it is named no more."""
-PERSISTS_S = 2.0
-_TIMES = 3
+PERSISTS_S = 4.0
+_TIMES = 4
 """Reports that say so, at least."""
 _FULL = 0.97
 _LINK = 0.5
