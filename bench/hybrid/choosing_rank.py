@@ -67,7 +67,7 @@ def trained(run: Run, words: str, seconds: float) -> None:
                 last = done + _agreed(run, max(5, round(seconds * _TRIED / (time.perf_counter() - began))))
                 began = time.perf_counter()
             if done > _WARM_UPS + _TRIED:
-                late.append(run.staleness or 0.0)
+                late.append(run.pushing.staleness if run.pushing else 0.0)
             if done == last:
                 break
     took = time.perf_counter() - began

@@ -90,8 +90,8 @@ def main(text: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             record.ends_s.append(time.monotonic())
-            if run.staleness is not None:
-                record.staleness.append(run.staleness)
+            if run.pushing:
+                record.staleness.append(run.pushing.staleness)
             if run.step % turn.every == 0 and run.rank == run.group == 0:
                 kept.append((record.ends_s[-1], {name: value.clone() for name, value in net.state_dict().items()}))
     run.close()

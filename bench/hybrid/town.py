@@ -142,10 +142,10 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
             run.backward(nn.functional.cross_entropy(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-            late.append(member.staleness)
+            late.append(member.now.staleness)
     run.close()
     ended_s = time.monotonic()
-    return Trained(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.waited_s, len(late))
+    return Trained(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.now.waited_s, len(late))
 
 
 def together(wanted: Wanted) -> float:

@@ -123,6 +123,7 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
     found: list[RenderableType] = [
         Text(f"{job.id:>5}  {job.name:<20.20} {job.user:<10.10} {job.state}: {said}  {losses}".rstrip())
     ]
+    found += [Text(line) for line in _of_groups(now)]
     held = {trouble.rank: trouble for trouble in now.troubles}
     for rank in _shown(now):
         whole = max(rank.step_s, 1e-9)
@@ -139,6 +140,23 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
     if len(now.ranks) > _MOST_RANKS:
         found.append(Text(f"{'':>11}and {len(now.ranks) - _MOST_RANKS} more"))
     return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.troubles)]
+
+
+def _of_groups(now: "Ranks") -> list[str]:
+    """How it goes with the pushes of each, where groups do not wait for each other; of many, those that push most."""
+    firsts = [rank for rank in now.ranks if rank.pushed]
+    whole = max(1, sum(rank.pushed.samples for rank in firsts if rank.pushed))
+    lines = []
+    for rank in sorted(firsts, key=lambda each: -each.pushed.samples if each.pushed else 0)[:_MOST_RANKS]:
+        assert rank.pushed
+        who = ", ".join(str(each.rank) for each in now.ranks if each.group == rank.group)
+        lines.append(
+            f"{'':>7}group {rank.group} (rank {who:.20}): {rank.pushed.pushes:,} pushes, "
+            f"{rank.pushed.samples:,} samples ({rank.pushed.samples / whole:.0%} of all), "
+            f"{rank.samples_per_s:.4g} samples/s, "
+            f"{rank.pushed.staleness:.3g} late, waited {format_seconds(rank.pushed.waited_s)}"
+        )
+    return lines
 
 
 def _shown(now: "Ranks") -> list["Rank"]:

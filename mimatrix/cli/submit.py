@@ -1,5 +1,6 @@
 """`mimatrix submit`: a script, its folder as it is now, and what it asks for."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ def submit(
         bool, typer.Option("--preemptible", help="May be told to save and wait for others.")
     ] = False,
     max_time: Annotated[str, typer.Option(help="Ended after so long, as in 90s or 1h30m.")] = "",
+    groups: Annotated[
+        str, typer.Option(help='Ranks that go together, as in 0,1/2/3, for mode="hybrid"; a lost group ends no other.')
+    ] = "",
     env: Annotated[list[str] | None, typer.Option(help="A variable, as in NAME=VALUE; may be given often.")] = None,
     file: Annotated[
         list[Path] | None, typer.Option(help="A file from elsewhere to take along; may be given often.")
@@ -46,6 +50,8 @@ def submit(
     from mimatrix.wire.messages import MOST_SNAPSHOT_BYTES
 
     given = _given(name, devices, priority, preemptible, max_time, env or [], retries)
+    if groups:
+        given = _grouped(groups, given)
     path, given = _described(script, given, arguments or [])
     with connected() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
         packed = Path(folder) / "snapshot.tar.gz"
@@ -76,6 +82,19 @@ def _given(
     found["max_time_s"] = parse_duration(max_time) if max_time else None
     found["environment"] = dict(_variable(text) for text in env) or None
     return {key: value for key, value in found.items() if value not in (None, "")}
+
+
+def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Workers hear who is with whom by a variable; a device for each rank, unless others are asked for."""
+    from mimatrix.launch import parse_groups
+
+    ranks = len(re.findall(r"\d+", text))
+    found = parse_groups(text, ranks)
+    devices = given.get("devices", str(ranks))
+    if devices.isdigit() and int(devices) != ranks:
+        raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
+    environment = {**(given.get("environment") or {}), "MIMATRIX_GROUPS": json.dumps(found)}
+    return {**given, "devices": devices, "environment": environment}
 
 
 def _variable(text: str) -> tuple[str, str]:

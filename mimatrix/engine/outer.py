@@ -36,6 +36,19 @@ class Outside:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Pushing:
+    """How it goes with a group's pushes, since it began."""
+
+    pushes: int = 0
+    samples: int = 0
+    """In them."""
+    staleness: float = 0.0
+    """Pushes of others between the last pull and the last push."""
+    waited_s: float = 0.0
+    """For pushes that were still under way, and for groups that were too far behind."""
+
+
 class Outer(Protocol):
     """As a run sees it. All ranks of the run call everything together."""
 
@@ -44,9 +57,9 @@ class Outer(Protocol):
     samples: int
     """That all groups together have had."""
 
-    @property
-    def staleness(self) -> float:
-        """Pushes of others between the last pull and the last push."""
+    now: Pushing
+    is_first: bool
+    """Whether this rank of the group pushes, and so knows how it goes."""
 
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
         """The model is prepared; its parameters become what all groups have. `cut`: each rank has a part of them."""

@@ -29,7 +29,7 @@ from mimatrix.engine.knobs import Knobs
 from mimatrix.engine.leaving import LEFT, Leaving
 from mimatrix.engine.loader import Loader
 from mimatrix.engine.logs import Logs
-from mimatrix.engine.outer import Outer
+from mimatrix.engine.outer import Outer, Pushing
 from mimatrix.engine.passing import STAGES, ParametersCut
 from mimatrix.engine.plans import Plans
 from mimatrix.engine.precision import LossScale, Precision
@@ -404,9 +404,9 @@ class Run:
         return self._outer.group if self._outer else 0
 
     @property
-    def staleness(self) -> float | None:
-        """Pushes of other groups between this one's last pull and push, where there are groups."""
-        return self._outer.staleness if self._outer else None
+    def pushing(self) -> Pushing | None:
+        """How it goes with the pushes of this group, where there are groups; the first rank of each knows."""
+        return self._outer.now if self._outer and self._outer.is_first else None
 
     @property
     def aside(self) -> bool:

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.binding import Binding
 from mimatrix.engine.disk import Tensors
-from mimatrix.engine.outer import Outside
+from mimatrix.engine.outer import Outside, Pushing
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link, Pulled
 from mimatrix.hybrid.marking import Holding
@@ -25,15 +25,6 @@ from mimatrix.hybrid.whole import Whole
 Connect = Callable[[Layout, torch.Tensor], Link]
 """Finds the shards, or makes those that are this group's; only its first rank does."""
 _LOOKS_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Pushing:
-    """How it goes with a group's pushes."""
-
-    pushes: int = 0
-    staleness: float = 0.0
-    """Of the last push."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +52,8 @@ class Member:
         overlaps: bool = False,
         timeout_s: float = 300.0,
     ) -> None:
-        self.group = group
-        self._connect, self._policy, self._is_first = connect, policy, is_first
+        self.group, self.is_first = group, is_first
+        self._connect, self._policy = connect, policy
         self._overlaps = overlaps and not policy.local_steps and not policy.rules.together
         self._timeout_s = timeout_s
         self._link: Link | None = None
@@ -72,15 +63,8 @@ class Member:
         """What was pulled last; known to the first rank."""
         self._steps = self._since = 0
         """Of its own, and samples, since the last push."""
-        self.waited_s = 0.0
-        """In all: for pushes that were still under way, and for groups that were too far behind."""
         self.samples = 0
         self.now = Pushing()
-
-    @property
-    def staleness(self) -> float:
-        """Of the last push."""
-        return self.now.staleness
 
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
         """Meet the others: all begin with the same parameters."""
@@ -91,7 +75,7 @@ class Member:
         self._row = torch.zeros(self._layout.count, dtype=self._layout.dtype)
         self._layout.read_values(self._row)
         self._join()
-        if self._is_first:
+        if self.is_first:
             self._link = self._connect(self._layout, self._row)
             self._link.join()
             self._has = self._link.pull()
@@ -112,7 +96,7 @@ class Member:
 
     def mark(self) -> Callable[[], Outside]:
         """What the shards have, all of them with the same pushes: this group's last one, and what others pushed."""
-        if not self._is_first:
+        if not self.is_first:
             return Outside
         if self._under_way:
             self._under_way.result()
@@ -124,7 +108,7 @@ class Member:
         """Shards that have not begun yet begin with the checkpoint; others keep what they have, and it is taken."""
         if bool(facts["local"]) != bool(self._policy.local_steps) or facts["count"] != self._layout.count:
             raise UserError("the checkpoint is of another model, or of groups with another policy; use the same")
-        is_there = self._is_first and self._put(Whole.read(facts, tensors, self._layout.pieces), facts["mark"])
+        is_there = self.is_first and self._put(Whole.read(facts, tensors, self._layout.pieces), facts["mark"])
 
         def finish() -> None:
             kept = torch.tensor([int(is_there and bool(self._policy.local_steps))])
@@ -133,7 +117,7 @@ class Member:
             # Groups that step by themselves are somewhere else than the common parameters: where the checkpoint says.
             self._layout.read_values(self._row)
             self._join()
-            if self._is_first and not kept:
+            if self.is_first and not kept:
                 assert self._has
                 self._row.copy_(self._has.values)
             self._share()
@@ -188,7 +172,7 @@ class Member:
         self._layout.read_gradients(self._row)
         self._join()
         untouched = self._untouched()
-        if self._is_first:
+        if self.is_first:
             assert self._has
             seen = self._has.versions
             if self._under_way:
@@ -203,14 +187,14 @@ class Member:
     def _waited_for(self, under_way: Future[Pulled]) -> Pulled:
         began = time.monotonic()
         found = under_way.result()
-        self.waited_s += time.monotonic() - began
+        self.now = replace(self.now, waited_s=self.now.waited_s + time.monotonic() - began)
         return found
 
     def _step_by_distance(self, usual: int) -> None:
         """How far the group is from the common parameters, as if that were a gradient."""
         self._layout.read_values(self._row)
         self._join()
-        if self._is_first:
+        if self.is_first:
             assert self._link
             assert self._has
             drawn, outer = self._policy.drawn, dict(self._policy.outer or {})
@@ -226,7 +210,8 @@ class Member:
         assert link
         found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
         pulled = self._stepped(link, push.seen) if self._policy.rules.together else self._caught_up(link, link.pull())
-        self.now = Pushing(self.now.pushes + 1, found.staleness)
+        now = self.now
+        self.now = replace(now, pushes=now.pushes + 1, samples=now.samples + push.samples, staleness=found.staleness)
         return pulled
 
     def _stepped(self, link: Link, seen: tuple[int, ...]) -> Pulled:

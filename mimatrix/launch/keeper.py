@@ -1,8 +1,8 @@
 """The keeper of one team: a process of its own that outlives whoever started it.
 
 `python -m mimatrix.launch.keeper FOLDER` starts it. It unpacks the archive, has a guard start each member, keeps what
-they print, ends all when one fails or when it is told to, and writes every change down. It ends when no process of the
-team is left.
+they print, ends all or those of a group when one fails, and all when it is told to, and writes every change down. It
+ends when no process of the team is left.
 """
 
 import os
@@ -59,12 +59,12 @@ class _Keeper:
         self._order = order
         self._heard = heard
         self._me = identify(os.getpid())
-        self._ledger = Ledger(len(order.environments))
+        self._ledger = Ledger(len(order.environments), order.groups)
         self._logs = [Log(folder.log(rank)) for rank in range(len(order.environments))]
         self._posts: dict[int, Post] = {}
         self._guards: tuple[Identity | None, ...] = ()
         self._selector = selectors.DefaultSelector()
-        self._sent = Ending.NOT
+        self._sent: dict[int, Ending] = {}
         self._saved: Record | None = None
 
     @property
@@ -95,7 +95,7 @@ class _Keeper:
         refusal = self._hear_out(child, says)
         os.close(says)
         _, status = os.waitpid(child, 0)
-        if self._ledger.ending:
+        if self._ledger.is_told:
             self._ledger.cancel()
         elif refusal or status:
             code = os.waitstatus_to_exitcode(status)
@@ -197,10 +197,11 @@ class _Keeper:
 
     def _pass_on(self) -> None:
         """Tell the guards what they have not been told yet."""
-        if self._ledger.ending > self._sent:
-            self._sent = self._ledger.ending
-            for post in self._posts.values():
-                send(post.guard, NOW if self._sent == Ending.NOW else signal.SIGTERM)
+        for rank, post in self._posts.items():
+            ending = self._ledger.ending_of(rank)
+            if ending > self._sent.get(rank, Ending.NOT):
+                self._sent[rank] = ending
+                send(post.guard, NOW if ending == Ending.NOW else signal.SIGTERM)
 
     def _save(self) -> bool:
         """Write down what has changed; False where the disk does not take it."""

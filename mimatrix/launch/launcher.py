@@ -60,6 +60,8 @@ class Team:
     """Between being told to end and being killed."""
     run_as: str = ""
     """The user; the launcher's own if empty."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Ranks that end together when one of them fails; without, all do."""
 
 
 class Phase(StrEnum):
@@ -88,7 +90,7 @@ class TeamState:
 
     members: tuple[MemberState, ...]
     first_failure: int | None = None
-    """The rank that failed first; the others were ended because of it."""
+    """The rank that failed first; the others of its group were ended because of it."""
 
     @property
     def has_ended(self) -> bool:

@@ -12,7 +12,7 @@ CANNOT_RUN = 126
 
 
 class Ending(IntEnum):
-    """How far all members are to be ended; it only grows."""
+    """How far members are to be ended; it only grows."""
 
     NOT = 0
     WITH_GRACE = 1
@@ -22,28 +22,42 @@ class Ending(IntEnum):
 class Ledger:
     """Takes what is heard of the members, in any order; says how the team is and whether to end it."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ending = Ending.NOT
+    def __init__(self, ranks: int, groups: Sequence[Sequence[int]] = ()) -> None:
         self.refusal = ""
+        self._groups = {rank: number for number, group in enumerate(groups) for rank in group}
+        """Who ends with whom; those of none are one."""
+        self._endings = dict.fromkeys([self._group(rank) for rank in range(ranks)], Ending.NOT)
+        self._whys = dict.fromkeys(self._endings, "")
+        self._failures: dict[int, tuple[float, int]] = {}
+        """By group: the first."""
         self._members = [MemberState(Phase.STARTING)] * ranks
         self._codes: dict[int, int] = {}
         self._left: dict[int, str] = {}
-        self._why = ""
-        self._failure: tuple[float, int] | None = None
 
     @property
     def team(self) -> TeamState:
         """How the team is."""
-        return TeamState(tuple(self._members), self._failure[1] if self._failure else None)
+        _, first = min(self._failures.values(), default=(0.0, None))
+        return TeamState(tuple(self._members), first)
 
     @property
     def has_started(self) -> bool:
         """Whether all members have, or none ever will."""
         return all(member.phase != Phase.STARTING for member in self._members) and not self.refusal
 
+    @property
+    def is_told(self) -> bool:
+        """Whether anybody is to end."""
+        return any(self._endings.values())
+
+    def ending_of(self, rank: int) -> Ending:
+        """How far this member is to be ended."""
+        return self._endings[self._group(rank)]
+
     def tell(self, ending: Ending) -> None:
         """Somebody wants the team to end."""
-        self._end(ending, "told to end")
+        for group in self._endings:
+            self._end(group, ending, "told to end")
 
     def refuse(self, sentence: str) -> None:
         """No member can be started."""
@@ -77,7 +91,9 @@ class Ledger:
                 self._members[rank] = MemberState(Phase.EXITED, CANNOT_RUN, report.text)
                 self.refusal = self.refusal or f"rank {rank} cannot be started: {report.text}"
                 self._fail(rank, report.at_s)
-                self._end(Ending.NOW, self._why)
+                # A team is started as a whole, or not at all.
+                for group in self._endings:
+                    self._end(group, Ending.NOW, self._whys[self._group(rank)])
             case Kind.ENDED:
                 self._codes[rank] = report.code
                 if report.code:
@@ -86,21 +102,27 @@ class Ledger:
                 self._left[rank] = report.text
 
     def _fail(self, rank: int, at_s: float) -> None:
-        """Who fails after the team was told to end does not count."""
-        if self.ending == Ending.NOT or (self._failure and at_s < self._failure[0]):
-            self._failure = at_s, rank
-            self._why = f"ended because rank {rank} failed"
-        self.ending = max(self.ending, Ending.WITH_GRACE)
+        """Who fails after it was told to end does not count."""
+        group = self._group(rank)
+        first = self._failures.get(group)
+        if self._endings[group] == Ending.NOT or (first and at_s < first[0]):
+            self._failures[group] = at_s, rank
+            self._whys[group] = f"ended because rank {rank} failed"
+        self._endings[group] = max(self._endings[group], Ending.WITH_GRACE)
 
-    def _end(self, ending: Ending, why: str) -> None:
-        self.ending = max(self.ending, ending)
-        self._why = self._why or why
+    def _end(self, group: int, ending: Ending, why: str) -> None:
+        self._endings[group] = max(self._endings[group], ending)
+        self._whys[group] = self._whys[group] or why
+
+    def _group(self, rank: int) -> int:
+        return self._groups.get(rank, -1)
 
     def _reason(self, rank: int) -> str:
         code = self._codes[rank]
         how = f"exit code {code}" if code > 0 else f"killed by {_signal_name(-code)}"
-        is_own = not self._why or (self._failure is not None and self._failure[1] == rank)
-        said = [how] * bool(code) + [self._why] * bool(code and not is_own) + [self._left.get(rank, "")]
+        why, (_, first) = self._whys[self._group(rank)], self._failures.get(self._group(rank), (0.0, None))
+        is_own = not why or first == rank
+        said = [how] * bool(code) + [why] * bool(code and not is_own) + [self._left.get(rank, "")]
         return "; ".join(filter(None, said))
 
 

@@ -156,7 +156,7 @@ class NodeKeeper:
         if state is None:
             return None
         part = self._parts.get(team)
-        found = find_local_cause(state, part.ranks, time.time()) if part else None
+        found = find_local_cause(state, part, time.time()) if part else None
         with self._lock:
             if found and team in self._parts:
                 self._causes.setdefault(team, found)

@@ -4,7 +4,7 @@ A *part* is the members of a team on one node. There it is a team of its own, wh
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -74,6 +74,8 @@ class TeamRecord:
     is_dropped: bool = False
     """It is to be forgotten, on all nodes that still know it."""
     cause: Cause | None = None
+    has_groups: bool = False
+    """A failure ends its group, which is on one node, and no more."""
 
     @property
     def state(self) -> TeamState:
@@ -115,8 +117,9 @@ def split(team: Team, nodes: Mapping[str, NodeFacts], own_names: Mapping[str, st
     ranks: dict[str, list[int]] = {}
     for rank, member in enumerate(team.members):
         ranks.setdefault(ids[member.node], []).append(rank)
+    whole = team if _are_apart(team.groups, ranks.values()) else replace(team, groups=())
     return {
-        known: Part(_cut(team, own_names[known], mine), tuple(mine), _others(ranks, known), order)
+        known: Part(_cut(whole, own_names[known], mine), tuple(mine), _others(ranks, known), order)
         for known, mine in ranks.items()
     }
 
@@ -126,7 +129,9 @@ def first_record(team: Team, parts: Mapping[str, Part]) -> TeamRecord:
     (order,) = {part.order for part in parts.values()}
     ids = {rank: known for known, part in parts.items() for rank in part.ranks}
     places = tuple(Place(member.node, ids[rank]) for rank, member in enumerate(team.members))
-    return TeamRecord(team.name, order, places, (MemberState(Phase.STARTING),) * len(places))
+    has_groups = any(part.team.groups for part in parts.values())
+    starting = (MemberState(Phase.STARTING),) * len(places)
+    return TeamRecord(team.name, order, places, starting, has_groups=has_groups)
 
 
 def judge_team(record: TeamRecord, sight: Sight, age_s: float, now_s: float) -> TeamRecord:
@@ -145,18 +150,27 @@ def judge_team(record: TeamRecord, sight: Sight, age_s: float, now_s: float) -> 
     )
 
 
-def find_local_cause(state: TeamState, ranks: tuple[int, ...], now_s: float) -> Cause | None:
-    """The failure in a part, if there is one; `ranks` are those of its members in the whole team."""
-    first = state.first_failure
+def find_local_cause(state: TeamState, part: Part, now_s: float) -> Cause | None:
+    """The failure in a part, if there is one that ends others than its group."""
+    if part.team.groups:
+        return None
+    first, ranks = state.first_failure, part.ranks
     if first is None:
         first = next((rank for rank, member in enumerate(state.members) if member.phase is Phase.LOST), None)
     return None if first is None else Cause(ranks[first], now_s)
 
 
-def _cut(team: Team, node: str, ranks: Iterable[int]) -> Team:
+def _are_apart(groups: Iterable[Iterable[int]], ranks: Iterable[Iterable[int]]) -> bool:
+    """Whether every group is on one node; of others a node alone cannot tell who ends with whom."""
+    nodes = [set(on_node) for on_node in ranks]
+    return all(any(set(group) <= on_node for on_node in nodes) for group in groups)
+
+
+def _cut(team: Team, node: str, ranks: Sequence[int]) -> Team:
     members = tuple(replace(team.members[rank], node=node) for rank in ranks)
+    groups = tuple(tuple(map(ranks.index, group)) for group in team.groups if group[0] in ranks)
     # The path is the server's. The node puts the archive where it likes, and fills in that.
-    return replace(team, members=members, archive=Path(team.archive.name))
+    return replace(team, members=members, groups=groups, archive=Path(team.archive.name))
 
 
 def _others(known: Mapping[str, object], mine: str) -> tuple[str, ...]:
@@ -188,7 +202,7 @@ def _find_cause(record: TeamRecord, members: tuple[MemberState, ...], sight: Sig
     told = [part.cause for part in sight.parts.values() if part and part.cause]
     if told:
         return min(told, key=lambda cause: cause.at_s)
-    if record.is_told:
+    if record.is_told or (record.has_groups and any(member.phase not in _ENDED for member in members)):
         return None
     lost = [rank for rank, member in enumerate(members) if member.phase is Phase.LOST]
     # A member that was told to end by nobody whom we know of: its keeper was gone, and so it was killed.

@@ -29,6 +29,7 @@ class Order:
     archive: str
     grace_s: float
     run_as: str
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class TeamFolder:
     def read_order(self) -> Order:
         """What was written."""
         told = json.loads(self._order.read_text(encoding="utf-8"))
-        return Order(**told | {"words": tuple(told["words"]), "environments": tuple(told["environments"])})
+        told["groups"] = map(tuple, told.get("groups", ()))
+        return Order(**told | {name: tuple(told[name]) for name in ("words", "environments", "groups")})
 
     def ranks(self) -> int:
         """How many members were ordered; 1 where that cannot be read any more."""

@@ -1,18 +1,51 @@
 """How a team ended, for people: whose fault it was, its exit code once, and the last that it said."""
 
+import json
 import re
+from collections.abc import Mapping
 
-from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.hybrid.grouping import Groups, checked
 from mimatrix.launch import Launcher, MemberState, Phase, TeamState
 
+LEFT = 75
+"""The exit code of a worker that saved and left as it was told (EX_TEMPFAIL)."""
+_BECAUSE = "ended because"
 _TAIL_BYTES = 4096
 _MOST_CHARACTERS = 200
 # Colours and the like, whole; then every other character that is none to be printed.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
 
 
-def failed_rank(state: TeamState) -> int | None:
-    """The rank to blame, the first that failed; None where all ended well."""
+def groups_of(environment: Mapping[str, str], ranks: int) -> Groups:
+    """Who goes with whom in a job that says so to its workers; none where all go together."""
+    try:
+        return checked(json.loads(environment.get("MIMATRIX_GROUPS") or "[]"), ranks)
+    except (ValueError, TypeError, UserError):
+        return ()  # its workers say what is wrong with it
+
+
+def lost_ranks(state: TeamState, groups: Groups) -> dict[int, int]:
+    """Of each group that was lost while others go on: its number, and who failed in it."""
+    found = {}
+    for number, group in enumerate(groups if not state.has_ended else ()):
+        failed = [rank for rank in group if _has_failed(state.members[rank])]
+        if failed:
+            # Who is told to end fails after the one that was the reason.
+            found[number] = next((rank for rank in failed if _BECAUSE not in state.members[rank].reason), failed[0])
+    return found
+
+
+def failed_rank(state: TeamState, groups: Groups = ()) -> int | None:
+    """The rank to blame, the first that failed; None where all ended well, or all of some group.
+
+    Of groups that were told to save and go, one that did so speaks for all.
+    """
+    codes = [member.code for member in state.members]
+    if any(all(codes[rank] == 0 for rank in group) for group in groups):
+        return None
+    if groups and LEFT in codes:
+        return codes.index(LEFT)
     if state.first_failure is not None:
         return state.first_failure
     return next((rank for rank, member in enumerate(state.members) if member.code != 0), None)
@@ -44,6 +77,10 @@ def _how(member: MemberState) -> tuple[str, str]:
     if first.startswith("killed by "):
         return f"was {first}", rest
     return f"ended with {member.code}", rest if first == f"exit code {member.code}" else member.reason
+
+
+def _has_failed(member: MemberState) -> bool:
+    return member.phase is Phase.LOST or (member.phase is Phase.EXITED and member.code not in (0, LEFT))
 
 
 def _visible(line: str) -> str:

@@ -11,17 +11,25 @@ from mimatrix.server.context import Context
 from mimatrix.server.life import WAITING
 from mimatrix.server.live import LiveJob
 from mimatrix.server.tables import JobRow, NodeRow
-from mimatrix.wire.messages import ACTIVE, JobState, Report
+from mimatrix.wire.messages import ACTIVE, JobState, Pushed, Report
 
 Figure = Callable[[Report], float | None]
+JobFigure = Callable[[LiveJob, Report], float | None]
+GroupFigure = Callable[[Pushed], float]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 2000
 """Series of ranks are given for so many of them, of the newest jobs; of the others only those of their jobs."""
-_OF_JOB: dict[str, tuple[str, Figure]] = {
-    "mimatrix_job_step": ("Steps done", lambda said: said.step),
-    "mimatrix_job_step_seconds": ("A step, measured", lambda said: said.step_s),
-    "mimatrix_job_predicted_step_seconds": ("A step, as planned", lambda said: said.predicted_step_s),
-    "mimatrix_job_samples_per_second": ("Samples a second, all ranks together", lambda said: said.samples_per_s),
+_OF_JOB: dict[str, tuple[str, JobFigure]] = {
+    "mimatrix_job_step": ("Steps done", lambda _, said: said.step),
+    "mimatrix_job_step_seconds": ("A step, measured", lambda _, said: said.step_s),
+    "mimatrix_job_predicted_step_seconds": ("A step, as planned", lambda _, said: said.predicted_step_s),
+    "mimatrix_job_samples_per_second": ("Samples a second, all ranks together", lambda job, _: job.samples_per_s),
+}
+_OF_GROUP: dict[str, tuple[str, GroupFigure]] = {
+    "mimatrix_group_pushes": ("Pushes of a group, in all", lambda said: said.pushes),
+    "mimatrix_group_samples": ("Samples in them", lambda said: said.samples),
+    "mimatrix_group_staleness": ("Pushes of others that its last one did not know", lambda said: said.staleness),
+    "mimatrix_group_waited_seconds": ("What it waited for its pushes, in all", lambda said: said.waited_s),
 }
 _OF_RANK: dict[str, tuple[str, Figure]] = {
     "mimatrix_rank_compute_seconds": ("Computing, in a step", lambda said: said.compute_s),
@@ -92,14 +100,30 @@ def _of_jobs(live: dict[int, LiveJob]) -> Iterator[Metric]:
     for name, (about, figure) in _OF_JOB.items():
         family = GaugeMetricFamily(name, about, labels=["job"])
         for number, job in live.items():
-            said = job.reports.get(0)
-            _add(family, [str(number)], figure(said) if said else None)
+            said = job.first
+            _add(family, [str(number)], figure(job, said) if said else None)
         yield family
+    yield from _of_groups(live)
     troubles = GaugeMetricFamily("mimatrix_job_trouble", "A rank holds the others up", labels=["job", "kind", "rank"])
     for number, job in live.items():
         for each in job.troubles:
             troubles.add_metric([str(number), each.kind, str(each.rank)], 1)
     yield troubles
+
+
+def _of_groups(live: dict[int, LiveJob]) -> Iterator[Metric]:
+    """Of those that do not wait for each other; so many as of ranks."""
+    said = [
+        ([str(number), str(each.group)], each.pushed)
+        for number, job in live.items()
+        for each in job.firsts.values()
+        if each.pushed
+    ][:MOST_RANKS]
+    for name, (about, figure) in _OF_GROUP.items():
+        family = GaugeMetricFamily(name, about, labels=["job", "group"])
+        for labels, pushed in said:
+            family.add_metric(labels, figure(pushed))
+        yield family
 
 
 def _of_ranks(live: dict[int, LiveJob]) -> Iterator[Metric]:

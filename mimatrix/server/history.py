@@ -18,6 +18,8 @@ _MOST_RANKS = 128
 """Of larger jobs only what rank 0 says of all is kept."""
 _PRUNED_S = 60.0
 _BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
+_BY_GROUP = ("pushes", "samples", "staleness", "waited_s")
+"""Known of the first rank of each group, where there are groups."""
 _BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
 
 
@@ -42,7 +44,7 @@ class History:
 
     def keep(self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any]) -> None:
         """How all is now."""
-        found = {number: point_of(live) for number, live in jobs.items() if 0 in live.reports}
+        found = {number: point_of(live) for number, live in jobs.items() if live.first}
         points = [(CLUSTER, dict(cluster)), *found.items()]
         with self._sessions.begin() as session:
             _write(session, 0, now_s, points)
@@ -57,7 +59,7 @@ class History:
 
     def keep_last(self, session: Session, now_s: float, number: int, live: LiveJob | None) -> None:
         """How a job was when it ended."""
-        if live and 0 in live.reports and live.reports[0].step:
+        if live and live.first and live.first.step:
             _write(session, 0, now_s, [(number, point_of(live))])
 
     def _thin(self, session: Session, number: int, now_s: float) -> None:
@@ -101,13 +103,14 @@ def read(
 
 def point_of(live: LiveJob) -> dict[str, Any]:
     """What the ranks of a job said last, as one point."""
-    first = live.reports[0]
+    first = live.first
+    assert first
     known: dict[str, Any] = {
         "step": first.step,
-        "samples_per_s": short(first.samples_per_s),
+        "samples_per_s": short(live.samples_per_s),
         "step_s": short(first.step_s),
         "predicted_step_s": short(first.predicted_step_s),
-        "metrics": {name: short(value) for name, value in first.metrics.items()},
+        "metrics": {name: short(value) for name, value in live.metrics.items()},
     }
     if live.ranks <= _MOST_RANKS:
         known["ranks"] = _by_rank([live.reports.get(rank) for rank in range(live.ranks)])
@@ -117,11 +120,15 @@ def point_of(live: LiveJob) -> dict[str, Any]:
 def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:
     found = {name: [short(getattr(each, name)) if each else None for each in reports] for name in _BY_RANK}
     uses = [each.use if each else None for each in reports]
-    for name in _BY_DEVICE:
-        values = [short(getattr(use, name)) if use else None for use in uses]
-        if any(value is not None for value in values):
-            found[name] = values
-    return found
+    found |= _known(uses, {name: name for name in _BY_DEVICE})
+    pushed = [each.pushed if each else None for each in reports]
+    return found | _known(pushed, {name: f"group_{name}" for name in _BY_GROUP})
+
+
+def _known(said: Sequence[object | None], names: Mapping[str, str]) -> dict[str, list[float | None]]:
+    """Of each that anybody knows a list with a value for each rank, under another name."""
+    found = {new: [short(getattr(each, old)) if each else None for each in said] for old, new in names.items()}
+    return {name: values for name, values in found.items() if any(value is not None for value in values)}
 
 
 def _one(points: Sequence[Point], *, with_ranks: bool) -> Point:

@@ -32,11 +32,41 @@ class LiveJob:
     troubles: tuple[Trouble, ...] = ()
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
     """Sentences for its log."""
+    gone: frozenset[int] = frozenset()
+    """Ranks of groups that were lost, while others go on."""
 
     @property
     def ranks(self) -> int:
         """How many there are."""
         return len(self.seats)
+
+    @property
+    def first(self) -> Report | None:
+        """What the first rank said that is there: its step and its state are the job's."""
+        if not self.gone:
+            return self.reports.get(0)
+        return self.firsts.get(min(set(range(self.ranks)) - self.gone, default=-1))
+
+    @property
+    def firsts(self) -> dict[int, Report]:
+        """What the first rank of each group said that is there, by its rank; without groups there is one."""
+        found: dict[int, tuple[int, Report]] = {}
+        for rank, said in sorted(self.reports.copy().items()):
+            if rank not in self.gone:
+                found.setdefault(said.group, (rank, said))
+        return dict(found.values())
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all groups together."""
+        return sum(said.samples_per_s for said in self.firsts.values())
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """What the script logs, and how late pushes are where there are groups."""
+        late = [said.pushed.staleness for said in self.firsts.values() if said.pushed]
+        pushed = {"staleness": sum(late) / len(late)} if late else {}
+        return pushed | (self.first.metrics if self.first else {})
 
 
 def said_on(jobs: Mapping[int, LiveJob], now_s: float) -> dict[str, Report]:

@@ -20,16 +20,15 @@ from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, 
 from mimatrix.scheduler.speeds import speed_of_kind, speeds_measured, speeds_seen
 from mimatrix.scheduler.usage import later
 from mimatrix.server.context import Context, team_name
-from mimatrix.server.endings import failed_rank, last_words, told
+from mimatrix.server.endings import LEFT, failed_rank, groups_of, last_words, lost_ranks, told
 from mimatrix.server.history import History
 from mimatrix.server.life import WAITING, is_active, may_move, move, note
-from mimatrix.server.tables import JobRow, NodeRow, UsageRow
+from mimatrix.server.live import LiveJob
+from mimatrix.server.tables import EventRow, JobRow, NodeRow, UsageRow
 from mimatrix.server.tokens import issue, revoke_of_job
 from mimatrix.server.watching import Watching
 from mimatrix.wire.messages import ACTIVE, JobState, Progress, Report, Role
 
-LEFT = 75
-"""The exit code of a worker that saved and left as it was told (EX_TEMPFAIL)."""
 BAD_INPUT = 2
 _LEAVING_S = 120.0
 """Who has not begun to save by then is ended; who has gets as long again."""
@@ -132,6 +131,7 @@ class Loop:
                 self._conclude(number, generation, state)
             else:
                 running.add((number, generation))
+                self._note_losses(number, generation, state)
         if running:
             self._follow(running)
 
@@ -187,7 +187,31 @@ class Loop:
             members.append(Member(node, int(device), {"MIMATRIX_RANK": str(rank)}))
         name = team_name(job.id, job.generation)
         words = (*serving.words, job.script, *job.arguments)
-        return Team(name, words, tuple(members), archive, shared, run_as=serving.run_as)  # type: ignore[arg-type]
+        groups = groups_of(job.environment, len(members))
+        return Team(name, words, tuple(members), archive, shared, run_as=serving.run_as, groups=groups)  # type: ignore[arg-type]
+
+    def _note_losses(self, number: int, generation: int, state: TeamState) -> None:
+        """Groups that are gone, while others go on: that is said once, and nobody waits for their ranks."""
+        context, live = self._context, self._context.live.of(number, generation)
+        if live is None or all(member.phase not in (Phase.EXITED, Phase.LOST) for member in state.members):
+            return
+        with context.sessions() as session:
+            job = session.get_one(JobRow, number)
+            # Who was told to go is not lost.
+            groups = groups_of(job.environment, live.ranks) if not job.leaving else ()
+        for group, rank in lost_ranks(state, groups).items():
+            if live.gone.issuperset(groups[group]):
+                continue
+            words = last_words(context.launcher, team_name(number, generation), rank)
+            reason = told(rank, live.seats[rank], state.members[rank], words)
+            sentence = f"group {group} was lost, the others go on: {reason}"
+            live.gone |= frozenset(groups[group])
+            with context.sessions.begin() as session:
+                known = select(EventRow.id).where(EventRow.job == number, EventRow.reason == sentence)
+                if session.scalar(known.where(EventRow.generation == generation)) is None:
+                    note(session, session.get_one(JobRow, number), sentence, context.clock())
+                    live.notices.append(sentence)
+                    self._say(f"job {number}: {sentence}")
 
     def _follow(self, running: set[tuple[int, int]]) -> None:
         """What rank 0 says becomes the job's state; who was told to go has so long for it."""
@@ -207,9 +231,8 @@ class Loop:
     def _is_late(self, session: Session, job: JobRow) -> bool:
         """Whether it was told to go and must be made to; what it said last is written down on the way."""
         now_s, live = self._context.clock(), self._context.live.of(job.id, job.generation)
-        report = live.reports.get(0) if live else None
-        if report:
-            _take_report(session, job, report, now_s)
+        if live and live.first:
+            _take_report(session, job, live, live.first, now_s)
         if live and job.leaving == "preempt":
             live.leave = True
         if job.leaving != "preempt":
@@ -219,7 +242,10 @@ class Loop:
 
     def _conclude(self, number: int, generation: int, state: TeamState) -> None:
         """No process of it is left."""
-        context, rank = self._context, failed_rank(state)
+        context = self._context
+        with context.sessions() as session:
+            groups = groups_of(session.get_one(JobRow, number).environment, len(state.members))
+        rank = failed_rank(state, groups)
         # Before the job is locked, since another machine may have to be asked.
         words = "" if rank is None else last_words(context.launcher, team_name(number, generation), rank)
         with context.sessions.begin() as session:
@@ -227,7 +253,7 @@ class Loop:
             if job.generation != generation or not is_active(job):
                 return
             if rank is None:
-                self._ended(session, job, 0, "all ranks ended well")
+                self._ended(session, job, 0, _ended_well(state))
                 return
             member = state.members[rank]
             reason = told(rank, job.seats[rank] if rank < len(job.seats) else "?", member, words)
@@ -438,6 +464,12 @@ def _seats(nodes: Iterable[NodeFacts]) -> dict[str, Seat]:
     return {seat.name: seat for seat in seats}
 
 
+def _ended_well(state: TeamState) -> str:
+    """Of a job whose groups go on without each other, some may have been lost."""
+    lost = sum(member.code != 0 for member in state.members)
+    return f"all ranks ended well but {lost}, whose groups were lost" if lost else "all ranks ended well"
+
+
 def _crashed(state: TeamState, member: MemberState) -> bool:
     """Whether it failed by itself: one that was made to go has no first failure, and one that has saved says so."""
     return state.first_failure is not None and member.phase is Phase.EXITED and member.code != LEFT
@@ -478,14 +510,14 @@ def _unseen(name: str) -> Seat:
     return Seat(node, int(number))
 
 
-def _take_report(session: Session, job: JobRow, report: Report, now_s: float) -> None:
+def _take_report(session: Session, job: JobRow, live: LiveJob, report: Report, now_s: float) -> None:
     job.progress = Progress(
         step=report.step,
         epoch=report.epoch,
-        samples_per_s=report.samples_per_s,
+        samples_per_s=live.samples_per_s,
         step_s=report.step_s,
         predicted_step_s=report.predicted_step_s,
-        metrics=report.metrics,
+        metrics=live.metrics,
     ).model_dump(mode="json")
     old = JobState(job.state)
     if report.state != old and report.state in ACTIVE and may_move(old, report.state):

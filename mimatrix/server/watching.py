@@ -109,7 +109,7 @@ def figures_of(live: LiveJob) -> list[RankFigures]:
             aside=said.aside,
         )
         for rank, said in sorted(live.reports.copy().items())
-        if rank < live.ranks
+        if rank < live.ranks and rank not in live.gone
     ]
 
 

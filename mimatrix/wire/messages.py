@@ -260,6 +260,18 @@ class Waiting(Message):
     seconds: Seconds
 
 
+class Pushed(Message):
+    """How it goes with the pushes of a group, where groups do not wait for each other."""
+
+    pushes: Count
+    samples: Count
+    """In them, in all."""
+    staleness: Seconds
+    """Pushes of others between its last pull and its last push."""
+    waited_s: Seconds
+    """For its pushes, in all."""
+
+
 class Report(Message):
     """What a worker says now and then."""
 
@@ -291,6 +303,8 @@ class Report(Message):
     waiting: Waiting | None = None
     group: Count = 0
     """Ranks of one group wait for each other, and for nobody else."""
+    pushed: Pushed | None = None
+    """Said by the first rank of each group, where there are groups."""
     aside: bool = False
     """It evaluates, loads or waits for a checkpoint, between steps."""
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float | None], Field(max_length=32)] = Field(
@@ -325,6 +339,12 @@ class Rank(Message):
     samples: int
     planned_s: float | None
     use: Use | None
+    group: int = 0
+    """Ranks of one group wait for each other, and for nobody else."""
+    samples_per_s: float = 0.0
+    """Of its group."""
+    pushed: Pushed | None = None
+    """Of its group, as the first rank of it says."""
 
 
 class Trouble(Message):
@@ -359,7 +379,8 @@ class Point(Message):
     metrics: dict[str, float | None]
     """None: not finite."""
     ranks: dict[str, tuple[float | None, ...]]
-    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c."""
+    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; of the first rank of
+    each group, where there are groups, also group_pushes, group_samples, group_staleness, group_waited_s."""
 
 
 class History(Message):

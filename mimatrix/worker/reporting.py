@@ -18,6 +18,7 @@ from mimatrix.wire.messages import (
     Checkpoint,
     JobState,
     Measured,
+    Pushed,
     Report,
     Saved,
     Traffic,
@@ -117,10 +118,8 @@ class Reporter:
         if plan:
             known |= {"predicted_step_s": _short(plan.step_s), "planned_s": _short(plan.parts[run.rank].busy_s)}
         known |= {"follows": run.settings.follows, "waiting": _waiting(run.waiting), "aside": run.aside}
-        known["group"] = run.group
-        metrics = history[0][1] if history else {}
-        pushed = {} if run.staleness is None else {"staleness": run.staleness}
-        return Report(**known, metrics=_finite(pushed | metrics))
+        known |= {"group": run.group, "pushed": _pushed(run.pushing)}
+        return Report(**known, metrics=_finite(history[0][1] if history else {}))
 
     def _write_down(self, report: Report) -> None:
         if self._run is not None and self._mine.rank == 0:
@@ -194,6 +193,14 @@ def _recent(stats: list[Any]) -> list[Any]:
         found.append(each)
         seconds += each.seconds
     return found[::-1]
+
+
+def _pushed(now: Any) -> Pushed | None:
+    if now is None:
+        return None
+    return Pushed(
+        pushes=now.pushes, samples=now.samples, staleness=_short(now.staleness), waited_s=_short(now.waited_s)
+    )
 
 
 def _waiting(found: Any) -> Waiting | None:

@@ -48,6 +48,11 @@ def main() -> None:
         up.until(second, lambda job: job.progress.step > 0)
         time.sleep(60)
         _shoot(chromium, up, ann, f"#/jobs/{second}", "slow", down_to=".two")
+        up.until(second, lambda job: job.state is JobState.DONE, within_s=150)
+        third = _hand_in(up, ann, "groups", SCRIPTS / "groups.py", "3", priority=100, groups="0/1/2")
+        up.until(third, lambda job: job.progress.step > 0)
+        time.sleep(45)
+        _shoot(chromium, up, ann, f"#/jobs/{third}", "groups", down_to=".job > .two")
 
 
 def _token(up: Server, user: str) -> str:
@@ -55,8 +60,17 @@ def _token(up: Server, user: str) -> str:
     return secret
 
 
-def _hand_in(up: Server, token: str, name: str, script: Path, devices: str, *arguments: str, priority: int = 50) -> int:
-    options = ("--name", name, "--devices", devices, "--priority", str(priority), "--json")
+def _hand_in(
+    up: Server,
+    token: str,
+    name: str,
+    script: Path,
+    devices: str,
+    *arguments: str,
+    priority: int = 50,
+    groups: str = "",
+) -> int:
+    options = ("--name", name, "--devices", devices, "--priority", str(priority), "--groups", groups, "--json")
     done = subprocess.run(
         [sys.executable, "-m", "mimatrix.cli.main", "submit", *options, str(script), "--", *arguments],
         env={**os.environ, "MIMATRIX_DATA": str(up.data), "MIMATRIX_SERVER": "", "MIMATRIX_TOKEN": token},

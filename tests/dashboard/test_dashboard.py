@@ -171,6 +171,26 @@ def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium
         expect(saved).to_contain_text(re.compile(r"“Try again” goes on from step \d+\."))
 
 
+def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
+    with running(up, "groups.py", "--groups", "0/1") as number, visit(chromium, origin(up)) as seen:
+        page = seen.page
+        up.until(number, lambda job: job.progress.step > 20)
+        seen.sign_in(admin(up))
+        seen.go(f"#/jobs/{number}")
+        groups = page.get_by_role("region", name="Groups")
+        expect(groups.get_by_role("row")).to_have_count(3)
+        pushes = groups.get_by_role("row").nth(2).get_by_role("cell").nth(1)
+        expect(pushes).to_have_text(re.compile(r"^\d+$"))
+        expect(pushes).not_to_have_text(pushes.inner_text())
+        expect(page.get_by_text("the others wait for it")).to_have_count(0)
+        assert seen.barriers() == []
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        assert not seen.is_wider_than_the_screen()
+        _cancel(page)
+        expect(groups).to_contain_text("2 groups that did not wait for each other.")
+        expect(groups.get_by_role("row")).to_have_count(2)  # a narrow screen has no heads
+
+
 def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
     with visit(chromium, origin(up)) as seen:
         page = seen.page

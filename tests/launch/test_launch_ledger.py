@@ -34,7 +34,7 @@ def test_a_member_has_exited_when_its_tree_has() -> None:
     assert ledger.team.members == (RUNNING,)
     ledger.leave(0, 2.0)
     assert ledger.team.members == (MemberState(Phase.EXITED, 0),)
-    assert ledger.ending == Ending.NOT
+    assert ledger.ending_of(0) == Ending.NOT
 
 
 def test_the_first_in_time_is_to_blame_not_the_first_in_line() -> None:
@@ -65,14 +65,14 @@ def test_an_ending_only_grows() -> None:
     ledger = running(1)
     for told, holds in [(Ending.WITH_GRACE, 1), (Ending.NOW, 2), (Ending.WITH_GRACE, 2)]:
         ledger.tell(told)
-        assert ledger.ending == holds
+        assert ledger.ending_of(0) == holds
 
 
 def test_one_that_cannot_be_started_ends_all_at_once() -> None:
     ledger = Ledger(2)
     ledger.take([(0, Report(Kind.STARTED, 0.0)), (1, Report(Kind.REFUSED, 1.0, text="no such file"))])
     assert ledger.refusal == "rank 1 cannot be started: no such file"
-    assert ledger.ending == Ending.NOW
+    assert ledger.ending_of(0) == Ending.NOW
     assert not ledger.has_started
     ledger.leave(1, 2.0)
     assert ledger.team.members == (RUNNING, MemberState(Phase.EXITED, CANNOT_RUN, "no such file"))
@@ -82,7 +82,7 @@ def test_a_guard_that_is_killed_is_a_failure() -> None:
     ledger = running(2)
     ledger.leave(1, 1.0)
     assert ledger.team.first_failure == 1
-    assert ledger.ending == Ending.WITH_GRACE
+    assert ledger.ending_of(0) == Ending.WITH_GRACE
     assert ledger.team.members[1].phase == Phase.LOST
 
 
@@ -98,3 +98,25 @@ def test_signals_without_a_name() -> None:
     ledger.take([(0, ended(1.0, -40))])
     ledger.leave(0, 1.0)
     assert ledger.team.members[0].reason == "killed by signal 40"
+
+
+def test_a_group_ends_by_itself() -> None:
+    ledger = Ledger(3, ((0, 1), (2,)))
+    ledger.take([(rank, Report(Kind.STARTED, 0.0)) for rank in range(3)])
+    ledger.take([(1, ended(1.0, -signal.SIGKILL))])
+    assert [ledger.ending_of(rank) for rank in range(3)] == [Ending.WITH_GRACE, Ending.WITH_GRACE, Ending.NOT]
+    ledger.take([(0, ended(2.0, -signal.SIGTERM))])
+    for rank in (0, 1):
+        ledger.leave(rank, 3.0)
+    reasons = [member.reason for member in ledger.team.members]
+    assert reasons == ["killed by SIGTERM; ended because rank 1 failed", "killed by SIGKILL", ""]
+    assert ledger.team.first_failure == 1
+    assert not ledger.team.has_ended
+    ledger.tell(Ending.WITH_GRACE)
+    assert ledger.ending_of(2) == Ending.WITH_GRACE
+
+
+def test_one_that_cannot_be_started_ends_all_groups() -> None:
+    ledger = Ledger(2, ((0,), (1,)))
+    ledger.take([(0, Report(Kind.STARTED, 0.0)), (1, Report(Kind.REFUSED, 1.0, text="no such file"))])
+    assert [ledger.ending_of(rank) for rank in range(2)] == [Ending.NOW, Ending.NOW]

@@ -15,6 +15,7 @@ from mimatrix.launch.ray_nodes import Raylet, node_facts, tell_apart
 from mimatrix.launch.ray_parts import (
     ABANDONED_S,
     Cause,
+    Part,
     PartState,
     Sight,
     TeamRecord,
@@ -116,9 +117,12 @@ def test_a_launcher_that_was_gone_while_it_started_a_team() -> None:
 
 
 def test_a_failure_in_a_part_has_its_rank_in_the_team() -> None:
-    assert find_local_cause(TeamState((UP, TOLD), 1), (0, 2), 5.0) == Cause(2, 5.0)
-    assert find_local_cause(TeamState((MemberState(Phase.LOST), UP)), (4, 5), 5.0) == Cause(4, 5.0)
-    assert find_local_cause(TeamState((UP, TOLD)), (0, 2), 5.0) is None
+    def found(state: TeamState, *ranks: int) -> Cause | None:
+        return find_local_cause(state, Part(TEAM, ranks, (), "order"), 5.0)
+
+    assert found(TeamState((UP, TOLD), 1), 0, 2) == Cause(2, 5.0)
+    assert found(TeamState((MemberState(Phase.LOST), UP)), 4, 5) == Cause(4, 5.0)
+    assert found(TeamState((UP, TOLD)), 0, 2) is None
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -188,3 +192,22 @@ def test_a_node_that_hears_nothing_or_is_given_up_ends() -> None:
 
 def _never_answers() -> bool:
     raise ConnectionError
+
+
+def test_a_failure_in_a_group_ends_no_other() -> None:
+    grouped = replace(TEAM, groups=((0, 2), (1,)))
+    parts = split(grouped, NODES, OWN, "o1")
+    assert {known: each.team.groups for known, each in parts.items()} == {"b": ((0, 1),), "a": ((0,),)}
+    failed = MemberState(Phase.EXITED, 1, "exit code 1")
+    assert find_local_cause(TeamState((failed,), 0), parts["a"], NOW_S) is None
+    before = replace(first_record(grouped, parts), has_started=True)
+    found = judged(before, Sight(parts={"a": part(failed, first=0), "b": part(UP, UP)}))
+    assert (found.members[1], found.cause) == (failed, None)
+    lost = judged(before, Sight(gone={"a": ""}, parts={"b": part(UP, UP)}))
+    assert (lost.members[1].phase, lost.cause) == (Phase.LOST, None)
+    assert judged(found, Sight(parts={"b": part(DONE, DONE)})).state.first_failure == 1
+
+
+def test_a_group_on_two_nodes_ends_with_all() -> None:
+    parts = split(replace(TEAM, groups=((0, 1), (2,))), NODES, OWN, "o1")
+    assert [each.team.groups for each in parts.values()] == [(), ()]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimatrix.launch import LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
-from mimatrix.server.endings import failed_rank, last_words, told
+from mimatrix.server.endings import failed_rank, groups_of, last_words, lost_ranks, told
 
 EXITED, LOST = Phase.EXITED, Phase.LOST
 
@@ -41,6 +41,25 @@ def test_who_is_to_blame() -> None:
     assert failed_rank(TeamState((well, bad))) == 1
     assert failed_rank(TeamState((bad, bad), first_failure=1)) == 1
     assert failed_rank(TeamState((well, MemberState(LOST)))) == 1
+
+
+def test_who_is_to_blame_among_groups() -> None:
+    well, killed, saved = MemberState(EXITED, 0), MemberState(EXITED, -9), MemberState(EXITED, 75)
+    groups = groups_of({"MIMATRIX_GROUPS": "[[0, 1], [2]]"}, 3)
+    assert groups == ((0, 1), (2,))
+    assert failed_rank(TeamState((well, killed, well), 1), groups) is None
+    assert failed_rank(TeamState((well, killed, killed), 1), groups) == 1
+    assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
+    ended = MemberState(EXITED, -15, "killed by SIGTERM; ended because rank 1 failed")
+    runs = MemberState(Phase.RUNNING)
+    assert lost_ranks(TeamState((ended, killed, runs), 1), groups) == {0: 1}
+    assert lost_ranks(TeamState((runs, runs, saved), 2), groups) == {}
+    assert lost_ranks(TeamState((ended, killed, runs), 1), ()) == {}
+
+
+@pytest.mark.parametrize("said", ["", "no", "[[0]]", "[[0], [0]]", "7", '[["a"], [1]]'])
+def test_what_is_no_list_of_groups(said: str) -> None:
+    assert groups_of({"MIMATRIX_GROUPS": said}, 2) == ()
 
 
 @pytest.mark.timeout(60)

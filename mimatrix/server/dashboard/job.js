@@ -6,6 +6,7 @@ import { Curves } from "./curves.js";
 import { askCancel, askPriority, askRetry } from "./dialog.js";
 import { fill, h } from "./dom.js";
 import { asks, brief, count, figure, lasted, many, metric, ordinal, span, when } from "./format.js";
+import { firsts, groupsPart } from "./groups.js";
 import { Log } from "./log.js";
 import { planPart } from "./plan.js";
 import { bars, latest, steps as stepping, timeline, titleOf } from "./ranks.js";
@@ -22,6 +23,7 @@ export function jobView(number) {
   const heard = h("div", { role: "alert", class: "unseen" });
   const figures = h("dl", { class: "figures" });
   const curves = new Curves();
+  const groups = h("section", { class: "card", hidden: true, "aria-label": "Groups" });
   const ranks = h("section", { class: "card", hidden: true });
   const steps = h("section", { class: "card", hidden: true });
   const plan = h("section", { class: "card", hidden: true });
@@ -39,6 +41,7 @@ export function jobView(number) {
     heard,
     figures,
     curves.element,
+    groups,
     h("div", { class: "two" }, ranks, steps),
     plan,
     saved,
@@ -58,6 +61,7 @@ export function jobView(number) {
     const rows = live.ranks.length ? live.ranks : latest(job, curves.points);
     showHead(job);
     showTroubles(live.troubles);
+    show(groups, firsts(rows).length > 0, () => groupsPart(rows, runs(job)));
     show(ranks, rows.some(stepping), () => bars(rows, live.troubles, runs(job)));
     show(steps, rows.length > 1 && rows.some(stepping), () => timeline(rows, live.troubles));
     show(plan, kept.plan !== null, () => planPart(kept.plan, rows, job));

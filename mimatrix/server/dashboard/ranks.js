@@ -21,6 +21,8 @@ const PARTS = [
   ["waiting_s", "waiting", "idle"],
 ];
 
+const PUSHED = ["pushes", "samples", "staleness", "waited_s"];
+
 /** Busy: what others would wait for. */
 export const busy = (rank) => rank.compute_s + rank.data_s;
 
@@ -38,8 +40,15 @@ export function latest(job, points) {
   const last = points.findLast((point) => point.ranks.compute_s?.length);
   if (!last) return [];
   const of = (name, rank) => last.ranks[name]?.[rank] ?? 0;
+  const pushes = last.ranks.group_pushes ?? [];
+  const known = (rank) => pushes[rank] !== null && pushes[rank] !== undefined;
   return last.ranks.compute_s.map((_, rank) => ({
     rank,
+    // Ranks of a group follow its first, as a rule.
+    group: pushes.slice(0, rank + 1).filter((each) => each !== null).length - 1,
+    pushed: known(rank)
+      ? Object.fromEntries(PUSHED.map((name) => [name, of(`group_${name}`, rank)]))
+      : null,
     seat: seatsOf(job)[rank] ?? "",
     step_s: last.step_s,
     samples: 0,
@@ -128,7 +137,8 @@ export function timeline(ranks, troubles) {
   );
   const at = (seconds) => `${(100 * seconds) / whole}%`;
   const last = ranks.reduce((a, b) => (busy(b) > busy(a) ? b : a));
-  const alone = ranks.every((rank) => rank === last || busy(rank) < 0.8 * busy(last));
+  const mates = ranks.filter((rank) => rank !== last && rank.group === last.group);
+  const alone = mates.length > 0 && mates.every((rank) => busy(rank) < 0.8 * busy(last));
   return [
     h(
       "div",

@@ -54,9 +54,12 @@ def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
                 samples=said.samples,
                 planned_s=said.planned_s,
                 use=said.use,
+                group=said.group,
+                samples_per_s=said.samples_per_s,
+                pushed=said.pushed,
             )
             for rank, said in sorted(live.reports.copy().items())
-            if rank < live.ranks
+            if rank < live.ranks and rank not in live.gone
         ),
         troubles=live.troubles,
     )
