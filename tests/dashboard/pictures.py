@@ -49,7 +49,7 @@ def main() -> None:
         time.sleep(60)
         _shoot(chromium, up, ann, f"#/jobs/{second}", "slow", down_to=".two")
         up.until(second, lambda job: job.state is JobState.DONE, within_s=150)
-        third = _hand_in(up, ann, "groups", SCRIPTS / "groups.py", "3", priority=100, groups="0/1/2")
+        third = _hand_in(up, ann, "groups", SCRIPTS / "in_groups.py", "3", priority=100, groups="0/1/2")
         up.until(third, lambda job: job.progress.step > 0)
         time.sleep(45)
         _shoot(chromium, up, ann, f"#/jobs/{third}", "groups", down_to=".job > .two")

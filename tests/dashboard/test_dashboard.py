@@ -172,7 +172,7 @@ def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium
 
 
 def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
-    with running(up, "groups.py", "--groups", "0/1") as number, visit(chromium, origin(up)) as seen:
+    with running(up, "in_groups.py", "--groups", "0/1") as number, visit(chromium, origin(up)) as seen:
         page = seen.page
         up.until(number, lambda job: job.progress.step > 20)
         seen.sign_in(admin(up))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(180)
 
 def test_a_lost_group_ends_no_other(tmp_path: Path) -> None:
     with server(tmp_path / "data", devices=2) as there:
-        number = there.submit("groups.py", "--groups", "0/1")
+        number = there.submit("in_groups.py", "--groups", "0/1")
         there.until(number, lambda job: job.progress.step > 50)
         with there.client() as client:
             while not all(rank.pushed and rank.pushed.pushes > 5 for rank in client.ranks(number).ranks):
@@ -53,7 +53,7 @@ def test_a_lost_group_ends_no_other(tmp_path: Path) -> None:
 
 def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     there = Server(tmp_path / "data")
-    script = str(Path(__file__).parent / "scripts" / "groups.py")
+    script = str(Path(__file__).parent / "scripts" / "in_groups.py")
     said = there.command("submit", "--groups", "0/1", "--devices", "3", script)
     assert (said.returncode, said.stdout) == (2, "")
     assert "--groups 0/1 has 2 ranks, and --devices is 3; give as many of both" in said.stderr
