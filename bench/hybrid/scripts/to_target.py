@@ -74,7 +74,7 @@ for _ in run.epochs(EPOCHS):
                 now = {name: value.detach().clone() for name, value in net.state_dict().items()}
                 noted.append((time.monotonic() - began, now))
 ended = time.monotonic() - began
-found = {"seconds": ended, "steps": steps, "waited_s": run.pushing.waited_s if run.pushing else None}
+found: dict[str, object] = {"seconds": ended, "steps": steps, "waited_s": run.pushing.waited_s if run.pushing else None}
 found["waiting"] = sum(each.waiting_s for each in run.stats()) / max(1e-9, sum(each.seconds for each in run.stats()))
 run.close()
 (folder / f"ended-{me}").write_text("")
