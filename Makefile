@@ -60,11 +60,12 @@ peers: $(READY) ## install what the comparison compares with; torch stays as it 
 	$(BIN)/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.6 lightning-utilities==0.15.3 pyyaml==6.0.3 huggingface_hub==2.4.0 tqdm==4.70.1
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2 msgpack==1.2.4 ninja==1.13.2
 
-soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty limits of memory (root); fifty kills of the server
+soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty limits of memory (root); fifty kills of the server, and of groups
 	$(BIN)/python tests/comm/soak.py --rounds 100
 	$(BIN)/python tests/engine/soak_saving.py --rounds 20
 	$(BIN)/python tests/profiler/soak_limits.py --runs 50
 	$(BIN)/python tests/server/soak_kills.py --kills 50
+	$(BIN)/python tests/hybrid/soak_groups.py --kills 50
 
 docs: $(READY) ## make the generated pages and pictures anew
 	$(BIN)/python docs/generate.py

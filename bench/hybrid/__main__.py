@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.hybrid import accuracy, sites, stalls
+from bench.hybrid import accuracy, choosing, sites, stalls
 from bench.markdown import MEASUREMENTS, machine, write_page
 
 _KEPT = MEASUREMENTS / "hybrid"
@@ -17,6 +17,7 @@ _PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy.section,
     "stalls": stalls.section,
     "sites": sites.section,
+    "choosing": choosing.section,
 }
 
 
@@ -37,9 +38,14 @@ def main(
             _KEPT.mkdir(parents=True, exist_ok=True)
             (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
     if keep or what == "page":
-        parts = [part(json.loads(file.read_text())) for name, part in _PARTS.items() if (file := _file(name)).is_file()]
-        text = "\n".join(part.rstrip() + "\n" for part in parts)
-        write_page("hybrid.md", f"# Groups that do not wait\n\nMeasured on {machine()}.\n\n{text}")
+        write()
+
+
+def write() -> None:
+    """The page, of what was kept."""
+    parts = [part(json.loads(file.read_text())) for name, part in _PARTS.items() if (file := _file(name)).is_file()]
+    text = "\n".join(part.rstrip() + "\n" for part in parts)
+    write_page("hybrid.md", f"# Groups that do not wait\n\nMeasured on {machine()}.\n\n{text}")
 
 
 def _file(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Whether `mode="auto"` chooses the faster mode: lab scenarios in which both are run. `python -m bench.hybrid.choosing`
 
 In each, ranks decide for themselves and train for some seconds in what they chose, then in the other mode. Samples a
-second of groups count by how late their pushes were (`planner.modes.worth`).
+second of groups count by how late their pushes were (`planner.modes.worth`). With --keep the figures are kept, for
+`python -m bench.hybrid page`.
 """
 
 import json
@@ -159,7 +160,7 @@ def main(
     """Run all scenarios; root, as every lab."""
     found = measured(seconds, only)
     if keep:
-        (MEASUREMENTS / "hybrid_choosing.json").write_text(json.dumps(found, indent=1) + "\n")
+        (MEASUREMENTS / "hybrid" / "choosing.json").write_text(json.dumps(found, indent=1) + "\n")
     print(section(found))
 
 

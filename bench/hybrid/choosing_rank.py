@@ -3,6 +3,7 @@
 Says in JSON what was chosen, and how many samples a second each mode made.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from mimatrix.hybrid.auto import Undecided
 
 _WARM_UPS, _TRIED = 3, 3
 _SAMPLES = 2048
+_PATIENCE_S = 180.0
 
 
 def net(words: str) -> tuple[nn.Module, torch.Tensor]:
@@ -116,6 +118,7 @@ def _say(**found: Any) -> None:
 def main() -> None:
     """`choosing_rank NET BATCH SECONDS`."""
     words, batch, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)  # who waits, and where
     torch.set_num_threads(1)
     auto = mimatrix.init(batch, mode="auto", quiet=True)
     assert isinstance(auto, Undecided)
