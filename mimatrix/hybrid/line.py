@@ -29,6 +29,11 @@ class Line:
         answer, values = self.ask({"what": "pull"})
         return answer, torch.empty(0) if values is None else values
 
+    def push(self, head: Head, values: torch.Tensor) -> tuple[Head, torch.Tensor]:
+        """What became of it, and the newest parameters."""
+        answer, newest = self.ask(head, values)
+        return answer, torch.empty(0) if newest is None else newest
+
     def ask(self, head: Head, values: torch.Tensor | None = None) -> tuple[Head, torch.Tensor | None]:
         """Ask until somebody answers. A push may be said twice: its number tells."""
         deadline, last = time.monotonic() + self.timeout_s, ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.hybrid.frames import Head
 from mimatrix.hybrid.line import Line
 from mimatrix.hybrid.marking import Holding
 from mimatrix.hybrid.service import Place
@@ -31,9 +32,10 @@ class Pulled:
 class Acknowledged:
     """What became of a push, over all shards."""
 
-    versions: tuple[int, ...]
     staleness: float
     """A mean."""
+    pulled: Pulled
+    """As each shard is after it."""
 
 
 class Link:
@@ -74,7 +76,9 @@ class Link:
 
     def pull(self) -> Pulled:
         """The newest of every shard."""
-        found = list(self._threads.map(Line.pull, self._lines))
+        return self._whole(list(self._threads.map(Line.pull, self._lines)))
+
+    def _whole(self, found: Sequence[tuple[Head, torch.Tensor]]) -> Pulled:
         versions = tuple(int(head["version"]) for head, _ in found)
         samples = min(int(head["samples"]) for head, _ in found)
         clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}
@@ -108,9 +112,9 @@ class Link:
             for version in seen
         ]
         parts = torch.split(gradient, self._sizes)
-        answers = [head for head, _ in self._threads.map(Line.ask, self._lines, heads, parts)]
-        late = [int(answer["staleness"]) for answer in answers]
-        return Acknowledged(tuple(int(answer["version"]) for answer in answers), sum(late) / len(late))
+        answers = list(self._threads.map(Line.push, self._lines, heads, parts))
+        late = [int(head["staleness"]) for head, _ in answers]
+        return Acknowledged(sum(late) / len(late), self._whole(answers))
 
     def close(self) -> None:
         """Say goodbye."""

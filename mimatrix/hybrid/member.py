@@ -209,14 +209,18 @@ class Member:
         link = self._link
         assert link
         found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
-        pulled = self._stepped(link, push.seen) if self._policy.rules.together else self._caught_up(link, link.pull())
+        pulled = (
+            self._stepped(link, found.pulled, push.seen)
+            if self._policy.rules.together
+            else self._caught_up(link, found.pulled)
+        )
         now = self.now
         self.now = replace(now, pushes=now.pushes + 1, samples=now.samples + push.samples, staleness=found.staleness)
         return pulled
 
-    def _stepped(self, link: Link, seen: tuple[int, ...]) -> Pulled:
+    def _stepped(self, link: Link, pulled: Pulled, seen: tuple[int, ...]) -> Pulled:
         """What there is when enough groups have pushed on the same version."""
-        began, pulled = time.monotonic(), link.pull()
+        began = time.monotonic()
         while any(now <= before for now, before in zip(pulled.versions, seen, strict=True)):
             if time.monotonic() - began > self._timeout_s:
                 raise WorldError(

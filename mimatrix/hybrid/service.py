@@ -12,8 +12,8 @@ copies that it has not fetched yet, end with its connection.
 import hmac
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -168,7 +168,11 @@ class Service:
         push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"], head["life"])
         mirrored = partial(self._mirrored, asked)
         found = asked.shard.push(push, values, head["settings"], head["untouched"], mirrored=mirrored)
-        return {"version": found.version, "staleness": found.staleness, "again": found.again}, None
+        told: Head = {"staleness": found.staleness, "again": found.again}
+        if asked.is_mirrored:
+            return told, None
+        newest, values = self._pulled(asked)
+        return told | newest, values
 
     def _pulled(self, asked: _Asked) -> Answer:
         pulled = asked.shard.pull()
@@ -181,7 +185,8 @@ class Service:
     def _held(self, asked: _Asked) -> Answer:
         if asked.is_mirrored:
             return {}, None
-        self._mirrored(asked)  # where the mirror has taken over, it is the one to be held
+        with self._mirrored(asked):
+            pass  # where the mirror has taken over, it is the one to be held
         ledger = asked.shard.hold(asked.stream, asked.head["lease_s"], asked.head["patience_s"])
         return {"ledger": ledger.to_json(), "origin": asked.shard.origin, "there": sorted(self._there())}, None
 
@@ -213,14 +218,25 @@ class Service:
         asked.shard.load(kept, partial(self._mirrored, asked), owner)
         return {}, None
 
-    def _mirrored(self, asked: _Asked) -> None:
-        """Pass it on; back when the mirror has it, too."""
+    @contextmanager
+    def _mirrored(self, asked: _Asked) -> Iterator[None]:
+        """Pass it on; over when the mirror has it, too."""
         number = asked.head["shard"]
         mirror = self._mirrors.get(number)
-        if mirror is None:
-            return
+        with mirror.lock if mirror else nullcontext():
+            lost = mirror.tell(asked.head, asked.values) if mirror else None
+            try:
+                yield
+            finally:
+                if mirror:
+                    self._hear(number, mirror, lost)
+
+    def _hear(self, number: int, mirror: "Mirror", lost: Exception | None) -> None:
+        """What the mirror says, if it is there."""
         try:
-            mirror.tell(asked.head, asked.values)
+            if lost:
+                raise lost
+            mirror.hear()
         except MovedError:
             self._shards.pop(number, None)
             raise
@@ -238,15 +254,22 @@ class Mirror:
     def __init__(self, shard: int, place: Place, token: str, timeout_s: float) -> None:
         self._stream = greeted(place, token, timeout_s)
         self._shard = shard
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Of whoever tells it something, until it is heard."""
 
-    def tell(self, head: Head, values: torch.Tensor | None) -> None:
-        """Back when it has it."""
-        with self._lock:
+    def tell(self, head: Head, values: torch.Tensor | None) -> Exception | None:
+        """Back at once; what it answers is to be heard then, unless there is an error already."""
+        try:
             self._stream.send(head | {"mirrored": True}, values)
-            answer, _ = self._stream.receive()
+        except OSError as error:
+            return error
+        return None
+
+    def hear(self) -> None:
+        """Back when it has what it was told."""
+        answer, _ = self._stream.receive()
         if "moved" in answer:
-            raise MovedError(f"shard {head['shard']} lives with its mirror now")
+            raise MovedError(f"shard {self._shard} lives with its mirror now")
         if "error" in answer:
             raise WorldError(str(answer["error"]))
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import Condition
@@ -19,6 +20,8 @@ from mimatrix.hybrid.rules import Rules
 
 Settings = Mapping[str, Any]
 """Of one of the optimizer's groups of parameters: `lr` and the like."""
+Mirroring = Callable[[], AbstractContextManager[object]]
+"""While it lasts the mirror does the same; at its end the mirror has done so."""
 GATHERED = ("momentum_buffer",)
 """What optimizers keep that has the size of a step."""
 
@@ -94,12 +97,12 @@ class Shard:
         gradient: torch.Tensor,
         settings: Sequence[Settings] = (),
         untouched: Collection[int] = (),
-        mirrored: Callable[[], None] = lambda: None,
+        mirrored: Mirroring = nullcontext,
     ) -> Applied:
         """Step by a group's mean gradient; `settings`: what its schedulers say now, for each group of parameters.
 
         Parameters that are `untouched` had no gradient, and are not stepped.
-        Nobody pulls the new version before `mirrored` is back: what was seen must not be lost.
+        Nobody pulls the new version before `mirrored` is over: what was seen must not be lost.
         """
         with self._changed:
             while (hold := self._held()) and not hold.lets(push, self.ledger):
@@ -107,16 +110,20 @@ class Shard:
             known = self.ledger.known(push)
             if known:
                 return known
-            if self._rules.together:
-                found = self._gather(push, gradient, settings or self._usual, untouched)
-            else:
-                factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
-                self._step(gradient, factor, settings or self._usual, untouched)
-                found = self.ledger.enter(push)
-            mirrored()
+            with mirrored():
+                found = self._enter(push, gradient, settings or self._usual, untouched)
             self._shown = Pulled(self._values.clone(), found.version, self.ledger.samples)
             self._changed.notify_all()
             return found
+
+    def _enter(
+        self, push: Push, gradient: torch.Tensor, settings: Sequence[Settings], untouched: Collection[int]
+    ) -> Applied:
+        if self._rules.together:
+            return self._gather(push, gradient, settings, untouched)
+        factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
+        self._step(gradient, factor, settings, untouched)
+        return self.ledger.enter(push)
 
     def hold(self, owner: object, lease_s: float, patience_s: float) -> Ledger:
         """Let no further push in until `release`, or for so long; what came in before."""
@@ -153,29 +160,28 @@ class Shard:
                 self._hold = None
                 self._changed.notify_all()
 
-    def join(self, group: int, number: int, life: int, mirrored: Callable[[], None] = lambda: None) -> None:
+    def join(self, group: int, number: int, life: int, mirrored: Mirroring = nullcontext) -> None:
         """A group comes, perhaps once more: its pushes go on after `number`."""
-        with self._changed:
+        with self._changed, mirrored():
             self.ledger.join(group, number, life)
-            mirrored()
 
     def save(self) -> Kept:
         """All of it at one version."""
         with self._changed:
             return deepcopy(self._kept())
 
-    def load(self, kept: Kept, mirrored: Callable[[], None] = lambda: None, owner: object = None) -> None:
+    def load(self, kept: Kept, mirrored: Mirroring = nullcontext, owner: object = None) -> None:
         """Go on from there; an `owner` must hold the shard, or something may have been pushed meanwhile."""
         with self._changed:
             if owner is not None:
                 self._held_by(owner)
-            self._values.copy_(kept.values)
-            self._optimizer.state.clear()
-            for number, state in deepcopy(kept.states).items():
-                self._optimizer.state[self._leaves[number]] = state
-            self._factor, self.ledger, self.origin = kept.factor, deepcopy(kept.ledger), kept.origin
-            self._round.clear()
-            mirrored()
+            with mirrored():
+                self._values.copy_(kept.values)
+                self._optimizer.state.clear()
+                for number, state in deepcopy(kept.states).items():
+                    self._optimizer.state[self._leaves[number]] = state
+                self._factor, self.ledger, self.origin = kept.factor, deepcopy(kept.ledger), kept.origin
+                self._round.clear()
             self._shown = Pulled(self._values.clone(), self.ledger.version, self.ledger.samples)
 
     def _gather(

@@ -2,7 +2,7 @@
 
 Together, a step takes what its plan says. Apart, each of G groups does a global batch in what its own plan says, and
 moves its push: over the links to the shards, on from there to their mirrors, and all parameters back, with the steps
-of the optimizer that are made of it (over a G-th of the elements, once at the shard and once at the mirror).
+of the optimizer that are made of it (over a G-th of the elements, at the shard and at the mirror at once).
 
     cycle    max(computing, moving) where a group computes on while its push is under way, else their sum; longer where
              the pushes of all groups together are more than a link carries
@@ -216,8 +216,7 @@ class _Ways:
 
     def moving_s(self, group: int, stepping_s: Sequence[float]) -> float:
         """A push of a group, while no other is under way; `stepping_s`: over all elements, on each host."""
-        both = [(stepping_s[shard] + stepping_s[self._next(shard)]) / self._groups for shard in range(self._groups)]
-        return PUSH_S + max(both) + sum(self._seconds(flows) for flows in self._phases(group))
+        return PUSH_S + max(stepping_s) / self._groups + sum(self._seconds(flows) for flows in self._phases(group))
 
     def pushes_per_s(self, wanted: Sequence[float]) -> list[float]:
         """Of each group: as many as it wants, up to the one limit at which no channel has more than pushes use."""
