@@ -21,14 +21,18 @@ TARGET = 97.0
 STALLED, TEN_TIMES = 1, 0.1
 _PAUSE_S, _STALL_S = (2.0, 6.0), (2.0, 4.0)
 _PATIENCE_S = 240.0
-MODES = ("sync", "hybrid")
+MODES = {
+    "sync": "all together, plan follows",
+    "hybrid": "four groups",
+    "undamped": "four groups, `damping=0`",
+}
 
 
 def measured(rounds: int, stalls: bool = True) -> dict[str, Any]:
     """Seconds to the target in each mode, by round."""
     found: dict[str, Any] = {"target": TARGET, **{mode: [] for mode in MODES}}
     for number in range(rounds):
-        for mode in MODES if number % 2 else MODES[::-1]:
+        for mode in MODES if number % 2 else reversed(MODES):
             found[mode].append(trained(mode, number, stalls))
             shown = {key: value for key, value in found[mode][-1].items() if key != "curve"}
             print(number, mode, shown, flush=True)
@@ -42,7 +46,7 @@ def trained(mode: str, seed: int, stalls: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, quotas(cpus | {slow: TEN_TIMES * cpus[STALLED]}) as joins:
         folder = Path(name)
         words = [sys.executable, "-m", "mimatrix.cli.main", "run", "-n", str(len(cpus)), "--threads", "1"]
-        words += ["--groups", "/".join(map(str, cpus))] if mode == "hybrid" else []
+        words += ["--groups", "/".join(map(str, cpus))] if mode != "sync" else []
         words += [str(_SCRIPT), mode, str(seed), str(folder)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:1] or ["."])}
         with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -129,21 +133,24 @@ def section(found: dict[str, Any]) -> str:
     for mode in MODES:
         times = [run["to_target_s"] for run in found[mode]]
         fast = [part for run in found[mode] for part in run["waiting"][:1]]
+        ratios = [
+            one["to_target_s"] / other["to_target_s"] for one, other in zip(found[mode], found["sync"], strict=True)
+        ]
         rows.append(
             [
-                {"sync": "all together, plan follows", "hybrid": "four groups"}[mode],
+                MODES[mode],
                 f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
                 f"{100 * statistics.median(fast):.1f} %",
+                f"{statistics.median(run['last'] for run in found[mode]):.1f} %",
             ]
         )
-    ratios = [
-        one["to_target_s"] / other["to_target_s"] for one, other in zip(found["hybrid"], found["sync"], strict=True)
-    ]
     return f"""## Time to a target, with stalls
 `python -m bench.hybrid stalls`
 
 Digits by convolutions, four processes of speeds 1, 1, 0.5, 0.25 under quotas, of which the second becomes ten times slower for {_STALL_S[0]:g} to {_STALL_S[1]:g} s every {_PAUSE_S[0]:g} to
-{_PAUSE_S[1]:g} s. Seconds until {found["target"]:g} % of test samples are right; median and range of {len(found["sync"])} pairs. Groups take **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to
-{max(ratios):.2f}) of the time. Services have no quota: what stalls is what computes.
+{_PAUSE_S[1]:g} s. Seconds until {found["target"]:g} % of test samples are right; median and range of {len(found["sync"])} rounds in which each had its
+turn. *Waits*: of the time of the first process, what it waits for others (all together), or for its pushes to be answered (groups). Services have no quota: what stalls is
+what computes.
 
-{table(["", "seconds to the target", "a fast group waits"], rows)}"""
+{table(["", "seconds to the target", "of all together", "the first waits", "accuracy at the end"], rows)}"""

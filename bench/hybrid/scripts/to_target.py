@@ -33,8 +33,9 @@ def said(what: str, awaited: str) -> None:
 
 
 said("pid", "slowed")
-if mode == "hybrid":
-    run = mimatrix.init(BATCH, mode="hybrid", seed=seed, quiet=True)
+if mode != "sync":
+    options = {"damping": 0.0} if mode == "undamped" else {}
+    run = mimatrix.init(BATCH, mode=mimatrix.Hybrid(options=options), seed=seed, quiet=True)
 else:
     run = mimatrix.init(BATCH, plan="online", seed=seed, quiet=True)
 task = digits(seed)
