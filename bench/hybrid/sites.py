@@ -30,8 +30,8 @@ WAYS = {
     "synchronous, ring": Way("ring", epochs=4),
     "synchronous, hierarchical": Way("hierarchical", epochs=4),
     "hybrid": Way(policy="large", epochs=7),
-    # DiLoCo without its momentum: in ten steps a site comes far here, and what momentum gathers of that overshoots.
-    "local steps (10), outer SGD": Way(policy="local", options={"local_steps": 10, "momentum": 0.0}, epochs=8),
+    "local steps (10)": Way(policy="local", options={"local_steps": 10}, epochs=8),
+    "local steps (10), in rounds (DiLoCo)": Way(policy="local", options={"local_steps": 10, "rounds": True}, epochs=8),
 }
 TARGET = 0.97
 """Of the best accuracy that is possible."""
@@ -54,7 +54,7 @@ BETWEEN = ("east->west", "west->east")
 SAMPLES = 4000
 """Of an epoch."""
 _POINTS, _TURN_S = 40, 120.0
-_COLOURS = ("#d8743b", "#8a8a8a", "#7fb2f0", "#1f5fbf")
+_COLOURS = ("#d8743b", "#8a8a8a", "#7fb2f0", "#1f5fbf", "#3a9d6e")
 
 
 @dataclass(frozen=True, slots=True)

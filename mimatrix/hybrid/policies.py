@@ -4,7 +4,8 @@ large     every push stands for a large mini-batch, and counts by the rules (Kim
 plain     asynchronous SGD: every push counts alike
 bounded   the same, but nobody is more than so many pushes ahead of the last (SSP; Ho et al. 2013)
 elastic   groups step by themselves and are drawn to a common middle now and then (EASGD; Zhang et al. 2015)
-local     groups step by themselves for long, and push how far they came (DiLoCo; Douillard et al. 2023)
+local     groups step by themselves for long, and push how far they came (local SGD; in rounds, DiLoCo; Douillard et
+          al. 2023)
 backup    all step together, but the last few of each round are not waited for (Chen et al. 2016)
 """
 
@@ -37,7 +38,7 @@ _OPTIONS = {
     "plain": set[str](),
     "bounded": {"most_ahead"},
     "elastic": {"local_steps", "drawn"},
-    "local": {"local_steps", "lr", "momentum", "damping"},
+    "local": {"local_steps", "lr", "momentum", "damping", "rounds"},
     "backup": {"backups"},
 }
 
@@ -66,11 +67,19 @@ def policy(name: str, global_batch: int, options: Mapping[str, Any], groups: int
         outer = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
         return Policy(plain, local_steps=_steps(options, 8), outer=outer, drawn=drawn)
     if name == "local":
-        outer = {"lr": options.get("lr", 0.7), "momentum": options.get("momentum", 0.9), "nesterov": True}
-        # Made for rounds in which the mean of all groups counts once: among others each counts for its part.
-        damped = Rules(global_batch, scales=False, damping=float(options.get("damping", 1.0)))
-        return Policy(damped, local_steps=_steps(options, 50), outer=outer)
+        return _local(global_batch, options, groups)
     return Policy(plain, most_ahead=int(options.get("most_ahead", 3)) if name == "bounded" else None)
+
+
+def _local(global_batch: int, options: Mapping[str, Any], groups: int) -> Policy:
+    """With momentum, groups that come at their own pace go astray (docs/hybrid.md): it is for rounds."""
+    rounds = bool(options.get("rounds", False))
+    momentum = float(options.get("momentum", 0.9 if rounds else 0.0))
+    outer = {"lr": float(options.get("lr", 0.7 if rounds else 1.0)), "momentum": momentum, "nesterov": momentum > 0}
+    # In a round the mean of all groups counts once: at their own pace each counts for its part.
+    damping = float(options.get("damping", 0.0 if rounds else 1.0))
+    rules = Rules(global_batch, scales=False, damping=damping, together=groups if rounds else 0)
+    return Policy(rules, local_steps=_steps(options, 50), outer=outer)
 
 
 def _steps(options: Mapping[str, Any], usual: int) -> int:

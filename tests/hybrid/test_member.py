@@ -140,10 +140,11 @@ def put(model: nn.Module, row: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [((6,), 0), ((4, 2), 1), ((5, 1), 3)])
-@pytest.mark.parametrize("name", ["local", "elastic"])
+@pytest.mark.parametrize("name", ["local", "rounds", "elastic"])
 def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple[int, ...], stage: int) -> None:
     """One group alone, three steps of its own between pushes; what it and the service have is written out."""
-    chosen = policy(name, BATCH, {"local_steps": 3})
+    rounds = {"rounds": True} if name == "rounds" else {}
+    chosen = policy("local" if rounds else name, BATCH, {"local_steps": 3, **rounds})
     reference, plain = model_of(), adamw
     stepper = plain(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
@@ -156,6 +157,8 @@ def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple
             break
         here = row_of(reference)
         if name == "local":
+            common = here
+        elif name == "rounds":
             velocity = 0.9 * velocity + (common - here)
             common = common - 0.7 * ((common - here) + 0.9 * velocity)
             put(reference, common)
