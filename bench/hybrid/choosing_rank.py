@@ -1,6 +1,6 @@
-"""One rank of a scenario: `mode="auto"` first, for some seconds, then the mode that it did not choose.
+"""One rank of a scenario: `mode="auto"` first, until some accuracy is reached, then the mode that it did not choose.
 
-Says in JSON what was chosen, and how many samples a second each mode made.
+Says in JSON what was chosen, and how long each mode took.
 """
 
 import faulthandler
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +18,70 @@ from torch.utils.data import TensorDataset
 
 import mimatrix
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.auto import Undecided
+from mimatrix.hybrid.auto import Undecided, as_priced
 
-_WARM_UPS, _TRIED = 3, 3
-_SAMPLES = 2048
+_CLASSES, _TRAIN, _TEST = 10, 8192, 2000
+_TARGET = 0.9
+"""Of the best accuracy that is possible."""
+_TRIED, _LOOKS = 4, 30
+"""Steps after which it is known how long a step takes, and how often parameters are noted."""
+_MOST_SAMPLES = 12_000
+"""Of each group: more would change nothing."""
 _PATIENCE_S = 180.0
+Noted = list[tuple[float, dict[str, torch.Tensor]]]
 
 
-def net(words: str) -> tuple[nn.Module, torch.Tensor]:
-    """`mlp:512x5`: width and depth; `conv:16x3`: channels and depth, on pictures of 16 x 16. With samples for it."""
+@dataclass(frozen=True)
+class Task:
+    """Ten clouds that overlap, as rows or as pictures, and a net for them."""
+
+    net: nn.Module
+    train: TensorDataset
+    test: tuple[torch.Tensor, torch.Tensor]
+    best: float
+    """What nobody can beat."""
+
+    def accuracy(self) -> float:
+        """Of the net as it is."""
+        with torch.no_grad():
+            return float((self.net(self.test[0]).argmax(1) == self.test[1]).double().mean())
+
+
+def made(words: str) -> Task:
+    """`mlp:512x5`: width and depth; `conv:16x3`: channels and depth, on pictures of 16 x 16."""
     kind, _, sizes = words.partition(":")
     width, depth = map(int, sizes.split("x"))
+    torch.manual_seed(0)
+    net = _rows_net(width, depth) if kind == "mlp" else _pictures_net(width, depth)
+    for layer in net:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     if kind == "mlp":
-        layers: list[nn.Module] = [nn.Linear(64, width), nn.ReLU()]
-        for _ in range(depth - 1):
-            layers += [nn.Linear(width, width), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(width, 10)), torch.randn(_SAMPLES, 64)
-    layers = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
+        middles = torch.randn(_CLASSES, 64)
+    else:  # patches of four by four: what convolutions can see
+        middles = torch.kron(torch.randn(_CLASSES, 4, 4), torch.ones(4, 4)).view(_CLASSES, 256)
+    # As far apart as they must be for one in ten to be mistaken.
+    spread = (2 * middles.shape[1]) ** 0.5 / 4.5
+    targets = torch.randint(_CLASSES, (_TRAIN + _TEST,))
+    rows = middles[targets] + spread * torch.randn(len(targets), middles.shape[1])
+    best = float((torch.cdist(rows[_TRAIN:], middles).argmin(1) == targets[_TRAIN:]).double().mean())
+    inputs = rows / spread if kind == "mlp" else (rows / spread).view(-1, 1, 16, 16)
+    train = TensorDataset(inputs[:_TRAIN], targets[:_TRAIN])
+    return Task(net, train, (inputs[_TRAIN:], targets[_TRAIN:]), best)
+
+
+def _rows_net(width: int, depth: int) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(64, width), nn.ReLU()]
+    for _ in range(depth - 1):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, _CLASSES))
+
+
+def _pictures_net(width: int, depth: int) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1), nn.ReLU()]
     for _ in range(depth - 1):
         layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
-    last = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)]
-    return nn.Sequential(*layers, *last), torch.randn(_SAMPLES, 1, 16, 16)
+    return nn.Sequential(*layers, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, _CLASSES))
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -45,16 +89,16 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def trained(run: Run, words: str, seconds: float) -> None:
-    """Train for about so long, and say how many samples a second that made."""
-    torch.manual_seed(0)
-    made, inputs = net(words)
-    sgd = torch.optim.SGD(made.parameters(), lr=0.01, momentum=0.9)
-    data = TensorDataset(inputs, torch.randint(10, (_SAMPLES,)))
-    model, optimizer, loader = run.prepare(made, sgd, data, loss=loss_of)
+def learned(run: Run, words: str, seconds: float) -> None:
+    """Train for about so long, and say when the target was reached, and how many samples a second that made."""
+    task = made(words)
+    sgd = torch.optim.SGD(task.net.parameters(), lr=0.02, momentum=0.9)
+    model, optimizer, loader = run.prepare(task.net, sgd, task.train, loss=loss_of)
     if isinstance(run, Undecided):
         _say_choice(run)
-    late, began, done, last = [], 0.0, 0, 1 << 30
+    batch_size = run.settings.global_batch or 0
+    noted: Noted = []
+    began, done, last, every = 0.0, 0, 1 << 30, 1
     while done < last:
         for batch in loader:
             run.backward(loss_of(model, batch))
@@ -63,22 +107,37 @@ def trained(run: Run, words: str, seconds: float) -> None:
             if run.in_batch:
                 continue
             done += 1
-            if done == _WARM_UPS:
+            if done == 1:
                 began = time.perf_counter()
-            if done == _WARM_UPS + _TRIED:
-                last = done + _agreed(run, max(5, round(seconds * _TRIED / (time.perf_counter() - began))))
-                began = time.perf_counter()
-            if done > _WARM_UPS + _TRIED:
-                late.append(run.pushing.staleness if run.pushing else 0.0)
+            if done == 1 + _TRIED:
+                steps = round(seconds * _TRIED / (time.perf_counter() - began))
+                steps = _agreed(run, max(5, min(steps, _MOST_SAMPLES // batch_size)))
+                last, every = done + steps, max(1, steps // _LOOKS)
+            if run.rank == run.group == 0 and done % every == 0:
+                now = {name: value.detach().clone() for name, value in task.net.state_dict().items()}
+                noted.append((time.perf_counter() - began, now))
             if done == last:
                 break
     took = time.perf_counter() - began
     if run.rank == 0:
-        per_s = len(late) * (run.settings.global_batch or 0) / took
-        _say(mode=run.mode, group=run.group, samples_per_s=per_s, staleness=sum(late) / len(late), seconds=took)
+        late = run.pushing.staleness if run.pushing else 0.0
+        rate = (done - 1) * batch_size / took
+        reached = _reached(task, noted) if run.group == 0 else {}
+        _say(mode=run.mode, group=run.group, seconds=took, samples_per_s=rate, staleness=late, **reached)
     run.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _reached(task: Task, noted: Noted) -> dict[str, Any]:
+    """When the target was, if it was; looked at afterwards, since looking takes time."""
+    curve = []
+    for at_s, state in noted:
+        task.net.load_state_dict(state)
+        curve.append((round(at_s, 2), round(100 * task.accuracy(), 1)))
+    wanted = 100 * _TARGET * task.best
+    reached = next((at_s for at_s, accuracy in curve if accuracy >= wanted), None)
+    return {"to_target_s": reached, "target": wanted, "curve": curve}
 
 
 def _agreed(run: Run, steps: int) -> int:
@@ -100,6 +159,7 @@ def _say_choice(run: Undecided) -> None:
         predicted = {"sync": choice.together.samples_per_s, "hybrid": apart.samples_per_s}
         figures = {
             "overlaps": apart.overlaps,
+            "local_steps": apart.local_steps,
             "staleness": apart.staleness,
             "computing_s": [group.plan.step_s for group in apart.groups],
             "moving_s": [group.moving_s for group in apart.groups],
@@ -122,16 +182,16 @@ def main() -> None:
     torch.set_num_threads(1)
     auto = mimatrix.init(batch, mode="auto", quiet=True)
     assert isinstance(auto, Undecided)
-    trained(auto, words, seconds)
+    learned(auto, words, seconds)
     assert auto.choice
     assert auto.choice.apart
     # Below what the kernel gives away: nobody else of the namespace listens there.
     os.environ["MASTER_PORT"] = "29600"
     if auto.choice.mode == "sync":
-        other = mimatrix.init(batch, mode=mimatrix.Hybrid(overlaps=auto.choice.apart.overlaps), quiet=True)
+        other = mimatrix.init(batch, mode=as_priced(auto.choice.apart), quiet=True)
     else:
         other = mimatrix.init(batch, plan=auto.choice.together, quiet=True)
-    trained(other, words, seconds)
+    learned(other, words, seconds)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from mimatrix.hybrid.deciding import decided
 from mimatrix.hybrid.grouping import Groups, place_in
 from mimatrix.hybrid.start import Hybrid as Hybrid
 from mimatrix.hybrid.start import place_in_job, store_of_job
-from mimatrix.planner.modes import Choice
+from mimatrix.planner.modes import Apart, Choice
 from mimatrix.planner.plan import Plan
 
 
@@ -76,7 +76,7 @@ class Undecided(Run):
             self.settings = self._planned(choice.together, choice.reason, model)
         else:
             plan = choice.apart.groups[place_in(groups, self.rank)[0]].plan
-            self._part(self._planned(plan, choice.reason, model), groups, choice.apart.overlaps)
+            self._part(self._planned(plan, choice.reason, model), groups, choice.apart)
         return choice
 
     def _planned(self, plan: Plan, reason: str, model: nn.Module) -> Settings:
@@ -87,18 +87,25 @@ class Undecided(Run):
             follows = len(plan.parts) > 1 and not (self.settings.sync_batchnorm and batchnorm.count(model))
         return replace(self.settings, plan=replace(plan, reasons=(reason, *plan.reasons)), rebalance=follows)
 
-    def _part(self, settings: Settings, groups: Groups, overlaps: bool) -> None:
+    def _part(self, settings: Settings, groups: Groups, apart: Apart) -> None:
         """Leave the group of all, and become a rank of one's own."""
         rank, leaving = self.rank, self._leaving
         # Nobody leaves while another still reads what was said last.
         self._store.set(f"auto/heard/{rank}", "")
         self._store.wait([f"auto/heard/{other}" for other in range(self.ranks)], self._timeout)
         dist.destroy_process_group()
-        seat = Hybrid(overlaps=overlaps).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
+        seat = as_priced(apart).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
         super().__init__(
             seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=self.device, outer=seat.member
         )
         self._leaving = leaving
+
+
+def as_priced(apart: Apart) -> Hybrid:
+    """What the price was made for."""
+    if apart.local_steps:
+        return Hybrid(policy="local", options={"local_steps": apart.local_steps})
+    return Hybrid(overlaps=apart.overlaps)
 
 
 def _check(settings: Settings) -> None:

@@ -10,7 +10,11 @@ of the optimizer that are made of it (over a G-th of the elements, at the shard 
              half of the moving; and the group's own one that is under way
     worth    a sample of a push that is t late counts for (1 + t) ** -LATE of a sample of all together
 
-The last is ours, found by measuring (docs/hybrid.md): Kim et al. publish no formulas.
+Or groups make LOCAL_STEPS steps by themselves, and then push how far they came (the policy `local`): a cycle has so
+many global batches and one push. The mean of G groups that each went so far is about as good as one of them, so a
+sample counts for 1 / G.
+
+The worth is ours, found by measuring (docs/hybrid.md): Kim et al. publish no formulas.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +42,8 @@ Flow = tuple[int, int, float]
 
 LATE = 0.7
 """By how much samples of late pushes count less: an exponent."""
+LOCAL_STEPS = 10
+"""That groups make by themselves, where that is worth more."""
 PUSH_S = 4e-3
 """What a push takes beside its data: a guess, of what Python takes for its messages."""
 _CARRIED = 0.7
@@ -64,11 +70,13 @@ class Pushing:
     cycle_s: float
     """From push to push."""
     staleness: float
+    steps: int = 1
+    """Of its own in a cycle."""
 
     @property
     def samples_per_s(self) -> float:
         """Of this group."""
-        return self.plan.global_batch / self.cycle_s
+        return self.steps * self.plan.global_batch / self.cycle_s
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for `from_json`."""
@@ -89,6 +97,8 @@ class Apart:
     """Whether they compute on while a push is under way."""
     slowest_bytes_per_s: float
     """Of the links between them."""
+    local_steps: int = 0
+    """That they make by themselves before they push how far they came; 0: they push gradients."""
 
     @property
     def samples_per_s(self) -> float:
@@ -105,12 +115,14 @@ class Apart:
     @property
     def worth_per_s(self) -> float:
         """Samples of all together that would bring as much."""
+        if self.local_steps:
+            return self.samples_per_s / len(self.groups)
         return sum(group.samples_per_s * worth(group.staleness) for group in self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for `from_json`."""
         groups = [group.to_json() for group in self.groups]
-        return {"groups": groups, "overlaps": self.overlaps, "slowest_bytes_per_s": self.slowest_bytes_per_s}
+        return {name: getattr(self, name) for name in self.__slots__} | {"groups": groups}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Apart":
@@ -165,12 +177,16 @@ def choose_mode(problem: Problem, groups: Sequence[Sequence[int]], cluster: Clus
 
 
 def price_apart(problem: Problem, groups: Sequence[Sequence[int]], cluster: Cluster) -> Apart:
-    """What groups bring, computing on while they push or not, whichever is worth more; a sentence if one lacks room."""
+    """What groups bring in the way that is worth most: computing on while they push or not, or with steps of their own.
+
+    A sentence if one lacks room.
+    """
     plans = [make_plan(_alone(problem, group)) for group in groups]
     ways = _Ways(cluster, [group[0] for group in groups], problem.model.gradient_bytes)
     stepping = [problem.profiles[group[0]].optimizer_s for group in groups]
     moving = [ways.moving_s(group, stepping) for group in range(len(groups))]
     found = [_apart(groups, plans, moving, ways, overlaps) for overlaps in (True, False)]
+    found.append(_apart(groups, plans, moving, ways, overlaps=False, local_steps=LOCAL_STEPS))
     return max(found, key=lambda each: each.worth_per_s)
 
 
@@ -186,17 +202,23 @@ def _alone(problem: Problem, group: Sequence[int]) -> Problem:
 
 
 def _apart(
-    groups: Sequence[Sequence[int]], plans: Sequence[Plan], moving: Sequence[float], ways: "_Ways", overlaps: bool
+    groups: Sequence[Sequence[int]],
+    plans: Sequence[Plan],
+    moving: Sequence[float],
+    ways: "_Ways",
+    overlaps: bool,
+    local_steps: int = 0,
 ) -> Apart:
-    both = zip((plan.step_s for plan in plans), moving, strict=True)
+    steps = max(1, local_steps)
+    both = zip((steps * plan.step_s for plan in plans), moving, strict=True)
     free = [max(each) if overlaps else sum(each) for each in both]
     cycles = [1 / each for each in ways.pushes_per_s([1 / cycle for cycle in free])]
     found = []
     for number, (plan, cycle) in enumerate(zip(plans, cycles, strict=True)):
         span = (2 if overlaps else 1) * cycle - moving[number] / 2
         late = float(overlaps) + sum(span / other for each, other in enumerate(cycles) if each != number)
-        found.append(Pushing(tuple(groups[number]), plan, moving[number], cycle, late))
-    return Apart(tuple(found), overlaps, ways.slowest_bytes_per_s)
+        found.append(Pushing(tuple(groups[number]), plan, moving[number], cycle, late, steps))
+    return Apart(tuple(found), overlaps, ways.slowest_bytes_per_s, local_steps)
 
 
 class _Ways:
@@ -281,7 +303,6 @@ def _why_together(problem: Problem, together: Plan, apart: Apart) -> str:
 
 
 def _groups_make(apart: Apart) -> str:
-    return (
-        f"in {len(apart.groups)} groups {rate_text(apart.samples_per_s)}, worth {rate_text(apart.worth_per_s)} with "
-        f"pushes {apart.staleness:.1f} late"
-    )
+    how = f"{apart.local_steps} steps before each push" if apart.local_steps else f"pushes {apart.staleness:.1f} late"
+    rate, counted = rate_text(apart.samples_per_s), rate_text(apart.worth_per_s)
+    return f"in {len(apart.groups)} groups {rate}, worth {counted} with {how}"

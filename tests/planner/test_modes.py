@@ -60,10 +60,10 @@ def test_faster_links_never_make_either_slower(hosts: int) -> None:
         assert slow.apart
         assert fast.apart
         assert fast.together.samples_per_s >= slow.together.samples_per_s
-        assert (
-            fast.apart.samples_per_s >= slow.apart.samples_per_s * (1 - 1e-9)
-            or fast.apart.overlaps != slow.apart.overlaps
-        )
+        assert fast.apart.samples_per_s >= slow.apart.samples_per_s * (1 - 1e-9) or (
+            fast.apart.overlaps,
+            fast.apart.local_steps,
+        ) != (slow.apart.overlaps, slow.apart.local_steps)
         assert fast.apart.worth_per_s >= slow.apart.worth_per_s * (1 - 1e-9)
 
 
@@ -80,7 +80,9 @@ def test_two_groups_on_a_slow_link_take_what_it_carries() -> None:
     apart = price_apart(asked(cluster, [1e-5] * 2, size), [[0], [1]], cluster)
     for group in apart.groups:
         assert group.cycle_s == pytest.approx(2 * size / rate / 0.7, rel=0.01)
-    assert apart.samples_per_s == pytest.approx(0.7 * BATCH * rate / size, rel=0.01)
+    assert apart.local_steps == 10
+    assert apart.samples_per_s == pytest.approx(10 * 0.7 * BATCH * rate / size, rel=0.01)
+    assert apart.worth_per_s == apart.samples_per_s / 2
 
 
 def test_one_group_on_a_slow_link_slows_no_push_that_is_rarer_anyway() -> None:
@@ -141,7 +143,8 @@ def test_prices_hold_together(rates: list[float], factors: list[float], sample_s
     assert (found.mode == "hybrid") == (apart.worth_per_s > 1.05 * found.together.samples_per_s)
     assert 0 < apart.worth_per_s <= apart.samples_per_s < inf
     for group in apart.groups:
-        alone = max(group.plan.step_s, group.moving_s) if apart.overlaps else group.plan.step_s + group.moving_s
+        computing_s = max(1, apart.local_steps) * group.plan.step_s
+        alone = max(computing_s, group.moving_s) if apart.overlaps else computing_s + group.moving_s
         assert group.cycle_s >= alone * (1 - 1e-9)
         assert group.moving_s >= PUSH_S
         assert group.staleness >= float(apart.overlaps)
