@@ -19,7 +19,7 @@ _SCALED: dict[str, Any] = {"reference": BATCH, "warm_up": 20 * BATCH}
 WAYS: dict[str, Wanted] = {
     "large mini-batch": Wanted("", 0),
     "- without damping": Wanted("", 0, options={"damping": 0.0}),
-    "- without momentum correction": Wanted("", 0, options={"corrects": False}),
+    "- with momentum that keeps its size": Wanted("", 0, options={"corrects": True}),
     "large mini-batch, twice as large": Wanted("", 0, options=_SCALED, batch=2 * BATCH),
     "- without scaling": Wanted("", 0, options={**_SCALED, "scales": False}, batch=2 * BATCH),
     "- without warm-up": Wanted("", 0, options={**_SCALED, "warm_up": 0}, batch=2 * BATCH),

@@ -28,8 +28,8 @@ class Rules:
     """Samples (W); 0: none."""
     damping: float = 0.75
     """The exponent (p); 0: none."""
-    corrects: bool = True
-    """Whether momentum is corrected when the factor changes."""
+    corrects: bool = False
+    """Whether what momentum has gathered keeps its size when the factor changes."""
     together: int = 0
     """So many pushes on the same version make one step, by their mean over samples, and whoever comes later counts for
     nothing; 0: every push is a step."""
