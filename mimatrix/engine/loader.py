@@ -1,6 +1,6 @@
 """What the user's loop runs over: this rank's micro-batches. Between them it lets the run do what is due."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 from mimatrix.engine.feed import Feed, Micro, Position
@@ -36,7 +36,11 @@ class Course(Protocol):
         ...
 
     def end_epoch(self, epoch: int) -> None:
-        """The loop has come to its end."""
+        """All micro-batches of an epoch have been run through."""
+        ...
+
+    def begins_again(self) -> bool:
+        """Whether the loop goes on with another round through them."""
         ...
 
 
@@ -52,6 +56,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch in which the run stands."""
+        while (yield from self._round()) and self._run.begins_again():
+            pass
+
+    def _round(self) -> Generator[Any, None, bool]:
+        """Once through the samples, or what is left of them; False if the loop has ended before."""
         run, position = self._run, self._run.position
         run.begin_epoch()
         parts = self.feed.epoch(position.epoch, position.batch)
@@ -60,7 +69,7 @@ class Loader:
                 found = run.drawn(parts)
                 run.settle()
                 if not run.goes_on():
-                    return
+                    return False
                 if found is None:
                     break
                 micro, batch = found
@@ -69,3 +78,4 @@ class Loader:
         finally:
             run.leave_loop()
         run.end_epoch(position.epoch)
+        return True

@@ -503,6 +503,10 @@ class Run:
             self._catch_up([found])
         return bool(found["goes"])
 
+    def begins_again(self) -> bool:
+        """Whether the loop goes through the samples once more: until all groups together have had so many."""
+        return self._outer is not None and self._began == self._epoch()
+
     def _leave_when_due(self, leaving: Leaving) -> None:
         last = self._ready().micro
         assert self._checkpoints

@@ -4,6 +4,7 @@ What to serve comes on standard input; where it listens is said on standard outp
 said goodbye, or when nobody has been connected for a while.
 """
 
+import os
 import pickle
 import select
 import subprocess
@@ -37,14 +38,18 @@ class Order:
 
 def started(order: Order) -> Place:
     """Where a new process of this machine serves it."""
+    kinds = {stepping.kind for _, stepping in order.shards.values()}
     try:
         told = pickle.dumps(order)
+        if any(kind.__module__ == "__main__" for kind in kinds):
+            raise TypeError("its class is in the script")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"the optimizer cannot be sent to the process that steps for all ({error}); put its class into a module"
         ) from None
     process = subprocess.Popen(
         [sys.executable, "-m", "mimatrix.hybrid.host"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # what the script finds, it finds
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -73,11 +78,12 @@ def main() -> None:
     sys.stdout.write(f"{service.place.port}\n")
     sys.stdout.flush()
     sys.stdout.close()
-    last = time.monotonic()
-    while time.monotonic() - last < _LINGERS_S and (len(service.left) < order.groups or service.visitors):
+    # Its own group comes when all have met, and that may take as long as they wait for each other.
+    last, lingers_s = time.monotonic(), max(_LINGERS_S, order.timeout_s)
+    while time.monotonic() - last < lingers_s and (len(service.left) < order.groups or service.visitors):
         time.sleep(_LOOKS_S)
         if service.visitors:
-            last = time.monotonic()
+            last, lingers_s = time.monotonic(), _LINGERS_S
     service.close()
 
 

@@ -90,7 +90,7 @@ class Layout:
     def settings(self) -> list[Settings]:
         """What the optimizer's groups are set to now."""
         return [
-            {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+            {name: plain for name, value in group.items() if name != "params" and _is_plain(plain := _number(value))}
             for group in self.optimizer.param_groups
         ]
 
@@ -112,6 +112,11 @@ def cut(pieces: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[Piece, 
         )
         yield tuple(part for part in parts if part.count > 0)
         at = stop
+
+
+def _number(value: Any) -> Any:
+    """Learning rates may be tensors."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -35,7 +35,7 @@ class Line:
         return answer, torch.empty(0) if newest is None else newest
 
     def ask(self, head: Head, values: torch.Tensor | None = None) -> tuple[Head, torch.Tensor | None]:
-        """Ask until somebody answers. A push may be said twice: its number tells."""
+        """Ask until somebody answers; each place has the time. A push may be said twice: its number tells."""
         deadline, last = time.monotonic() + self.timeout_s, ""
         while not self._is_closed and self._places and time.monotonic() < deadline:
             try:
@@ -48,6 +48,7 @@ class Line:
                 self._stream = None
                 if len(self._places) > 1:
                     self._places.pop(0)
+                    deadline = time.monotonic() + self.timeout_s
                 else:
                     time.sleep(0.1)
         where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import secrets
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.host import Order, started
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link
 from mimatrix.hybrid.policies import Policy
 from mimatrix.hybrid.service import Place, greeted
+
+_LOOKS_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,30 @@ class Meeting:
             store.compare_set("token", "", secrets.token_hex(16))
         token = store.get("token").decode()
         mine = self._served(store, layout, row, token)
+        self._await(store, "place")
         places = [Place(*json.loads(store.get(f"place/{other}"))) for other in range(self.groups)]
         if self.groups > 1:
             self._mirror(mine, places[(self.group + 1) % self.groups], token)
         store.set(f"ready/{self.group}", "")
-        store.wait([f"ready/{other}" for other in range(self.groups)])
+        self._await(store, "ready")
         return Met(token, tuple(places), _described(layout))
+
+    def _await(self, store: Store, what: str) -> None:
+        """Until all groups have said so; a sentence with those that did not."""
+        deadline = time.monotonic() + self.timeout_s
+        missing = list(range(self.groups))
+        while missing and time.monotonic() < deadline:
+            try:
+                missing = [other for other in missing if not store.check([f"{what}/{other}"])]
+            except RuntimeError as error:  # torch.distributed's, of a store that is gone
+                raise WorldError(
+                    f"the store of the job at rank 0 is gone before all groups have met ({error})"
+                ) from None
+            if missing:
+                time.sleep(_LOOKS_S)
+        if missing:
+            who = ", ".join(f"group {other}" for other in missing)
+            raise WorldError(f"{who} did not come to the others within {self.timeout_s:g} s; see what it said")
 
     def _served(self, store: Store, layout: Layout, row: torch.Tensor, token: str) -> Place:
         """A process that serves for this group: a new one, or that of an earlier life, which others know already."""
@@ -117,7 +138,8 @@ class Meeting:
         stream.send({"what": "mirror", "shard": self.group, "address": other.address, "port": other.port})
         answer, _ = stream.receive()
         stream.close()
-        assert "error" not in answer, answer
+        if "error" in answer:
+            raise WorldError(f"shard {self.group} cannot be mirrored at {other.address}: {answer['error']}")
 
     def _check_same(self, store: Store, layout: Layout, row: torch.Tensor) -> None:
         digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.binding import Binding
+from mimatrix.engine.binding import Binding, check_elementwise
 from mimatrix.engine.disk import Tensors
 from mimatrix.engine.outer import Outside, Pushing
 from mimatrix.hybrid.layout import Layout
@@ -37,6 +38,18 @@ class _Push:
     settings: list[Settings]
     seen: tuple[int, ...]
     untouched: list[int]
+
+
+def _check_cut(optimizer: Optimizer) -> None:
+    """Shards are rows without shapes: an optimizer that looks at whole tensors would do something else there."""
+    try:
+        check_elementwise(optimizer, 1)
+    except UserError:
+        name = type(optimizer).__name__
+        raise UserError(
+            f"{name} does not treat every element by itself, so groups cannot cut it over hosts; use "
+            'mimatrix.Hybrid(policy="local"), where each group steps by its own, or another optimizer'
+        ) from None
 
 
 class Member:
@@ -69,6 +82,8 @@ class Member:
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
         """Meet the others: all begin with the same parameters."""
         del model
+        if not self._policy.local_steps:
+            _check_cut(binding.optimizer)
         self._group, self._cut = group, cut
         known = [[each for each in part if each.requires_grad] for part in binding.given]
         self._layout = Layout.of(binding, known)

@@ -91,7 +91,8 @@ class Service:
 
     def mirror(self, shard: int, place: Place) -> None:
         """What is pushed to this shard goes there, too, from now on."""
-        self._mirrors[shard] = Mirror(shard, place, self._token, self._timeout_s)
+        # A mirror that is silent is given up before those give up who wait for it.
+        self._mirrors[shard] = Mirror(shard, place, self._token, self._timeout_s / 3)
 
     @property
     def visitors(self) -> int:
@@ -161,6 +162,8 @@ class Service:
             return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
             return {"error": str(error)}, None
+        except Exception as error:  # noqa: BLE001 (whoever asked is told, and does not ask again)
+            return {"error": f"the service failed: {type(error).__name__}: {error}"}, None
 
     def _pushed(self, asked: _Asked) -> Answer:
         head, values = asked.head, asked.values

@@ -191,6 +191,8 @@ def stepped(run: Run, model: nn.Module, optimizer: Any, steps: int) -> dict[str,
             made.step()
             made.zero_grad()
             scheduler.step()
+            if run.step == steps:
+                break
     found = run.full_state_dict(model)
     run.close()
     return found
