@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from bench.markdown import table
 from mimatrix.launch.quotas import quotas
 
 _SCRIPT = Path(__file__).parent / "scripts" / "to_target.py"
-TARGET = 97.0
+TARGET = 96.0
 STALLED, TEN_TIMES = 1, 0.1
 _PAUSE_S, _STALL_S = (2.0, 6.0), (2.0, 4.0)
 _PATIENCE_S = 240.0
@@ -76,15 +77,12 @@ def trained(mode: str, seed: int, stalls: bool) -> dict[str, Any]:
             finally:
                 process.kill()
     reached = [at_s for at_s, accuracy in found["curve"] if accuracy >= TARGET]
-    waiting = [
-        each["waited_s"] / each["seconds"] if each["waited_s"] is not None else each["waiting"]
-        for each in (found, *others)
-    ]
     return {
         "to_target_s": reached[0] if reached else None,
         "seconds": found["seconds"],
         "steps": [each["steps"] for each in (found, *others)],
-        "waiting": waiting,
+        "waiting": [each["waiting"] for each in (found, *others)],
+        "moving": [each["moving"] for each in (found, *others)],
         "last": found["curve"][-1][1],
         "curve": found["curve"],
     }
@@ -131,26 +129,32 @@ def section(found: dict[str, Any]) -> str:
     """For the page."""
     rows = []
     for mode in MODES:
-        times = [run["to_target_s"] for run in found[mode]]
-        fast = [part for run in found[mode] for part in run["waiting"][:1]]
-        ratios = [
-            one["to_target_s"] / other["to_target_s"] for one, other in zip(found[mode], found["sync"], strict=True)
-        ]
+        times = [run["to_target_s"] or inf for run in found[mode]]
+        ratios = [each / (other["to_target_s"] or inf) for each, other in zip(times, found["sync"], strict=True)]
+        fast = {key: statistics.median(run[key][0] for run in found[mode]) for key in ("waiting", "moving")}
         rows.append(
             [
                 MODES[mode],
                 f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})",
                 f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                f"{100 * statistics.median(fast):.1f} %",
+                f"{fast['waiting']:.1%}",
+                f"{fast['moving']:.1%}",
                 f"{statistics.median(run['last'] for run in found[mode]):.1f} %",
             ]
         )
+    headings = [
+        "",
+        "seconds to the target",
+        "of all together",
+        "the first waits for others",
+        "moves data",
+        "at the end",
+    ]
     return f"""## Time to a target, with stalls
 `python -m bench.hybrid stalls`
 
-Digits by convolutions, four processes of speeds 1, 1, 0.5, 0.25 under quotas, of which the second becomes ten times slower for {_STALL_S[0]:g} to {_STALL_S[1]:g} s every {_PAUSE_S[0]:g} to
-{_PAUSE_S[1]:g} s. Seconds until {found["target"]:g} % of test samples are right; median and range of {len(found["sync"])} rounds in which each had its
-turn. *Waits*: of the time of the first process, what it waits for others (all together), or for its pushes to be answered (groups). Services have no quota: what stalls is
-what computes.
+Digits as above, with a frozen net beside it so that a step is mostly computing; four processes of speeds 1, 1, 0.5, 0.25 under quotas, of which the second becomes ten times
+slower for {_STALL_S[0]:g} to {_STALL_S[1]:g} s every {_PAUSE_S[0]:g} to {_PAUSE_S[1]:g} s. Seconds until {found["target"]:g} % of test samples are right; median and range of {len(found["sync"])} rounds in which each had its turn. Services
+have no quota: what stalls is what computes.
 
-{table(["", "seconds to the target", "of all together", "the first waits", "accuracy at the end"], rows)}"""
+{table(headings, rows)}"""

@@ -154,7 +154,8 @@ def _of_groups(now: "Ranks") -> list[str]:
             f"{'':>7}group {rank.group} (rank {who:.20}): {rank.pushed.pushes:,} pushes, "
             f"{rank.pushed.samples:,} samples ({rank.pushed.samples / whole:.0%} of all), "
             f"{rank.samples_per_s:.4g} samples/s, "
-            f"{rank.pushed.staleness:.3g} late, waited {format_seconds(rank.pushed.waited_s)}"
+            f"{rank.pushed.staleness:.3g} late, pushed for {format_seconds(rank.pushed.moved_s)}, "
+            f"waited {format_seconds(rank.pushed.waited_s)}"
         )
     return lines
 

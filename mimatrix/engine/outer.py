@@ -45,8 +45,10 @@ class Pushing:
     """In them."""
     staleness: float = 0.0
     """Pushes of others between the last pull and the last push."""
+    moved_s: float = 0.0
+    """What the group stood still for its pushes, but for the next."""
     waited_s: float = 0.0
-    """For pushes that were still under way, and for groups that were too far behind."""
+    """For other groups: that were at a shard before, or too far behind."""
 
 
 class Outer(Protocol):

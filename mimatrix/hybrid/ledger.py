@@ -34,6 +34,8 @@ class Applied:
     staleness: int
     again: bool
     """Whether it had come before."""
+    waited_s: float = 0.0
+    """For pushes of others before it."""
 
 
 @dataclass

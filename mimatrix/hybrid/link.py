@@ -34,6 +34,8 @@ class Acknowledged:
 
     staleness: float
     """A mean."""
+    waited_s: float
+    """At the shard that was busiest with pushes of others."""
     pulled: Pulled
     """As each shard is after it."""
 
@@ -114,7 +116,8 @@ class Link:
         parts = torch.split(gradient, self._sizes)
         answers = list(self._threads.map(Line.push, self._lines, heads, parts))
         late = [int(head["staleness"]) for head, _ in answers]
-        return Acknowledged(sum(late) / len(late), self._whole(answers))
+        waited_s = max(float(head["waited_s"]) for head, _ in answers)
+        return Acknowledged(sum(late) / len(late), waited_s, self._whole(answers))
 
     def close(self) -> None:
         """Say goodbye."""

@@ -77,6 +77,8 @@ class Member:
         self._steps = self._since = 0
         """Of its own, and samples, since the last push."""
         self.samples = 0
+        self._others_s = 0.0
+        """Of the last push: what others were in its way."""
         self.now = Pushing()
 
     def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
@@ -202,8 +204,14 @@ class Member:
     def _waited_for(self, under_way: Future[Pulled]) -> Pulled:
         began = time.monotonic()
         found = under_way.result()
-        self.now = replace(self.now, waited_s=self.now.waited_s + time.monotonic() - began)
+        self._count(time.monotonic() - began)
         return found
+
+    def _count(self, still_s: float) -> None:
+        """The group stood still for a push, some of it for others."""
+        others_s = min(still_s, self._others_s)
+        now = self.now
+        self.now = replace(now, waited_s=now.waited_s + others_s, moved_s=now.moved_s + still_s - others_s)
 
     def _step_by_distance(self, usual: int) -> None:
         """How far the group is from the common parameters, as if that were a gradient."""
@@ -212,11 +220,12 @@ class Member:
         if self.is_first:
             assert self._link
             assert self._has
-            drawn, outer = self._policy.drawn, dict(self._policy.outer or {})
+            began, drawn, outer = time.monotonic(), self._policy.drawn, dict(self._policy.outer or {})
             common = self._has if drawn == 1 else self._link.pull()
             way = (common.values - self._row) * drawn
             settings: list[Settings] = [outer for _ in self._layout.settings()]
             self._has = self._pushed(_Push(way, self._since, usual, settings, common.versions, []))
+            self._count(time.monotonic() - began)
             self._row.copy_(self._has.values if drawn == 1 else self._row + way)
         self._share()
 
@@ -224,11 +233,13 @@ class Member:
         link = self._link
         assert link
         found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
+        pushed_s = time.monotonic()
         pulled = (
             self._stepped(link, found.pulled, push.seen)
             if self._policy.rules.together
             else self._caught_up(link, found.pulled)
         )
+        self._others_s = found.waited_s + time.monotonic() - pushed_s
         now = self.now
         self.now = replace(now, pushes=now.pushes + 1, samples=now.samples + push.samples, staleness=found.staleness)
         return pulled

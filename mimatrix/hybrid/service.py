@@ -171,7 +171,7 @@ class Service:
         push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"], head["life"])
         mirrored = partial(self._mirrored, asked)
         found = asked.shard.push(push, values, head["settings"], head["untouched"], mirrored=mirrored)
-        told: Head = {"staleness": found.staleness, "again": found.again}
+        told: Head = {"staleness": found.staleness, "again": found.again, "waited_s": found.waited_s}
         if asked.is_mirrored:
             return told, None
         newest, values = self._pulled(asked)

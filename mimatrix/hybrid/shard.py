@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Condition
 from typing import Any
 
@@ -104,9 +104,11 @@ class Shard:
         Parameters that are `untouched` had no gradient, and are not stepped.
         Nobody pulls the new version before `mirrored` is over: what was seen must not be lost.
         """
+        came_s = time.monotonic()
         with self._changed:
             while (hold := self._held()) and not hold.lets(push, self.ledger):
                 self._changed.wait(hold.left_s)
+            waited_s = time.monotonic() - came_s
             known = self.ledger.known(push)
             if known:
                 return known
@@ -114,7 +116,7 @@ class Shard:
                 found = self._enter(push, gradient, settings or self._usual, untouched)
             self._shown = Pulled(self._values.clone(), found.version, self.ledger.samples)
             self._changed.notify_all()
-            return found
+            return replace(found, waited_s=waited_s)
 
     def _enter(
         self, push: Push, gradient: torch.Tensor, settings: Sequence[Settings], untouched: Collection[int]

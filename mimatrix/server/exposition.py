@@ -29,7 +29,8 @@ _OF_GROUP: dict[str, tuple[str, GroupFigure]] = {
     "mimatrix_group_pushes": ("Pushes of a group, in all", lambda said: said.pushes),
     "mimatrix_group_samples": ("Samples in them", lambda said: said.samples),
     "mimatrix_group_staleness": ("Pushes of others that its last one did not know", lambda said: said.staleness),
-    "mimatrix_group_waited_seconds": ("What it waited for its pushes, in all", lambda said: said.waited_s),
+    "mimatrix_group_moved_seconds": ("What it stood still for its pushes, in all", lambda said: said.moved_s),
+    "mimatrix_group_waited_seconds": ("What it waited for other groups, in all", lambda said: said.waited_s),
 }
 _OF_RANK: dict[str, tuple[str, Figure]] = {
     "mimatrix_rank_compute_seconds": ("Computing, in a step", lambda said: said.compute_s),

@@ -18,7 +18,7 @@ _MOST_RANKS = 128
 """Of larger jobs only what rank 0 says of all is kept."""
 _PRUNED_S = 60.0
 _BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
-_BY_GROUP = ("pushes", "samples", "staleness", "waited_s")
+_BY_GROUP = ("pushes", "samples", "staleness", "moved_s", "waited_s")
 """Known of the first rank of each group, where there are groups."""
 _BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
 

@@ -268,8 +268,10 @@ class Pushed(Message):
     """In them, in all."""
     staleness: Seconds
     """Pushes of others between its last pull and its last push."""
+    moved_s: Seconds = 0.0
+    """What it stood still for its pushes, in all, but for the next."""
     waited_s: Seconds
-    """For its pushes, in all."""
+    """For other groups, in all."""
 
 
 class Report(Message):
@@ -380,7 +382,8 @@ class Point(Message):
     """None: not finite."""
     ranks: dict[str, tuple[float | None, ...]]
     """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; of the first rank of
-    each group, where there are groups, also group_pushes, group_samples, group_staleness, group_waited_s."""
+    each group, where there are groups, also group_pushes, group_samples, group_staleness, group_moved_s,
+    group_waited_s."""
 
 
 class History(Message):

@@ -198,9 +198,8 @@ def _recent(stats: list[Any]) -> list[Any]:
 def _pushed(now: Any) -> Pushed | None:
     if now is None:
         return None
-    return Pushed(
-        pushes=now.pushes, samples=now.samples, staleness=_short(now.staleness), waited_s=_short(now.waited_s)
-    )
+    seconds = {name: _short(getattr(now, name)) for name in ("staleness", "moved_s", "waited_s")}
+    return Pushed(pushes=now.pushes, samples=now.samples, **seconds)
 
 
 def _waiting(found: Any) -> Waiting | None:

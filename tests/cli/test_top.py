@@ -18,12 +18,12 @@ def test_of_many_ranks_the_named_come_first_and_then_the_slowest() -> None:
 def test_groups_with_what_they_pushed() -> None:
     ranks = [_rank(rank, 0.1).model_copy(update={"group": rank // 2, "samples_per_s": 50.0}) for rank in range(4)]
     for rank, samples in ((0, 100), (2, 300)):
-        said = Pushed(pushes=samples // 10, samples=samples, staleness=1.5, waited_s=0.25)
+        said = Pushed(pushes=samples // 10, samples=samples, staleness=1.5, moved_s=2.0, waited_s=0.25)
         ranks[rank] = ranks[rank].model_copy(update={"pushed": said})
     lines = [line.strip() for line in _of_groups(Ranks(ranks=tuple(ranks), troubles=()))]
     assert lines == [
-        "group 1 (rank 2, 3): 30 pushes, 300 samples (75% of all), 50 samples/s, 1.5 late, waited 250ms",
-        "group 0 (rank 0, 1): 10 pushes, 100 samples (25% of all), 50 samples/s, 1.5 late, waited 250ms",
+        "group 1 (rank 2, 3): 30 pushes, 300 samples (75% of all), 50 samples/s, 1.5 late, pushed for 2s, waited 250ms",
+        "group 0 (rank 0, 1): 10 pushes, 100 samples (25% of all), 50 samples/s, 1.5 late, pushed for 2s, waited 250ms",
     ]
     assert _of_groups(Ranks(ranks=(_rank(0, 0.1),), troubles=())) == []
 

@@ -7,6 +7,8 @@ import { table } from "./plan.js";
 /** Ranks that push for their groups; none where all ranks step together. */
 export const firsts = (ranks) => ranks.filter((rank) => rank.pushed);
 
+const lasted = (seconds) => (seconds < 60 ? brief(seconds) : span(seconds));
+
 /** A row for each group. */
 export function groupsPart(ranks, live) {
   const pushing = firsts(ranks);
@@ -17,10 +19,11 @@ export function groupsPart(ranks, live) {
       "p",
       { class: "soft" },
       `${many(pushing.length, "group")} that ${live ? "do" : "did"} not wait for each other. `,
-      "Late: pushes of others that the last one did not know. Waited: for its pushes, in all.",
+      "Late: pushes of others that the last one did not know. Pushing, waiting: what it stood still for its pushes, and ",
+      "for others, in all.",
     ),
     table(
-      ["Group", "Ranks", "Pushes", "Samples", "Of all", ...(live ? ["Samples/s"] : []), "Late", "Waited"],
+      ["Group", "Ranks", "Pushes", "Samples", "Of all", ...(live ? ["Samples/s"] : []), "Late", "Pushing", "Waiting"],
       pushing.map((rank) => [
         count(rank.group),
         ranks
@@ -32,7 +35,8 @@ export function groupsPart(ranks, live) {
         percent(rank.pushed.samples / whole),
         ...(live ? [figure(rank.samples_per_s)] : []),
         figure(rank.pushed.staleness),
-        rank.pushed.waited_s < 60 ? brief(rank.pushed.waited_s) : span(rank.pushed.waited_s),
+        lasted(rank.pushed.moved_s),
+        lasted(rank.pushed.waited_s),
       ]),
       "groups",
     ),

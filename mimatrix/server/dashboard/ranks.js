@@ -21,7 +21,7 @@ const PARTS = [
   ["waiting_s", "waiting", "idle"],
 ];
 
-const PUSHED = ["pushes", "samples", "staleness", "waited_s"];
+const PUSHED = ["pushes", "samples", "staleness", "moved_s", "waited_s"];
 
 /** Busy: what others would wait for. */
 export const busy = (rank) => rank.compute_s + rank.data_s;
