@@ -25,7 +25,6 @@ _PATIENCE_S = 240.0
 MODES = {
     "sync": "all together, plan follows",
     "hybrid": "four groups",
-    "undamped": "four groups, `damping=0`",
 }
 
 

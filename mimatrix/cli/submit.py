@@ -50,9 +50,9 @@ def submit(
     from mimatrix.wire.messages import MOST_SNAPSHOT_BYTES
 
     given = _given(name, devices, priority, preemptible, max_time, env or [], retries)
+    path, given = _described(script, given, arguments or [])
     if groups:
         given = _grouped(groups, given)
-    path, given = _described(script, given, arguments or [])
     with connected() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
         packed = Path(folder) / "snapshot.tar.gz"
         digest = archive(path.parent, packed, MOST_SNAPSHOT_BYTES, path.name, file or [], say)
@@ -87,11 +87,13 @@ def _given(
 def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
     """Workers hear who is with whom by a variable; a device for each rank, unless others are asked for."""
     from mimatrix.launch import parse_groups
+    from mimatrix.scheduler import Wish
 
     ranks = len(re.findall(r"\d+", text))
     found = parse_groups(text, ranks)
-    devices = given.get("devices", str(ranks))
-    if devices.isdigit() and int(devices) != ranks:
+    devices = given.get("devices") or str(ranks)
+    wanted = Wish.parse(devices)
+    if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
     environment = {**(given.get("environment") or {}), "MIMATRIX_GROUPS": json.dumps(found)}
     return {**given, "devices": devices, "environment": environment}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.hybrid.grouping import Groups, checked
@@ -36,16 +36,19 @@ def lost_ranks(state: TeamState, groups: Groups) -> dict[int, int]:
     return found
 
 
-def failed_rank(state: TeamState, groups: Groups = ()) -> int | None:
+def failed_rank(state: TeamState, groups: Groups = (), gone: Collection[int] = ()) -> int | None:
     """The rank to blame, the first that failed; None where all ended well, or all of some group.
 
-    Of groups that were told to save and go, one that did so speaks for all.
+    Of groups that were told to save and go, one that did so speaks for all. Those that were `gone` before do not count.
     """
     codes = [member.code for member in state.members]
     if any(all(codes[rank] == 0 for rank in group) for group in groups):
         return None
     if groups and LEFT in codes:
         return codes.index(LEFT)
+    left = [rank for rank, code in enumerate(codes) if code != 0 and rank not in gone]
+    if state.first_failure in gone and left:
+        return left[0]
     if state.first_failure is not None:
         return state.first_failure
     return next((rank for rank, member in enumerate(state.members) if member.code != 0), None)

@@ -41,11 +41,14 @@ class LiveJob:
         return len(self.seats)
 
     @property
+    def speaker(self) -> int:
+        """The first rank that is there; notices are for its log."""
+        return next((rank for rank in range(self.ranks) if rank not in self.gone), 0) if self.gone else 0
+
+    @property
     def first(self) -> Report | None:
         """What the first rank said that is there: its step and its state are the job's."""
-        if not self.gone:
-            return self.reports.get(0)
-        return self.firsts.get(min(set(range(self.ranks)) - self.gone, default=-1))
+        return self.reports.get(self.speaker)
 
     @property
     def firsts(self) -> dict[int, Report]:

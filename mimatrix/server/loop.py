@@ -245,7 +245,9 @@ class Loop:
         context = self._context
         with context.sessions() as session:
             groups = groups_of(session.get_one(JobRow, number).environment, len(state.members))
-        rank = failed_rank(state, groups)
+        live = context.live.of(number, generation)
+        gone = live.gone if live else frozenset()
+        rank = failed_rank(state, groups, gone)
         # Before the job is locked, since another machine may have to be asked.
         words = "" if rank is None else last_words(context.launcher, team_name(number, generation), rank)
         with context.sessions.begin() as session:
@@ -259,7 +261,7 @@ class Loop:
             reason = told(rank, job.seats[rank] if rank < len(job.seats) else "?", member, words)
             if not job.leaving:
                 self._fail(session, job, member.code, reason, is_lost=member.phase is Phase.LOST)
-            elif job.leaving == "preempt" and _crashed(state, member):
+            elif job.leaving == "preempt" and state.first_failure not in gone and _crashed(state, member):
                 self._fail(session, job, member.code, f"{reason}; it had been told to save and go", is_lost=False)
             else:
                 self._ended(session, job, member.code, reason)

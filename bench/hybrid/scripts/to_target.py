@@ -17,7 +17,7 @@ import mimatrix
 from bench.hybrid.data import digits
 
 EPOCHS, BATCH, NOTED, PATIENCE_S = 30, 64, 4, 120.0
-WORK = 8
+WORK = 16
 mode, seed, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 me = os.environ.get("RANK", "0")
 torch.set_num_threads(1)
@@ -35,8 +35,7 @@ def said(what: str, awaited: str) -> None:
 
 said("pid", "slowed")
 if mode != "sync":
-    options = {"damping": 0.0} if mode == "undamped" else {}
-    run = mimatrix.init(BATCH, mode=mimatrix.Hybrid(options=options), seed=seed, quiet=True)
+    run = mimatrix.init(BATCH, mode="hybrid", seed=seed, quiet=True)
 else:
     run = mimatrix.init(BATCH, plan="online", seed=seed, quiet=True)
 task = digits(seed)
