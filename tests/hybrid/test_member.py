@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from models import adamw, momentum, squared, vectors
 from plain import plain_run
 from runs import in_runs
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import default_collate
 from towns import BATCH, SAMPLES, model_of, town
 
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.run import Run
 from mimatrix.hybrid.layout import cut
+from mimatrix.hybrid.meeting import Meeting
 from mimatrix.hybrid.policies import Policy, policy
 from mimatrix.hybrid.rules import Rules
 from mimatrix.hybrid.shard import Piece
@@ -252,3 +255,72 @@ def test_shards_cut_parameters() -> None:
         (Piece(0, 0, 1), Piece(1, 0, 3), Piece(2, 1, 1)),
         (Piece(2, 1, 1),),
     ]
+
+
+def one_alone(chosen: Policy, each: Any) -> Any:
+    """What `each` gives of a run that is a group of one rank."""
+    with town(chosen) as found:
+        return in_runs(1, each, outer=lambda _: found.member(0), batch=[BATCH], stage=0)[0]
+
+
+@pytest.mark.parametrize("local_steps", [0, 3])
+def test_an_epoch_has_its_number_once(local_steps: int) -> None:
+    """Groups go through their samples as often as it takes, and are told of an epoch once."""
+    chosen = policy("local", BATCH, {"local_steps": 3}) if local_steps else policy("large", BATCH, {})
+    with town(chosen) as found:
+        members = [found.member(group) for group in range(2)]
+        told: list[list[int]] = [[], []]
+
+        def each(run: Run) -> None:
+            number = run.settings.seed
+            net = model_of()
+            model, made, loader = run.prepare(net, momentum(net), vectors(SAMPLES), loss=squared)
+            for epoch in run.epochs(5):
+                told[number].append(epoch)
+                for batch in loader:
+                    run.backward(squared(model, batch))
+                    made.step()
+                    made.zero_grad()
+            run.close()
+
+        def group(number: int) -> None:
+            in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)
+
+        threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    for epochs in told:
+        assert epochs == sorted(set(epochs))
+        assert set(epochs) <= set(range(5))
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
+    def begun(run: Run) -> None:
+        model = model_of()
+        run.prepare(model, torch.optim.Adafactor(model.parameters()), vectors(SAMPLES), loss=squared)
+
+    with pytest.raises(Exception, match="Adafactor does not treat every element by itself, so groups cannot cut it"):
+        one_alone(policy("large", BATCH, {}), begun)
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    states = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        made = partial(_adam, lr)
+        states.append(one_alone(policy("large", BATCH, {}), lambda run, made=made: trained(run, model_of(), made, 1)))
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-10)
+
+
+def _adam(lr: Any, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def test_a_group_that_does_not_come_is_named() -> None:
+    meeting = Meeting(HashStore(), 0, 3, policy("large", BATCH, {}), "127.0.0.1", 0.2)
+    meeting.store.set("place/0", "")
+    with pytest.raises(WorldError, match=r"group 1, group 2 did not come to the others within 0.2 s"):
+        meeting._await(meeting.store, "place")

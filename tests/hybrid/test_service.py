@@ -1,5 +1,6 @@
 """Groups push to shards over real sockets: exact, whoever is lost."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,3 +151,21 @@ def test_strangers_are_refused_and_nobody_there_is_said() -> None:
             service.close()
         with pytest.raises(WorldError, match="shard 0 does not answer"):
             Link(0, COUNT, SHARES, places, "secret", timeout_s=1).pull()
+
+
+def test_a_shard_that_is_silent_has_a_mirror() -> None:
+    """Whoever listens and never answers has its time, and the mirror its own."""
+    with services(mirrored=False) as (_, places, _), socket.create_server(("127.0.0.1", 0)) as silent:
+        there = Place(*silent.getsockname())
+        link = Link(0, COUNT, SHARES, [[there, places[k][1]] for k in range(3)], "secret", timeout_s=0.5)
+        torch.testing.assert_close(link.pull().values, START, rtol=0, atol=0)
+        link.close()
+
+
+def test_what_a_service_fails_with_is_told_once() -> None:
+    with services() as (_, places, _):
+        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        now = link.pull()
+        with pytest.raises(WorldError, match="the service failed: KeyError: 'lr'"):
+            link.push(torch.zeros(COUNT, dtype=torch.float64), B, B, [{}], now.versions)
+        link.close()

@@ -50,6 +50,7 @@ def test_who_is_to_blame_among_groups() -> None:
     assert failed_rank(TeamState((well, killed, well), 1), groups) is None
     assert failed_rank(TeamState((well, killed, killed), 1), groups) == 1
     assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
+    assert failed_rank(TeamState((killed, killed, killed), 1), groups, gone={0, 1}) == 2
     ended = MemberState(EXITED, -15, "killed by SIGTERM; ended because rank 1 failed")
     runs = MemberState(Phase.RUNNING)
     assert lost_ranks(TeamState((ended, killed, runs), 1), groups) == {0: 1}
