@@ -63,7 +63,7 @@ def tried(scenario: Scenario, seconds: float) -> dict[str, Any]:
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
     with lab(scenario):
         inside = [sys.executable, "-m", *words]
-        said = command("lab", "run", "--name", NAME, "--timeout", "4min", "--", *inside, timeout_s=300)
+        said = command("lab", "run", "--name", NAME, "--timeout", "5min", "--", *inside, timeout_s=330)
     lines = [line.split("] ", 1)[1] for line in said.splitlines() if "] {" in line]
     found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     choice = next(each for each in found if "chosen" in each)

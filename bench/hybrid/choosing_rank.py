@@ -20,14 +20,14 @@ import mimatrix
 from mimatrix.engine.run import Run
 from mimatrix.hybrid.auto import Undecided, as_priced
 
-_CLASSES, _TRAIN, _TEST = 10, 8192, 2000
+_CLASSES, _TRAIN, _TEST = 10, 8192, 1000
 _TARGET = 0.9
 """Of the best accuracy that is possible."""
-_TRIED, _LOOKS = 4, 30
+_TRIED, _LOOKS = 4, 20
 """Steps after which it is known how long a step takes, and how often parameters are noted."""
 _MOST_SAMPLES = 12_000
 """Of each group: more would change nothing."""
-_PATIENCE_S = 180.0
+_PATIENCE_S = 240.0
 Noted = list[tuple[float, dict[str, torch.Tensor]]]
 
 

@@ -323,7 +323,9 @@ class Orders(Message):
     again_s: Seconds
     """When to report again."""
     notice: str = ""
-    """A sentence for the job's log, said to rank 0."""
+    """A sentence for the job's log, said to one rank."""
+    speaks: bool = False
+    """Whether this rank tells what is known once of a job: its plan, its checkpoints. Rank 0, unless that was lost."""
 
 
 class Rank(Message):

@@ -51,6 +51,7 @@ class Reporter:
         self._client, self._mine, self._checkpoints = client, mine, checkpoints
         self._link, self._board = link, Board(checkpoints)
         self._run: Any = None
+        self._speaks = mine.rank == 0
         self._is_asked = False
         self._told_plan = -1
         self._told_curves = False
@@ -91,7 +92,8 @@ class Reporter:
             self._is_asked = self._is_asked or orders.leave
             if orders.notice:
                 sys.stderr.write(f"mimatrix: {orders.notice}\n")
-            if self._run is not None and self._mine.rank == 0:
+            self._speaks = orders.speaks
+            if self._run is not None and self._speaks:
                 self._tell_curves()
                 self._tell_plan()
                 self._tell_saved()
@@ -122,7 +124,7 @@ class Reporter:
         return Report(**known, metrics=_finite(history[0][1] if history else {}))
 
     def _write_down(self, report: Report) -> None:
-        if self._run is not None and self._mine.rank == 0:
+        if self._run is not None and self._speaks:
             self._board.follow(self._run, {name: getattr(report, name) for name in _SPEEDS})
 
     def _begins(self) -> bool:

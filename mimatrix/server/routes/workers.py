@@ -50,8 +50,9 @@ def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
     live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
-    notice = live.notices.popleft() if live.notices and said.rank == live.speaker else ""
-    return m.Orders(leave=live.leave, again_s=shared.live.again_s(), notice=notice)
+    speaks = said.rank == live.speaker
+    notice = live.notices.popleft() if live.notices and speaks else ""
+    return m.Orders(leave=live.leave, again_s=shared.live.again_s(), notice=notice, speaks=speaks)
 
 
 @router.put("/jobs/{number}/profile", status_code=204, response_class=Response)
