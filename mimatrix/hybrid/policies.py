@@ -75,7 +75,7 @@ def _local(global_batch: int, options: Mapping[str, Any], groups: int) -> Policy
     """With momentum, groups that come at their own pace go astray (docs/hybrid.md): it is for rounds."""
     rounds = bool(options.get("rounds", False))
     momentum = float(options.get("momentum", 0.9 if rounds else 0.0))
-    outer = {"lr": float(options.get("lr", 0.7 if rounds else 1.0)), "momentum": momentum, "nesterov": momentum > 0}
+    outer = {"lr": float(options.get("lr", 0.7)), "momentum": momentum, "nesterov": momentum > 0}
     # In a round the mean of all groups counts once: at their own pace each counts for its part.
     damping = float(options.get("damping", 0.0 if rounds else 1.0))
     rules = Rules(global_batch, scales=False, damping=damping, together=groups if rounds else 0)
