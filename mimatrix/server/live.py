@@ -69,7 +69,7 @@ class LiveJob:
         """What the script logs, and how late pushes are where there are groups."""
         late = [said.pushed.staleness for said in self.firsts.values() if said.pushed]
         pushed = {"staleness": sum(late) / len(late)} if late else {}
-        return pushed | (self.first.metrics if self.first else {})
+        return (self.first.metrics if self.first else {}) | pushed
 
 
 def said_on(jobs: Mapping[int, LiveJob], now_s: float) -> dict[str, Report]:
