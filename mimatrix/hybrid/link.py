@@ -1,8 +1,9 @@
 """A group's way to the shards: it pushes to all at once, pulls from all at once, and goes on where one is lost."""
 
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,6 +13,8 @@ from mimatrix.hybrid.line import Line
 from mimatrix.hybrid.marking import Holding
 from mimatrix.hybrid.service import Place
 from mimatrix.hybrid.shard import Settings
+
+Answer = tuple[Head, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,15 @@ class Link:
 
     def pull(self) -> Pulled:
         """The newest of every shard."""
-        return self._whole(list(self._threads.map(Line.pull, self._lines)))
+        return self._whole(self._from_all([line.pull for line in self._lines]))
 
-    def _whole(self, found: Sequence[tuple[Head, torch.Tensor]]) -> Pulled:
+    def _from_all(self, asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
+        """What all lines answer; where one fails, not before the others are through: they are used again."""
+        under_way = [self._threads.submit(ask) for ask in asks]
+        wait(under_way)
+        return [each.result() for each in under_way]
+
+    def _whole(self, found: Sequence[Answer]) -> Pulled:
         versions = tuple(int(head["version"]) for head, _ in found)
         samples = min(int(head["samples"]) for head, _ in found)
         clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}
@@ -114,7 +123,8 @@ class Link:
             for version in seen
         ]
         parts = torch.split(gradient, self._sizes)
-        answers = list(self._threads.map(Line.push, self._lines, heads, parts))
+        whole = zip(self._lines, heads, parts, strict=True)
+        answers = self._from_all([partial(line.push, head, part) for line, head, part in whole])
         late = [int(head["staleness"]) for head, _ in answers]
         waited_s = max(float(head["waited_s"]) for head, _ in answers)
         return Acknowledged(sum(late) / len(late), waited_s, self._whole(answers))

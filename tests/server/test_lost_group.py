@@ -14,6 +14,7 @@ from mimatrix.wire.messages import ENDED, JobState
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.long
 def test_a_lost_group_ends_no_other(tmp_path: Path) -> None:
     with server(tmp_path / "data", devices=2) as there:
         number = there.submit("in_groups.py", "--groups", "0/1")

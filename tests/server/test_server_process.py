@@ -66,6 +66,7 @@ def test_cancelling_ends_the_processes(up: Server) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_following_goes_on_through_another_start(up: Server) -> None:
     number = up.submit("failing.py", "--retries", "1", "--", "4")
     followed = up.command("logs", "-f", str(number))
@@ -74,6 +75,7 @@ def test_following_goes_on_through_another_start(up: Server) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
     first = up.submit("patient.py", "--devices", "all", "--max-time", "14s", "--", "300")
     up.until(first, lambda job: job.state is JobState.TRAINING)
