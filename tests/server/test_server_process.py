@@ -89,6 +89,7 @@ def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_job_file_a_kind_that_nobody_has_and_what_is_not_shown(up: Server, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')")
     (tmp_path / "job.toml").write_text('script = "train.py"\ndevices = 2\nmax_time = "1h30m"\npriority = 1\n')
@@ -116,6 +117,7 @@ def test_a_job_file_a_kind_that_nobody_has_and_what_is_not_shown(up: Server, tmp
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_tokens_are_made_listed_and_revoked(up: Server) -> None:
     made = up.command("tokens", "add", "ben", "--role", "viewer")
     found = re.fullmatch(r"token (\d+) of ben \(viewer\), shown this once: (mm_\S+)\n", made.stdout)
