@@ -97,10 +97,9 @@ DDP on 8 linear layers of 1024, batch 16, SGD, 2 ranks, both backends in turns i
 ({format_seconds(gloo_s[0])} to {format_seconds(gloo_s[2])}): **{gloo_s[1] / ours[1]:.2f}x**. The parameters differ by
 {ddp["apart"]:.1g} at the most. Counters: {counters}.
 
-Short of the 1.5x that was aimed at. With a communication hook that does nothing such a step takes about 29 ms, with one that only lets
-the ranks wait for each other 31 to 36; the rest, 8 of our 39 ms and 20 of Gloo's, is the sum itself. DDP's large
-bucket is ready only when the backward pass is nearly over, and a bucket lies in ordinary memory, so every element is
-copied once more than in the arena.
+DDP's buckets lie in ordinary memory, but come again in every step: they are moved into shared memory once, and peers sum straight out of them
+([decision 16](../decisions/0016-buckets-are-read-where-they-lie.md)). With one core for each rank they are summed in the backward pass itself, since nothing can
+run beside it; with more cores on a thread of their own, as Gloo does it: then both hide most of it, and there is less to gain.
 
 """
 

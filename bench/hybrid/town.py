@@ -22,8 +22,9 @@ from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link
 from mimatrix.hybrid.member import Member
+from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.policies import policy
-from mimatrix.hybrid.service import Place, Service
+from mimatrix.hybrid.service import Service
 from mimatrix.hybrid.shard import Shard
 from mimatrix.launch.quotas import quotas
 

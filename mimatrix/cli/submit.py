@@ -49,10 +49,10 @@ def submit(
     from mimatrix.cli.snapshot import archive
     from mimatrix.wire.messages import MOST_SNAPSHOT_BYTES
 
-    given = _given(name, devices, priority, preemptible, max_time, env or [], retries)
+    given = _given(name, devices, priority, preemptible, max_time, env or [], retries, groups)
     path, given = _described(script, given, arguments or [])
-    if groups:
-        given = _grouped(groups, given)
+    if said := given.pop("groups", ""):
+        given = _grouped(said, given)
     with connected() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
         packed = Path(folder) / "snapshot.tar.gz"
         digest = archive(path.parent, packed, MOST_SNAPSHOT_BYTES, path.name, file or [], say)
@@ -74,10 +74,17 @@ def submit(
 
 
 def _given(
-    name: str, devices: str, priority: int | None, preemptible: bool, max_time: str, env: list[str], retries: int
+    name: str,
+    devices: str,
+    priority: int | None,
+    preemptible: bool,
+    max_time: str,
+    env: list[str],
+    retries: int,
+    groups: str,
 ) -> dict[str, Any]:
     """What was said on the command line, and nothing else."""
-    found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority}
+    found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority, "groups": groups}
     found |= {"preemptible": preemptible or None, "retries": retries or None}
     found["max_time_s"] = parse_duration(max_time) if max_time else None
     found["environment"] = dict(_variable(text) for text in env) or None

@@ -6,6 +6,8 @@ A process group in Python with the native backend of each device inside. What is
 everything else goes to the native backend, and both are counted, so that nobody believes in a path that did not run.
 """
 
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from mimatrix.collectives.schedule import Collective
 from mimatrix.comm import stages
 from mimatrix.comm.calls import DTYPES, Kind
-from mimatrix.comm.endpoint import own_host
+from mimatrix.comm.endpoint import Endpoint, own_host
 from mimatrix.comm.group import Group, on_own_stream
 from mimatrix.comm.halves import Gather, Scatter
 from mimatrix.comm.joining import fresh, join, shared_name
@@ -49,6 +51,9 @@ _NATIVE_ONLY = {
     "scatter": "scatter",
 }
 """Torch's names and ours, by which calls are counted."""
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_ADOPTED_BYTES = 1 << 18
+"""Buckets of this size and more are read where they lie."""
 _MOMENT_S = 0.3
 """News of a rank that is gone may come a little after its connections have closed."""
 
@@ -72,6 +77,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         name = shared_name(store, rank, "group")
         natives = {device: Native(backend, rank, size, seconds) for device, backend in self._natives.items()}
         self.mimatrix = Group(self._joined.endpoint, name, members, natives=natives, timeout_s=seconds)
+        self._may_run_beside = _cores_for_each(self._joined.endpoint) >= 2
         self._is_open = True
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -103,7 +109,10 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         if op is None or not _suits(*tensors) or len(tensors) > 1:
             return self._pass_on("all_reduce", "allreduce", tensors, *_given(opts))
         kind = Kind(Collective.ALL_REDUCE, tensors[0].dtype, op)
-        return self._whole(kind, tensors[0], opts)
+        # Called by the backward pass itself, with no Python between: only DDP does that, for its buckets.
+        caller = sys._getframe().f_back
+        bucket = caller is not None and caller.f_code is _BACKWARD
+        return self._whole(kind, tensors[0], opts, bucket=bucket)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """What the root has."""
@@ -164,15 +173,19 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
             return self._pass_on("reduce_scatter", "_reduce_scatter_base", output, source, *_given(opts))
         return self._through(Scatter(output.view(-1), source.view(-1), op, self.rank(), self.size()), opts, output)
 
-    def _whole(self, kind: Kind, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    def _whole(self, kind: Kind, tensor: torch.Tensor, opts: Any, *, bucket: bool = False) -> dist.Work:
         group = self.mimatrix
         group.check(kind, tensor)
         plan = group.known(kind, tensor)
+        if bucket and plan and plan.path == "windows" and _fills_its_storage(tensor):
+            group.adopt(tensor)
 
         def task() -> None:
             group.run(kind, tensor, plan or group.choose(kind, tensor))
 
-        return self._submit(_described(kind, tensor), task, plan, opts, [tensor])
+        # DDP waits at the end of the same backward pass: where nothing can run beside it, better here than by turns.
+        here = bucket and not self._may_run_beside
+        return self._submit(_described(kind, tensor), task, plan, opts, [tensor], here=here)
 
     def _through(self, half: Gather | Scatter, opts: Any, output: torch.Tensor) -> dist.Work:
         """A half of an all-reduce, between two tensors: over windows through stages, otherwise as the plan says."""
@@ -199,9 +212,19 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
 
         return self._submit(_described(kind, whole), task, plan, opts, [output])
 
-    def _submit(self, doing: str, task: Task, plan: Plan | None, opts: Any, result: list[torch.Tensor]) -> dist.Work:
+    def _submit(
+        self,
+        doing: str,
+        task: Task,
+        plan: Plan | None,
+        opts: Any,
+        result: list[torch.Tensor],
+        *,
+        here: bool = False,
+    ) -> dist.Work:
         """In the order of this rank's collectives; on the caller's thread where it waits and can be interrupted."""
-        inline = plan is not None and plan.path == "windows" and getattr(opts, "asyncOp", True) is False
+        waits = here or getattr(opts, "asyncOp", True) is False
+        inline = plan is not None and plan.path == "windows" and waits
         endpoint, members = self.mimatrix.endpoint, self.mimatrix.members
         work = Work(on_own_stream(task, result[0]), partial(endpoint.control.check, -1, members, doing))
         endpoint.worker.submit(work, inline=inline)
@@ -352,6 +375,19 @@ def _suits(*tensors: torch.Tensor) -> bool:
 def _lie_flat(*tensors: torch.Tensor) -> bool:
     """Whether their elements lie one behind the other, all of the same type."""
     return all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors)
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether it is all of some larger memory of the host's, as buckets are."""
+    size = tensor.numel() * tensor.element_size()
+    flat = tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_cuda
+    return flat and _ADOPTED_BYTES <= size == tensor.untyped_storage().nbytes()
+
+
+def _cores_for_each(endpoint: Endpoint) -> float:
+    """Of this host's cores, how many there are for each of its ranks."""
+    here = endpoint.places[endpoint.rank].host
+    return len(os.sched_getaffinity(0)) / sum(place.host == here for place in endpoint.places)
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:

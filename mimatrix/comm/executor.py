@@ -11,6 +11,7 @@ from mimatrix.comm.calls import Call
 from mimatrix.comm.flags import Release
 from mimatrix.comm.program import Program, Step, Take
 from mimatrix.comm.windows import PeerWindow
+from mimatrix.comm.windows.adopted import BEYOND
 
 _MOST_VIEWS = 1 << 14
 
@@ -67,12 +68,13 @@ class WindowsExecutor:
         offset: int,
         meanwhile: Callable[[], None] | None = None,
         outside: torch.Tensor | None = None,
+        within: torch.Tensor | None = None,
     ) -> Release:
         """The call's data lie at `offset` of the arena; back when this rank has done its part.
 
         `meanwhile` is called once, when the peers can already read. With `outside` a direct program runs on data there,
         of which only what peers read lies in the arena: sums are made of them and put into the arena for the peers, and
-        results go outside.
+        results go outside. `within` are the data themselves, at a place beside the arena that peers know.
         """
         sync = self.sync
         self.settle()
@@ -82,7 +84,9 @@ class WindowsExecutor:
                 meanwhile()
             for number, step in enumerate(program.steps):
                 sync.wait(number, step.waits)
-                if outside is None:
+                if within is not None:
+                    self._step_within(step, call, within)
+                elif outside is None:
                     self._step(step, call, offset)
                 else:
                     self._step_outside(step, call, offset, outside)
@@ -95,8 +99,12 @@ class WindowsExecutor:
 
     def _step(self, step: Step, call: Call, offset: int) -> None:
         for take in step.takes:
-            self._take(take, call, offset)
+            self._take(take, call, self._own(take, call, offset))
         self.settle()
+
+    def _step_within(self, step: Step, call: Call, within: torch.Tensor) -> None:
+        for take in step.takes:
+            self._take(take, call, within[take.start : take.stop])
 
     def _step_outside(self, step: Step, call: Call, offset: int, outside: torch.Tensor) -> None:
         for take in step.takes:
@@ -108,8 +116,8 @@ class WindowsExecutor:
             part.copy_(sources[0])
         self.settle()
 
-    def _take(self, take: Take, call: Call, offset: int) -> None:
-        target, sources = self._own(take, call, offset), self._theirs(take, call)
+    def _take(self, take: Take, call: Call, target: torch.Tensor) -> None:
+        sources = self._theirs(take, call)
         if take.adds:
             reduce_into(target, sources, call.op, self._divisor(take, call))
         else:
@@ -131,6 +139,8 @@ class WindowsExecutor:
 
     def _view(self, peer: int, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """A range of a peer's window, or of the own for -1, as a tensor. Kept, since steps repeat."""
+        if start >= BEYOND:
+            return self._bytes(peer, start, stop).view(dtype)  # what lies there comes and goes
         key = (peer, start, stop, dtype)
         found = self._views.get(key)
         if found is None:

@@ -24,13 +24,14 @@ from mimatrix.comm.coordinated import CoordinatorSync
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.executor import Sync, WindowsExecutor
 from mimatrix.comm.fetching import FarWindow, FetchingExecutor
-from mimatrix.comm.flags import PAGE_BYTES, Flags
+from mimatrix.comm.flags import PAGE_BYTES, Flags, Release
 from mimatrix.comm.forecast import forecast_for
 from mimatrix.comm.messages import MessagesExecutor
 from mimatrix.comm.native import Native
 from mimatrix.comm.plans import NATIVE, Path, Plan, default_plan
 from mimatrix.comm.program import Compiler
 from mimatrix.comm.tuner import SizeClass, Tuner
+from mimatrix.comm.windows.mapped import MappedWindow
 from mimatrix.comm.work import Task, Work, Worker
 from mimatrix.core.errors import UnsuitedError, UserError, WorldError
 
@@ -254,6 +255,16 @@ class Group:
         # The next call may come from another stream and fill the same stages.
         executor.settle()
 
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let peers read a tensor's memory in place from now on, although it is not in the arena.
+
+        Torch moves the memory: whoever knows it by its address, as a NumPy array over it does, is left behind. For
+        tensors that nobody else looks at so, as DDP's buckets.
+        """
+        window = self.endpoint.arenas["host"].window if "host" in self._executors else None
+        if isinstance(window, MappedWindow):
+            window.adopted.adopt(tensor.untyped_storage())
+
     def check(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Refuse what cannot be done, before any rank waits for another."""
         if kind.op not in OPS:
@@ -338,9 +349,30 @@ class Group:
             parts = (kind.shares or plan.shares or Shares.equal(self.size)).cut(flat.numel())
             for shares, pieces in stages.in_shared_pieces(flat, parts, room):
                 self.run_pieces(replace(kind, shares=shares), pieces, plan, where=where)
+        elif (place := self._adopted_place(flat)) is not None:
+            self._run_adopted(kind, flat, plan, place)
         else:
             self.run_pieces(kind, list(stages.in_pieces(flat, room)), plan, where=where)
         _return(flat, tensor)
+
+    def _run_adopted(self, kind: Kind, flat: torch.Tensor, plan: Plan, place: int) -> None:
+        """In place, in the same pieces as by stages: each rank sees to its own side, whatever its peers do."""
+        executor, compiler, size = self._executors["host"], self._compiler(kind, plan), flat.element_size()
+        step = stages.STAGE_BYTES["host"] // size
+        release: Release = ()
+        for start in range(0, flat.numel(), step):
+            piece = flat[start : start + step]
+            call = Call.of(kind, piece.numel(), plan)
+            release = executor.run(call, compiler.program(piece.numel()), place + start * size, within=piece)
+        self.sync.wait_released(release)  # whoever has let go of the last piece has let go of all
+
+    def _adopted_place(self, flat: torch.Tensor) -> int | None:
+        """Where peers find an adopted tensor."""
+        window = self.endpoint.arenas["host"].window if self.where(flat) == "host" and not flat.is_cuda else None
+        if not isinstance(window, MappedWindow):
+            return None
+        first = window.adopted.place_of(flat.untyped_storage())
+        return None if first is None else first + int(flat.storage_offset()) * flat.element_size()
 
     def agree(self, kind: Kind, count: int, plan: Plan) -> None:
         """Before what cannot notice it by itself: do all ranks ask for the same?"""

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.hybrid.keeping import Kept
+from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.service import Place, Service
+from mimatrix.hybrid.service import Service
 from mimatrix.hybrid.shard import Shard, Stepping
 
 _LINGERS_S = 10.0
@@ -32,13 +34,26 @@ class Order:
     groups: int
     """How many will come."""
     rules: Rules
-    shards: dict[int, tuple[torch.Tensor, Stepping]]
+    shards: dict[int, torch.Tensor]
+    """In the beginning."""
+    steppings: tuple[Stepping, ...]
+    """Of all shards: others may come to lie here, too."""
     timeout_s: float
+
+    def shard(self, number: int, values: torch.Tensor) -> Shard:
+        """One that begins with these values."""
+        return Shard(values, self.steppings[number], self.rules)
+
+    def copied(self, number: int, kept: Kept) -> Shard:
+        """One that is elsewhere, too."""
+        found = self.shard(number, kept.values)
+        found.load(kept)
+        return found
 
 
 def started(order: Order) -> Place:
     """Where a new process of this machine serves it."""
-    kinds = {stepping.kind for _, stepping in order.shards.values()}
+    kinds = {stepping.kind for stepping in order.steppings}
     try:
         told = pickle.dumps(order)
         if any(kind.__module__ == "__main__" for kind in kinds):
@@ -73,8 +88,8 @@ def main() -> None:
     """Serve until nobody comes any more."""
     torch.set_num_threads(1)
     order: Order = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
-    shards = {number: Shard(values, stepping, order.rules) for number, (values, stepping) in order.shards.items()}
-    service = Service(shards, order.token, order.address, timeout_s=order.timeout_s, say=_say)
+    shards = {number: order.shard(number, values) for number, values in order.shards.items()}
+    service = Service(shards, order.token, order.address, timeout_s=order.timeout_s, say=_say, makes=order.copied)
     sys.stdout.write(f"{service.place.port}\n")
     sys.stdout.flush()
     sys.stdout.close()

@@ -1,4 +1,4 @@
-"""To one shard, wherever it is now: at its own place, or with its mirror."""
+"""To one shard, wherever it is now: at its own place, or at one further on in its row (`hybrid.mirrors`)."""
 
 import time
 from collections.abc import Sequence
@@ -8,21 +8,25 @@ import torch
 
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.frames import Head, Stream
-from mimatrix.hybrid.service import Place, greeted
+from mimatrix.hybrid.places import Place, greeted
 
 
 class Line:
-    """`places`: where the shard is, then where its mirror is. `group`: who asks, where it counts as being there."""
+    """`places`: where the shard may be, in their order. `group`: who asks, where it counts as being there."""
 
     def __init__(self, group: int | None, shard: int, places: Sequence[Place], token: str, timeout_s: float) -> None:
         self._group, self._shard, self._places = group, shard, list(places)
         self._token, self.timeout_s = token, timeout_s
         self._stream: Stream | None = None
+        self._version = 0
+        """The newest that came from there; a place that has an older one is not the shard's."""
         self._is_closed = False
 
     def another(self) -> "Line":
         """To the same shard, beside this one."""
-        return Line(None, self._shard, self._places, self._token, self.timeout_s)
+        found = Line(None, self._shard, self._places, self._token, self.timeout_s)
+        found._version = self._version
+        return found
 
     def pull(self) -> tuple[Head, torch.Tensor]:
         """The newest parameters."""
@@ -40,7 +44,10 @@ class Line:
         while not self._is_closed and self._places and time.monotonic() < deadline:
             try:
                 self._stream = self._stream or greeted(self._places[0], self._token, self.timeout_s, group=self._group)
-                return _exchanged(self._stream, head | {"shard": self._shard}, values)
+                whole = head | {"shard": self._shard, "at_least": self._version}
+                answer, found = _exchanged(self._stream, whole, values)
+                self._learn(answer)
+                return answer, found
             except OSError as error:
                 last = str(error) or type(error).__name__
                 if self._stream:
@@ -53,6 +60,14 @@ class Line:
                     time.sleep(0.1)
         where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"
         raise WorldError(f"shard {self._shard} does not answer at {where} ({last}), and neither does its mirror")
+
+    def _learn(self, answer: Head) -> None:
+        """How far the shard is, and where to look for it next should it be lost."""
+        self._version = max(self._version, int(answer.get("version", 0)))
+        if "mirror" in answer:
+            mirror = Place(*answer["mirror"])
+            here, *others = self._places
+            self._places = [here, mirror, *(place for place in others if place != mirror)]
 
     def close(self) -> None:
         """No more; a group says goodbye."""

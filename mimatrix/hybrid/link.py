@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.hybrid.frames import Head
+from mimatrix.hybrid.frames import Head, Stream
 from mimatrix.hybrid.line import Line
 from mimatrix.hybrid.marking import Holding
-from mimatrix.hybrid.service import Place
+from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.shard import Settings
 
 Answer = tuple[Head, torch.Tensor]
@@ -44,7 +44,10 @@ class Acknowledged:
 
 
 class Link:
-    """Of one group. `places` has for each shard where it is, then where its mirror is."""
+    """Of one group. `places` has for each shard where it may be, in their order.
+
+    `beside`: a service of this group's that has no shards yet, and stays as long as the group is there.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,9 @@ class Link:
         token: str,
         *,
         timeout_s: float = 30.0,
+        beside: Stream | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._beside = group, beside
         self._sizes = list(shares.cut(count))
         self._lines = [Line(group, number, found, token, timeout_s) for number, found in enumerate(places)]
         self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
@@ -133,4 +137,6 @@ class Link:
         """Say goodbye."""
         for line in self._lines:
             line.close()
+        if self._beside:
+            self._beside.close()
         self._threads.shutdown(wait=True)

@@ -4,7 +4,9 @@ import hashlib
 import json
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,11 +15,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.hybrid import mirrors
+from mimatrix.hybrid.frames import Head, Stream
 from mimatrix.hybrid.host import Order, started
 from mimatrix.hybrid.layout import Layout
 from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.places import Place, greeted
 from mimatrix.hybrid.policies import Policy
-from mimatrix.hybrid.service import Place, greeted
 
 _LOOKS_S = 0.02
 
@@ -59,17 +63,52 @@ class Meeting:
         """Serve what falls to this group, and find the others; or come back to them."""
         store = PrefixStore("hybrid", self.store)
         store.set_timeout(timedelta(seconds=self.timeout_s))
-        met = self._word_left(store)
+        met, beside = self._word_left(store), None
         if met is None:
             met = self._met(store, layout, row)
             self._leave_word(store, met)
+            places = met.places
         elif met.what != _described(layout):
             raise UserError(
                 f"group {self.group} comes back with {_described(layout)} to {met.what}; use the same model"
             )
-        places, shares = met.places, Shares.equal(self.groups)
-        each = [[places[shard], places[(shard + 1) % self.groups]][: self.groups] for shard in range(self.groups)]
-        return Link(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s)
+        else:
+            places, beside = self._back(met, layout, row)
+        each = [mirrors.row(shard, places, self.groups) for shard in range(self.groups)]
+        shares = Shares.equal(self.groups)
+        return Link(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s, beside=beside)
+
+    def _back(self, met: Met, layout: Layout, row: torch.Tensor) -> tuple[tuple[Place, ...], Stream | None]:
+        """Come back: where services are now. Where that of this group is lost, a new one is there for shards to lie."""
+        if self._answers(met.places[self.group], met.token):
+            mine, beside = met.places[self.group], None
+        else:
+            mine = started(replace(self._order(layout, row, Shares.equal(self.groups), met.token), shards={}))
+            beside = greeted(mine, met.token, self.timeout_s, group=self.group)
+        places = list(met.places)
+        for place in met.places:
+            with suppress(OSError):
+                found = self._told(place, met.token, {"what": "welcome", "place": mine.to_json()})["places"]
+                places += [known for known in (Place(*each) for each in found) if known not in places]
+        if beside and mine not in places:
+            places.append(mine)
+        if beside:
+            _told(beside, {"what": "know", "places": [place.to_json() for place in places], "groups": self.groups})
+        return tuple(places), beside
+
+    def _answers(self, place: Place, token: str) -> bool:
+        try:
+            greeted(place, token, self.timeout_s).close()
+        except OSError:
+            return False
+        return True
+
+    def _told(self, place: Place, token: str, head: Head) -> Head:
+        stream = greeted(place, token, self.timeout_s)
+        try:
+            return _told(stream, head)
+        finally:
+            stream.close()
 
     def _met(self, store: Store, layout: Layout, row: torch.Tensor) -> Met:
         self._check_same(store, layout, row)
@@ -81,7 +120,7 @@ class Meeting:
         self._await(store, "place")
         places = [Place(*json.loads(store.get(f"place/{other}"))) for other in range(self.groups)]
         if self.groups > 1:
-            self._mirror(mine, places[(self.group + 1) % self.groups], token)
+            self._mirror(mine, places, token)
         store.set(f"ready/{self.group}", "")
         self._await(store, "ready")
         return Met(token, tuple(places), _described(layout))
@@ -128,18 +167,15 @@ class Meeting:
     def _order(self, layout: Layout, row: torch.Tensor, shares: Shares, token: str) -> Order:
         """The shard of this group, and that of the one before as its mirror."""
         parts = torch.split(row, list(shares.cut(layout.count)))
-        steppings = layout.steppings(shares, self.policy.outer)
+        steppings = tuple(layout.steppings(shares, self.policy.outer))
         mine = {self.group, (self.group - 1) % self.groups}
-        shards = {number: (parts[number].clone(), steppings[number]) for number in mine}
-        return Order(self.address, token, self.groups, self.policy.rules, shards, self.timeout_s)
+        shards = {number: parts[number].clone() for number in mine}
+        return Order(self.address, token, self.groups, self.policy.rules, shards, steppings, self.timeout_s)
 
-    def _mirror(self, mine: Place, other: Place, token: str) -> None:
-        stream = greeted(mine, token, self.timeout_s)
-        stream.send({"what": "mirror", "shard": self.group, "address": other.address, "port": other.port})
-        answer, _ = stream.receive()
-        stream.close()
-        if "error" in answer:
-            raise WorldError(f"shard {self.group} cannot be mirrored at {other.address}: {answer['error']}")
+    def _mirror(self, mine: Place, places: Sequence[Place], token: str) -> None:
+        at = (self.group + 1) % self.groups
+        known = [place.to_json() for place in places]
+        self._told(mine, token, {"what": "mirror", "shard": self.group, "at": at, "places": known})
 
     def _check_same(self, store: Store, layout: Layout, row: torch.Tensor) -> None:
         digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()
@@ -151,6 +187,14 @@ class Meeting:
                 f"group {self.group} begins with other parameters or another optimizer than group 0; make the model "
                 "after mimatrix.init, which seeds all ranks alike, or load the same weights in all groups"
             )
+
+
+def _told(stream: Stream, head: Head) -> Head:
+    stream.send(head)
+    answer, _ = stream.receive()
+    if "error" in answer:
+        raise WorldError(f"the service of a group does not do it ({head['what']}): {answer['error']}")
+    return answer
 
 
 def _described(layout: Layout) -> str:

@@ -3,7 +3,8 @@
 A shard lies twice, on its own host and on another one, its mirror. A push is worked in on both before it is
 acknowledged and before anybody can pull it; so whoever is lost, nothing is that somebody was told of. A group that
 cannot reach a shard's own host turns to the mirror, which from then on is the shard: the other one, if it still lives,
-is told so with its next push, and sends everybody there.
+is told so with its next push, and sends everybody there. Whoever serves a shard without a mirror copies it to another
+service, if there is one.
 
 Whoever wants to see all shards with the same pushes in them holds them (`hybrid.marking`). What it holds, and the
 copies that it has not fetched yet, end with its connection.
@@ -19,24 +20,17 @@ from functools import partial
 
 import torch
 
-from mimatrix.comm.endpoint import own_host
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.hybrid.frames import Head, Stream
+from mimatrix.hybrid.frames import Head, Stream, own_side
 from mimatrix.hybrid.keeping import Kept
 from mimatrix.hybrid.ledger import Push
+from mimatrix.hybrid.mirrors import Mirror, Mirrors, MovedError
+from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.shard import Shard
 
-_IDLE_S = 3600.0
 Say = Callable[[str], None]
+Makes = Callable[[int, Kept], Shard]
 Answer = tuple[Head, torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a service listens."""
-
-    address: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -54,24 +48,27 @@ class _Asked:
         return bool(self.head.get("mirrored"))
 
 
-class MovedError(WorldError):
-    """A shard lives elsewhere now."""
-
-
 class Service:
     """Holds some shards and listens: groups push and pull, other services mirror."""
 
     def __init__(
-        self, shards: Mapping[int, Shard], token: str, address: str = "127.0.0.1", *, timeout_s: float = 30.0, say: Say
+        self,
+        shards: Mapping[int, Shard],
+        token: str,
+        address: str = "127.0.0.1",
+        *,
+        timeout_s: float = 30.0,
+        say: Say,
+        makes: Makes | None = None,
     ) -> None:
-        self._shards, self._token, self._timeout_s, self._say = dict(shards), token, timeout_s, say
-        self._mirrors: dict[int, Mirror] = {}
+        self._shards, self._token, self._makes = dict(shards), token, makes
         self._taken_over: set[int] = set()
         """Mirrors that are asked by groups themselves."""
         self.left: set[int] = set()
         """Groups that have said goodbye."""
         self._listener = socket.create_server((address, 0), backlog=256)
         self.place = Place(address, self._listener.getsockname()[1])
+        self.mirrors = Mirrors(self.place, token, timeout_s, say)
         self._streams: set[Stream] = set()
         self._groups: dict[Stream, int] = {}
         self._copies: dict[Stream, Kept] = {}
@@ -86,13 +83,15 @@ class Service:
             "join": self._joined,
             "put": self._put,
         }
+        self._of_services: dict[str, Callable[[Head, torch.Tensor | None], Head]] = {
+            "bye": self._left,
+            "mirror": self._told_of_mirror,
+            "know": self._told_of_places,
+            "welcome": self._welcomed,
+            "keep": self._kept,
+        }
         self._closing = threading.Event()
         threading.Thread(target=self._accept, name="mimatrix-shards", daemon=True).start()
-
-    def mirror(self, shard: int, place: Place) -> None:
-        """What is pushed to this shard goes there, too, from now on."""
-        # A mirror that is silent is given up before those give up who wait for it.
-        self._mirrors[shard] = Mirror(shard, place, self._token, self._timeout_s / 3)
 
     @property
     def visitors(self) -> int:
@@ -107,8 +106,7 @@ class Service:
         self._listener.close()
         for stream in list(self._streams):
             stream.close()
-        for mirror in self._mirrors.values():
-            mirror.close()
+        self.mirrors.close()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -116,7 +114,7 @@ class Service:
                 raw, _ = self._listener.accept()
             except OSError:
                 return
-            stream = Stream(raw, _IDLE_S)
+            stream = Stream(raw, None)
             self._streams.add(stream)
             threading.Thread(target=self._serve, args=(stream,), name="mimatrix-shard", daemon=True).start()
 
@@ -126,8 +124,8 @@ class Service:
             if not hmac.compare_digest(str(hello.get("token", "")), self._token):
                 stream.send({"error": "this is a service of another run; it is refused"})
                 return
-            stream.send({"host": own_host()})
-            stream.meet(str(hello.get("host", "")))
+            stream.send(own_side())
+            stream.meet(hello)
             if hello.get("group") is not None:
                 self._groups[stream] = int(hello["group"])
                 self.left.discard(int(hello["group"]))
@@ -145,16 +143,14 @@ class Service:
 
     def _answer(self, stream: Stream, head: Head, values: torch.Tensor | None) -> Answer:
         try:
-            if head["what"] == "bye":
-                self.left.add(head["group"])
-                return {}, None
-            if head["what"] == "mirror":
-                self.mirror(head["shard"], Place(head["address"], head["port"]))
-                return {}, None
+            if told := self._of_services.get(head["what"]):
+                return told(head, values), None
             number = head["shard"]
             shard = self._shards.get(number)
             if shard is None or (head.get("mirrored") and number in self._taken_over):
                 return {"moved": True}, None
+            if number not in self._taken_over and shard.ledger.version < head.get("at_least", 0):
+                return {"moved": True}, None  # a mirror that was given up, and knows nothing of it
             if not head.get("mirrored"):
                 self._taken_over.add(number)
             return self._answers[head["what"]](_Asked(shard, head, values, stream))
@@ -164,6 +160,32 @@ class Service:
             return {"error": str(error)}, None
         except Exception as error:  # noqa: BLE001 (whoever asked is told, and does not ask again)
             return {"error": f"the service failed: {type(error).__name__}: {error}"}, None
+
+    def _left(self, head: Head, _: torch.Tensor | None) -> Head:
+        self.left.add(head["group"])
+        return {}
+
+    def _told_of_mirror(self, head: Head, _: torch.Tensor | None) -> Head:
+        """Of the place where this service's shard lies once more, and of all others."""
+        self._told_of_places(head | {"groups": len(head["places"])}, None)
+        self.mirrors.begin(head["shard"], self.mirrors.places[head["at"]])
+        return {}
+
+    def _told_of_places(self, head: Head, _: torch.Tensor | None) -> Head:
+        """Where services are, the groups' own first."""
+        self.mirrors.know([Place(*each) for each in head["places"]], head["groups"])
+        return {}
+
+    def _welcomed(self, head: Head, _: torch.Tensor | None) -> Head:
+        return {"places": [place.to_json() for place in self.mirrors.welcome(Place(*head["place"]))]}
+
+    def _kept(self, head: Head, values: torch.Tensor | None) -> Head:
+        """Another service wants its shard to lie here, too."""
+        if values is None or self._makes is None:
+            raise WorldError("this service keeps no shards of others")
+        self._shards[head["shard"]] = self._makes(head["shard"], Kept.from_bytes(values.numpy().tobytes()))
+        self._taken_over.discard(head["shard"])
+        return {}
 
     def _pushed(self, asked: _Asked) -> Answer:
         head, values = asked.head, asked.values
@@ -180,7 +202,10 @@ class Service:
     def _pulled(self, asked: _Asked) -> Answer:
         pulled = asked.shard.pull()
         clocks = {str(group): asked.shard.ledger.pushes.get(group, 0) for group in self._there()}
-        return {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}, pulled.values
+        found: Head = {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}
+        if place := self.mirrors.place_of(asked.head["shard"]):
+            found["mirror"] = place.to_json()
+        return found, pulled.values
 
     def _there(self) -> set[int]:
         return set(self._groups.copy().values()) - self.left
@@ -225,7 +250,7 @@ class Service:
     def _mirrored(self, asked: _Asked) -> Iterator[None]:
         """Pass it on; over when the mirror has it, too."""
         number = asked.head["shard"]
-        mirror = self._mirrors.get(number)
+        mirror = None if asked.is_mirrored else self.mirrors.of(number, asked.shard)
         with mirror.lock if mirror else nullcontext():
             lost = mirror.tell(asked.head, asked.values) if mirror else None
             try:
@@ -234,7 +259,7 @@ class Service:
                 if mirror:
                     self._hear(number, mirror, lost)
 
-    def _hear(self, number: int, mirror: "Mirror", lost: Exception | None) -> None:
+    def _hear(self, number: int, mirror: Mirror, lost: Exception | None) -> None:
         """What the mirror says, if it is there."""
         try:
             if lost:
@@ -244,53 +269,4 @@ class Service:
             self._shards.pop(number, None)
             raise
         except (OSError, WorldError) as error:
-            self._mirrors.pop(number, None)
-            mirror.close()
-            self._say(
-                f"shard {number} has no mirror any more ({error}); what is pushed lies once until there is another"
-            )
-
-
-class Mirror:
-    """The other place of a shard, as its service sees it."""
-
-    def __init__(self, shard: int, place: Place, token: str, timeout_s: float) -> None:
-        self._stream = greeted(place, token, timeout_s)
-        self._shard = shard
-        self.lock = threading.Lock()
-        """Of whoever tells it something, until it is heard."""
-
-    def tell(self, head: Head, values: torch.Tensor | None) -> Exception | None:
-        """Back at once; what it answers is to be heard then, unless there is an error already."""
-        try:
-            self._stream.send(head | {"mirrored": True}, values)
-        except OSError as error:
-            return error
-        return None
-
-    def hear(self) -> None:
-        """Back when it has what it was told."""
-        answer, _ = self._stream.receive()
-        if "moved" in answer:
-            raise MovedError(f"shard {self._shard} lives with its mirror now")
-        if "error" in answer:
-            raise WorldError(str(answer["error"]))
-
-    def close(self) -> None:
-        """No more."""
-        self._stream.close()
-
-
-def greeted(place: Place, token: str, timeout_s: float, *, group: int | None = None) -> Stream:
-    """A stream to a service that knows us: a group, or another service."""
-    stream = Stream(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
-    try:
-        stream.send({"token": token, "group": group, "host": own_host()})
-        answer, _ = stream.receive()
-        if "error" in answer:
-            raise WorldError(str(answer["error"]))
-        stream.meet(str(answer.get("host", "")))
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+            self.mirrors.lose(number, error)

@@ -1,8 +1,8 @@
 """A part of the parameters with its optimizer: pushes change it, pulls copy it."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from threading import Condition
@@ -171,6 +171,12 @@ class Shard:
         """All of it at one version."""
         with self._changed:
             return deepcopy(self._kept())
+
+    @contextmanager
+    def unchanged(self) -> Iterator[Kept | None]:
+        """All of it, which stays so meanwhile; None in the middle of a round, of which others would know nothing."""
+        with self._changed:
+            yield None if self._round else self._kept()
 
     def load(self, kept: Kept, mirrored: Mirroring = nullcontext, owner: object = None) -> None:
         """Go on from there; an `owner` must hold the shard, or something may have been pushed meanwhile."""

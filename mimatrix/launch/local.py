@@ -112,7 +112,7 @@ def decide_group(ending: Ending, launch: Launch, group: str, restarts: int) -> A
     """The same for a group that is lost while others go on."""
     reason = f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
     if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
-        return Over(ending.code, reason)
+        return Over(ending.code, f"{group} was lost, the others go on: {reason}")
     return Again(f"{reason}; {group} will be started again (restart {restarts + 1} of {launch.max_restarts})")
 
 
@@ -170,9 +170,9 @@ class _Attempts:
     def _group_again(self, attempt: Attempt, meeting: str, team: str, ending: Ending) -> Sequence[Command]:
         """The commands of a group that is lost, if it is to be started again."""
         decision = decide_group(ending, self._launch, team, self.restarts)
+        self._say(decision.reason)
         if isinstance(decision, Over):
             return ()
-        self._say(decision.reason)
         self.restarts += 1
         known = replace(attempt, restarts=self.restarts)
         every = [self._command(known, rank, meeting) for rank in range(self._launch.ranks)]

@@ -24,6 +24,7 @@ def read(folder: Path, text: str) -> dict[str, object]:
         ("max_time = 90", {"max_time_s": 90.0}),
         ('max_time = "90"', {"max_time_s": 90.0}),
         ('max_time = "1h30m"', {"max_time_s": 5400.0}),
+        ('groups = "0/1,2"', {"groups": "0/1,2"}),
         ("", {}),
     ],
 )

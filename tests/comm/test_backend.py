@@ -50,6 +50,15 @@ def test_groups_come_and_go(tmp_path: Path) -> None:
     assert sum(counted["world"].values()) == 4
 
 
+def test_buckets_of_ddp_are_read_where_they_lie(tmp_path: Path) -> None:
+    told = started(tmp_path, "buckets.py", MIMATRIX_PATH="windows")
+    assert len(told) == 6
+    assert {each["apart"] for each in told} == {0.0}
+    for each in told:
+        shares = each["scenario"] != "one without" or each["rank"] == 0
+        assert (each["adopted"] >= 2) == shares, told
+
+
 @pytest.fixture(scope="module")
 def tutorials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both tutorials left their parameters, for both backends and 2 and 4 ranks."""

@@ -1,4 +1,4 @@
-"""Kill a group or a service again and again while four groups learn: `python tests/hybrid/soak_groups.py --kills 50`.
+"""Kill a group, a service, or two, again and again while four groups learn: `python tests/hybrid/soak_groups.py`.
 
 After each kill the others must end by themselves, with as many versions of every shard as pushes were acknowledged (one
 more, if the killed group was told of one no more), and with the accuracy of a run that nobody was killed in.
@@ -29,6 +29,9 @@ from bench.hybrid.town import Wanted, together
 from mimatrix.worker.ports import free_port
 
 GROUPS, BATCH = 4, 64
+KINDS = ("a group", "a service", "a service and the next")
+_APART_S = 0.7
+"""Between two kills: shards that lie once have a mirror again by then."""
 _BEGUN_S, _ENDED_S = 90.0, 120.0
 
 
@@ -42,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     began, wrong, losses = time.monotonic(), [], []
     for kill in range(wanted.kills):
-        seed, what = wanted.seed + kill, ("a group", "a service")[kill % 2]
+        seed, what = wanted.seed + kill, KINDS[kill % len(KINDS)]
         with tempfile.TemporaryDirectory(prefix="mimatrix-soak-") as name:
             os.environ["MIMATRIX_SOAK"] = name
             problem, accuracy = one(context, Path(name), seed, what)
@@ -80,7 +83,11 @@ def one(context: Any, folder: Path, seed: int, what: str) -> tuple[str, float | 
         time.sleep(chance.uniform(0.0, 1.5))
         lost = chance.randrange(GROUPS) if what == "a group" else None
         if lost is None:
-            os.kill(chance.choice(services(folder)), signal.SIGKILL)
+            first, second = chance.sample(services(folder), 2)
+            os.kill(first, signal.SIGKILL)
+            if what == KINDS[2]:
+                time.sleep(_APART_S)
+                os.kill(second, signal.SIGKILL)
         else:
             groups[lost].kill()
         return judged(folder, groups, lost)

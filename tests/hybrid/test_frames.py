@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mimatrix.comm.endpoint import own_host
+from mimatrix.comm.windows.nixl import nixl_available
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.frames import Stream
 
@@ -23,11 +24,20 @@ def pair() -> Iterator[tuple[Stream, Stream]]:
     other.close()
 
 
-@pytest.mark.parametrize("host", [own_host(), "elsewhere"])
-def test_what_is_sent_arrives(pair: tuple[Stream, Stream], host: str) -> None:
-    one, other = pair
-    one.meet(host)
-    other.meet(host)
+def met(pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream]:
+    """Both ends, which take each other for near, or far with RDMA or without."""
+    if way == "rdma" and not nixl_available():
+        pytest.skip("NIXL is not installed")
+    # There is no RDMA here: NIXL reads over whatever UCX finds instead, by the same calls.
+    monkeypatch.setenv("MIMATRIX_RDMA", "1" if way == "rdma" else "0")
+    for stream in pair:
+        stream.meet({"host": own_host() if way == "near" else "elsewhere", "rdma": way == "rdma"})
+    return pair
+
+
+@pytest.mark.parametrize("way", ["near", "far", "rdma"])
+def test_what_is_sent_arrives(pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = met(pair, way, monkeypatch)
     for count, dtype in ((0, torch.float32), (3, torch.float64), (40_000, torch.float32), (10_000, torch.float64)):
         values = torch.arange(count).to(dtype)
         one.send({"what": "push", "count": count}, values)
@@ -38,9 +48,11 @@ def test_what_is_sent_arrives(pair: tuple[Stream, Stream], host: str) -> None:
         assert one.receive() == ({"seen": count}, None)
 
 
-def test_on_one_host_numbers_do_not_go_over_the_stream(pair: tuple[Stream, Stream]) -> None:
-    one, other = pair
-    one.meet(own_host())
+@pytest.mark.parametrize("way", ["near", "rdma"])
+def test_through_windows_numbers_do_not_go_over_the_stream(
+    pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = met(pair, way, monkeypatch)
     sent: list[int] = []
     raw = one._raw
 
@@ -58,7 +70,18 @@ def test_on_one_host_numbers_do_not_go_over_the_stream(pair: tuple[Stream, Strea
             assert found.tolist() == [float(count)] * count
     finally:
         one._raw = raw
-    assert sum(sent) < 1000
+    assert sum(sent) < 10_000
+
+
+def test_numbers_that_are_gone_are_a_lost_connection(
+    pair: tuple[Stream, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever asked turns to the mirror."""
+    one, other = met(pair, "near", monkeypatch)
+    one.send({}, torch.ones(100_000))
+    one.close()
+    with pytest.raises(ConnectionError, match="cannot be read"):
+        other.receive()
 
 
 def test_what_is_no_message_is_refused(pair: tuple[Stream, Stream]) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from towns import mirror_round
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
@@ -15,8 +16,9 @@ from mimatrix.hybrid.keeping import Kept
 from mimatrix.hybrid.ledger import Ledger, Push
 from mimatrix.hybrid.line import Line
 from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.rules import PLAIN, Rules
-from mimatrix.hybrid.service import Place, Service
+from mimatrix.hybrid.service import Service
 from mimatrix.hybrid.shard import Piece, Shard, Stepping
 from mimatrix.hybrid.whole import Whole
 
@@ -31,10 +33,10 @@ ONE = -torch.ones(COUNT, dtype=torch.float64)
 def services(timeout_s: float = 6.0) -> Iterator[tuple[list[Service], list[list[Place]]]]:
     """Three; shard k lies with service k, and again with the next one."""
     made = [
-        Service({n: _shard(n) for n in (k, (k - 1) % 3)}, "secret", timeout_s=timeout_s, say=print) for k in range(3)
+        Service({n: _shard(n) for n in (k, (k - 1) % 3)}, "secret", timeout_s=timeout_s, say=print, makes=_copied)
+        for k in range(3)
     ]
-    for k in range(3):
-        made[k].mirror(k, made[(k + 1) % 3].place)
+    mirror_round(made)
     try:
         yield made, [[made[k].place, made[(k + 1) % 3].place] for k in range(3)]
     finally:
@@ -46,6 +48,12 @@ def _shard(number: int) -> Shard:
     size = SIZES[number]
     stepping = Stepping(torch.optim.SGD, (SGD,), (Piece(0, 0, size),))
     return Shard(torch.zeros(size, dtype=torch.float64), stepping, Rules(1, **PLAIN))  # type: ignore[arg-type]
+
+
+def _copied(number: int, kept: Kept) -> Shard:
+    found = _shard(number)
+    found.load(kept)
+    return found
 
 
 def linked(group: int, places: list[list[Place]]) -> Link:

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from towns import mirror_round
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
+from mimatrix.hybrid.keeping import Kept
 from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.service import Place, Service
+from mimatrix.hybrid.service import Service
 from mimatrix.hybrid.shard import Piece, Shard, Stepping
 
 COUNT, B = 1001, 16
@@ -39,13 +42,13 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[lis
             "secret",
             timeout_s=5,
             say=said.append,
+            makes=_copied,
         )
         for k in range(3)
     ]
     if mirrored:
-        for k in range(3):
-            made[k].mirror(k, made[(k + 1) % 3].place)
-    places = [[made[k].place, made[(k + 1) % 3].place] for k in range(3)]
+        mirror_round(made)
+    places = [[made[(k + n) % 3].place for n in range(3)] for k in range(3)]
     try:
         yield made, places, said
     finally:
@@ -55,6 +58,12 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[lis
 
 def _shard(values: torch.Tensor) -> Shard:
     return Shard(values, Stepping(torch.optim.AdamW, (ADAM,), (Piece(0, 0, len(values)),)), Rules(B))
+
+
+def _copied(_: int, kept: Kept) -> Shard:
+    found = _shard(kept.values)
+    found.load(kept)
+    return found
 
 
 def stepped(link: Link, step: int) -> float:
@@ -100,8 +109,71 @@ def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> Non
         trained(link, range(7, 20))
         assert (link.pull().values - alone(20)).abs().max() < 1e-12
         link.close()
-    assert len(said) == 1
-    assert "has no mirror any more" in said[0]
+    before, last = (lost - 1) % 3, (lost + 2) % 3
+    assert sorted(each.partition(" (")[0].partition(", at")[0] for each in said) == sorted(
+        [
+            f"shard {before} has no mirror any more",
+            f"shard {before} has a mirror again",
+            f"shard {lost} has a mirror again",
+        ]
+    )
+    assert str(made[last].place.port) in next(each for each in said if each.startswith(f"shard {lost} has"))
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_shards_that_lost_their_mirror_get_another(first: int) -> None:
+    """So the next loss costs nothing either; and one service alone has all."""
+    with services() as (made, places, _):
+        links = [Link(group, COUNT, SHARES, places, "secret", timeout_s=5) for group in range(2)]
+        trained(links[0], range(4))
+        made[first].close()
+        trained(links[0], range(4, 8))
+        made[(first + 1) % 3].close()
+        trained(links[0], range(8, 12))
+        # One that slept through all of it, and knows only where shards once were.
+        trained(links[1], range(12, 16))
+        assert (links[1].pull().values - alone(16)).abs().max() < 1e-12
+        assert links[0].pull().versions == (16, 16, 16)
+        for link in links:
+            link.close()
+
+
+def test_one_that_comes_later_gets_what_lies_once() -> None:
+    with services() as (made, places, said):
+        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        trained(link, range(4))
+        made[1].close()
+        trained(link, range(4, 6))
+        made[2].close()
+        trained(link, range(6, 8))
+        late = Service({}, "secret", timeout_s=5, say=said.append, makes=_copied)
+        known = made[0].mirrors.welcome(late.place)
+        late.mirrors.know(known, 3)
+        trained(link, range(8, 12))
+        made[0].close()
+        trained(link, range(12, 20))
+        assert (link.pull().values - alone(20)).abs().max() < 1e-12
+        link.close()
+        late.close()
+
+
+def test_a_mirror_that_was_given_up_is_not_asked() -> None:
+    """It has what there was then: whoever has seen more since goes on to the next."""
+    with services() as (made, places, said):
+        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        trained(link, range(4))
+        made[0].mirrors.lose(0, OSError("it is silent"))
+        trained(link, range(4, 8))
+        assert "shard 0 has a mirror again" in said[-1]
+        behind = Link(1, COUNT, SHARES, places, "secret", timeout_s=5)
+        assert behind.pull().versions == (8, 8, 8)
+        # It has not heard of another mirror, though.
+        behind._lines[0]._places = list(places[0])
+        made[0].close()
+        trained(behind, range(8, 12))
+        assert (behind.pull().values - alone(12)).abs().max() < 1e-12
+        link.close()
+        behind.close()
 
 
 def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
@@ -118,7 +190,7 @@ def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
         assert torch.equal(lost.pull().values, other.pull().values)
         lost.close()
         other.close()
-    assert said == []
+    assert [each.partition(", at")[0] for each in said] == ["shard 0 has a mirror again"]
 
 
 def test_groups_count_each_other_and_never_wait() -> None:

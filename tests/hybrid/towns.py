@@ -1,7 +1,7 @@
 """Two services for groups that are threads, and a model for them."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,14 @@ BATCH, SAMPLES = 6, 40
 TWO = Shares((0.6, 0.4))
 
 
+def mirror_round(services: Sequence[Service]) -> None:
+    """Each has its shard once more at the next one, and knows all others."""
+    places = [service.place for service in services]
+    for number, service in enumerate(services):
+        service.mirrors.know(places, len(places))
+        service.mirrors.begin(number, places[(number + 1) % len(places)])
+
+
 class Town:
     """Services, each with one shard and the mirror of the one before; made by the first group that comes."""
 
@@ -37,8 +45,8 @@ class Town:
                 for k in range(count):
                     held = {n: Shard(parts[n], steppings[n], self._policy.rules) for n in (k, (k - 1) % count)}
                     self.services.append(Service(held, "secret", say=print))
-                for k in range(count if count > 1 else 0):
-                    self.services[k].mirror(k, self.services[(k + 1) % count].place)
+                if count > 1:
+                    mirror_round(self.services)
         places = [[self.services[k].place, self.services[(k + 1) % count].place][:count] for k in range(count)]
         return Link(group, layout.count, self._shares, places, "secret")
 

@@ -161,8 +161,10 @@ def test_a_lost_group_is_started_again_and_no_other() -> None:
 
 @pytest.mark.parametrize(("most", "code"), [(1, 3), (5, 2)])
 def test_a_group_that_cannot_be_helped_leaves_the_others_running(most: int, code: int) -> None:
-    words = python(GROUPS, "9", str(code))
-    outcome, _, _ = run(Launch(words, 3, max_restarts=most, grace_s=0.1, timeout_s=60, groups=((0,), (1, 2))))
+    words, said = python(GROUPS, "9", str(code)), list[str]()
+    apart = Launch(words, 3, max_restarts=most, grace_s=0.1, timeout_s=60, groups=((0,), (1, 2)))
+    outcome, _, _ = run(apart, said.append)
+    assert said[-1] == f"group 1 was lost, the others go on: rank 2 ended with exit code {code}"
     assert outcome.reason == f"[2] ended with exit code {code}; the others went on"
     assert (outcome.code, outcome.restarts) == (0, 1 if code == 3 else 0)
 

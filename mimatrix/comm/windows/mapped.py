@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import torch
 
+from mimatrix.comm.windows.adopted import BEYOND, NUMBERS, Adopted
 from mimatrix.comm.windows.viewed import ViewedPeer, check_size
 from mimatrix.core.errors import WorldError
 
@@ -33,21 +34,46 @@ class MappedWindows:
         """A new window of `size` bytes, all zero."""
         return MappedWindow(self._door, size)
 
-    def open(self, handle: str) -> ViewedPeer:
+    def open(self, handle: str) -> "MappedPeer":
         """A peer's window."""
-        fd, size = _collect(handle)
-        try:
-            return ViewedPeer(torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
-        finally:
-            os.close(fd)
+        return MappedPeer(handle)
 
     def close(self) -> None:
         """Hand nothing out any more."""
         self._door.close()
 
 
+class MappedPeer(ViewedPeer):
+    """A peer's window, and what it adopted beside it: that is mapped once somebody looks there."""
+
+    def __init__(self, handle: str) -> None:
+        super().__init__(_mapped(handle))
+        self._handle = handle
+        self._beside: dict[int, tuple[int, ViewedPeer]] = {}
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """The bytes themselves."""
+        if start < BEYOND:
+            return super().view(start, stop)
+        name, offset = divmod(start, BEYOND)
+        return self._other(name).view(offset, offset + stop - start)
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        self._beside.clear()
+        super().close()
+
+    def _other(self, name: int) -> ViewedPeer:
+        """What has this name now; whatever had the same number before is gone."""
+        known, found = self._beside.get(name % NUMBERS, (0, None))
+        if found is None or known != name:
+            found = ViewedPeer(_mapped(_beside(self._handle, name)))
+            self._beside[name % NUMBERS] = name, found
+        return found
+
+
 class MappedWindow:
-    """Memory of this rank, backed by a memfd."""
+    """Memory of this rank, backed by a memfd; `adopted` are storages beside it."""
 
     def __init__(self, door: "_Door", size: int) -> None:
         check_size(size)
@@ -56,6 +82,10 @@ class MappedWindow:
         os.ftruncate(self._fd, size)
         self.bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
         self._token = door.offer(self._fd, size)
+        self.adopted = Adopted(self._lend, lambda name: door.withdraw(_beside(self._token, name)))
+
+    def _lend(self, name: int, fd: int, size: int) -> None:
+        self._door.offer(fd, size, _beside(self._token, name))
 
     @property
     def touched_bytes(self) -> int:
@@ -69,6 +99,7 @@ class MappedWindow:
     def close(self) -> None:
         """Withdraw it. The mapping itself goes when the last tensor over it does."""
         if self._fd >= 0:
+            self.adopted.close()
             self._door.withdraw(self._token)
             os.close(self._fd)
             self._fd = -1
@@ -87,9 +118,9 @@ class _Door:
         self._socket.listen(128)
         threading.Thread(target=self._serve, name="mimatrix-windows", daemon=True).start()
 
-    def offer(self, fd: int, size: int) -> str:
+    def offer(self, fd: int, size: int, token: str = "") -> str:
         """Anyone of this user who shows the token gets the descriptor."""
-        token = secrets.token_hex(16)
+        token = token or secrets.token_hex(16)
         self._offers[token] = fd, size
         return token
 
@@ -123,6 +154,20 @@ class _Door:
         if uid == os.getuid() and offered:
             fd, size = offered
             socket.send_fds(visitor, [struct.pack("<Q", size)], [fd])
+
+
+def _beside(token: str, name: int) -> str:
+    """The token, or the handle, of what lies beside a window."""
+    return f"{token}/{name}"
+
+
+def _mapped(handle: str) -> torch.Tensor:
+    """The memory behind a handle."""
+    fd, size = _collect(handle)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    finally:
+        os.close(fd)
 
 
 def _collect(handle: str) -> tuple[int, int]:
