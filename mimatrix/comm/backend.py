@@ -108,11 +108,10 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         op = _op(opts)
         if op is None or not _suits(*tensors) or len(tensors) > 1:
             return self._pass_on("all_reduce", "allreduce", tensors, *_given(opts))
-        kind = Kind(Collective.ALL_REDUCE, tensors[0].dtype, op)
         # Called by the backward pass itself, with no Python between: only DDP does that, for its buckets.
         caller = sys._getframe().f_back
-        bucket = caller is not None and caller.f_code is _BACKWARD
-        return self._whole(kind, tensors[0], opts, bucket=bucket)
+        bucket = caller is not None and caller.f_code is _BACKWARD and not tensors[0].is_cuda
+        return self._whole(Kind(Collective.ALL_REDUCE, tensors[0].dtype, op, is_bucket=bucket), tensors[0], opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """What the root has."""
@@ -173,18 +172,18 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
             return self._pass_on("reduce_scatter", "_reduce_scatter_base", output, source, *_given(opts))
         return self._through(Scatter(output.view(-1), source.view(-1), op, self.rank(), self.size()), opts, output)
 
-    def _whole(self, kind: Kind, tensor: torch.Tensor, opts: Any, *, bucket: bool = False) -> dist.Work:
+    def _whole(self, kind: Kind, tensor: torch.Tensor, opts: Any) -> dist.Work:
         group = self.mimatrix
         group.check(kind, tensor)
         plan = group.known(kind, tensor)
-        if bucket and plan and plan.path == "windows" and _fills_its_storage(tensor):
+        if kind.is_bucket and plan and plan.path == "windows" and _fills_its_storage(tensor):
             group.adopt(tensor)
 
         def task() -> None:
             group.run(kind, tensor, plan or group.choose(kind, tensor))
 
         # DDP waits at the end of the same backward pass: where nothing can run beside it, better here than by turns.
-        here = bucket and not self._may_run_beside
+        here = kind.is_bucket and not self._may_run_beside
         return self._submit(_described(kind, tensor), task, plan, opts, [tensor], here=here)
 
     def _through(self, half: Gather | Scatter, opts: Any, output: torch.Tensor) -> dist.Work:
@@ -380,7 +379,7 @@ def _lie_flat(*tensors: torch.Tensor) -> bool:
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     """Whether it is all of some larger memory of the host's, as buckets are."""
     size = tensor.numel() * tensor.element_size()
-    flat = tensor.dim() == 1 and tensor.is_contiguous() and not tensor.is_cuda
+    flat = tensor.dim() == 1 and tensor.is_contiguous()
     return flat and _ADOPTED_BYTES <= size == tensor.untyped_storage().nbytes()
 
 

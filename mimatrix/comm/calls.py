@@ -35,6 +35,8 @@ class Kind:
     op: str = "sum"
     shares: Shares | None = None
     root: int = 0
+    is_bucket: bool = False
+    """Whether it is of one of DDP's buckets, which peers read where they lie."""
 
 
 @dataclass(frozen=True, slots=True)

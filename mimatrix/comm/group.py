@@ -66,7 +66,7 @@ class Group:
         self.worker = worker or endpoint.worker
         self._timeout_s, self._lazily = timeout_s, lazily
         self._compilers: dict[tuple[Collective, Plan, Shares | None, int], Compiler] = {}
-        self._stages: dict[str, list[Slot]] = {}
+        self._stages: dict[tuple[str, int], list[Slot]] = {}
         self._pinned: list[Slot] = []
         self.sync = self._synchronisation()
         self._mixed = len({"cuda" in endpoint.places[rank].windows for rank in self.members}) > 1
@@ -104,7 +104,7 @@ class Group:
 
     def make_stages(self, kind: str = "host") -> None:
         """Take the room for staging now, before others fill the arena; otherwise it is taken when it is needed."""
-        self._two_stages(kind)
+        self._two_stages(kind, stages.STAGE_BYTES[kind])
 
     @property
     def maps_peers(self) -> bool:
@@ -233,7 +233,7 @@ class Group:
         where: str = "host",
     ) -> None:
         """Run a collective over windows, piece by piece; the next piece is filled in while this one is awaited."""
-        turns = slots or self._two_stages(where)
+        turns = slots or self._two_stages(where, self._piece_bytes(kind, where))
         executor, compiler = self._executors[where], self._compiler(kind, plan)
         may_be_direct = kind.collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER) and executor.sees_peers
 
@@ -343,7 +343,7 @@ class Group:
 
     def _run_staged(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
         flat, where = tensor.reshape(-1), self.where(tensor)
-        room = stages.STAGE_BYTES[where]
+        room = self._piece_bytes(kind, where)
         cut = kind.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         if cut and flat.numel() * flat.element_size() > room:
             parts = (kind.shares or plan.shares or Shares.equal(self.size)).cut(flat.numel())
@@ -358,7 +358,7 @@ class Group:
     def _run_adopted(self, kind: Kind, flat: torch.Tensor, plan: Plan, place: int) -> None:
         """In place, in the same pieces as by stages: each rank sees to its own side, whatever its peers do."""
         executor, compiler, size = self._executors["host"], self._compiler(kind, plan), flat.element_size()
-        step = stages.STAGE_BYTES["host"] // size
+        step = self._piece_bytes(kind, "host") // size
         release: Release = ()
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
@@ -390,14 +390,20 @@ class Group:
                 return (where, *found)
         return None
 
-    def _two_stages(self, where: str) -> list[Slot]:
-        if where not in self._stages:
-            size = stages.STAGE_BYTES[where] + 64 * self.size
-            self._stages[where] = [self.endpoint.arenas[where].allocate(size) for _ in range(2)]
+    def _piece_bytes(self, kind: Kind, where: str) -> int:
+        """Of a tensor outside the arena, how much is worked on at a time; the same on all ranks."""
+        # Beside GPUs, whose autograd has threads of its own, ranks do not all see that it is a bucket.
+        wide = kind.is_bucket and where == "host" and not self._mixed
+        return stages.BUCKET_BYTES if wide else stages.STAGE_BYTES[where]
+
+    def _two_stages(self, where: str, room: int) -> list[Slot]:
+        if (where, room) not in self._stages:
+            size = room + 64 * self.size
+            found = self._stages[where, room] = [self.endpoint.arenas[where].allocate(size) for _ in range(2)]
             if where == "host" and torch.cuda.is_available():
-                _pin(self._stages[where])
-                self._pinned += self._stages[where]
-        return self._stages[where]
+                _pin(found)
+                self._pinned += found
+        return self._stages[where, room]
 
     def _compiler(self, kind: Kind, plan: Plan) -> Compiler:
         shares = kind.shares or plan.shares

@@ -13,6 +13,8 @@ from mimatrix.comm.program import Give
 
 STAGE_BYTES = {"host": 1 << 20, "cuda": 32 << 20, "far": 4 << 20}
 """By the kind of windows: what stays in cache, what is worth a few kernels, what is worth a round between hosts."""
+BUCKET_BYTES = 8 << 20
+"""Of DDP's buckets at a time: they need no stage, so it is only the sums that should stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
