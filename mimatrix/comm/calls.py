@@ -24,6 +24,7 @@ DTYPES = (
 COLLECTIVES = tuple(Collective)
 _PACKED = struct.Struct("<QQQIIIBBBx")
 PACKED_BYTES = _PACKED.size
+_NUMBER, _OFFSET, _REST = slice(0, 8), slice(8, 16), slice(16, PACKED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,13 @@ class Announced:
         shares = ", other shares" if self.shares else ""
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.collective.value}{root} of {self.count} {kind} ({self.op}{shares})"
+
+
+def offset_if_same(mine: bytes, theirs: bytes) -> int | None:
+    """Where a peer's data lie, if its header asks for the same as ours; None if it must be looked at closely."""
+    if mine[_NUMBER] != theirs[_NUMBER] or mine[_REST] != theirs[_REST]:
+        return None
+    return int.from_bytes(theirs[_OFFSET], "little")
 
 
 def disagreement(number: int, mine: str, call: Call, theirs: str, found: Announced) -> str:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from mimatrix.comm.calls import PACKED_BYTES, Announced, Call, disagreement
+from mimatrix.comm.calls import PACKED_BYTES, Announced, Call, disagreement, offset_if_same
 from mimatrix.comm.control import Control
 from mimatrix.core.errors import WorldError
 
@@ -41,6 +41,7 @@ class Flags:
         self._number, self._base, self._next = -1, 0, 1  # a page starts at zero: nothing announced
         self._call: Call | None = None
         self._calls: list[tuple[int, Call | None]] = [(-1, None)] * _HEADERS
+        self._packed = [b""] * _HEADERS
         self._broken = ""
         self._round = 0
         self._offsets: dict[int, int] = {}
@@ -60,8 +61,8 @@ class Flags:
         self._call, self._round = call, 0
         self._calls[self._number % _HEADERS] = (self._number, call)
         self._offsets.clear()
-        start = _HEADER_AT + _HEADER_BYTES * (self._number % _HEADERS)
-        self._pages[self._me][start : start + PACKED_BYTES] = call.packed(self._number, offset)
+        packed = self._packed[self._number % _HEADERS] = call.packed(self._number, offset)
+        self._pages[self._me][_header_at(self._number)] = packed
         self._publish(self._base)
 
     def wait(self, number: int, peers: Collection[int]) -> None:
@@ -71,7 +72,7 @@ class Flags:
             if self._counts[peer][0] < self._base + number:
                 self._wait(peer, self._base + number)
             if peer not in self._offsets:
-                self._offsets[peer] = self._checked(peer).offset
+                self._offsets[peer] = self._checked(peer)
 
     def offset_of(self, peer: int) -> int:
         """Where a peer that was waited for has its data of this call."""
@@ -143,24 +144,31 @@ class Flags:
             pause = min(2 * pause, _LONGEST_SLEEP_S)
         self._control.end_waiting()
 
-    def _checked(self, peer: int) -> Announced:
-        """A peer's header, if it asks for the same."""
+    def _checked(self, peer: int) -> int:
+        """Where a peer's data of this call lie, if it asks for the same."""
+        offset = offset_if_same(self._packed[self._number % _HEADERS], self._raw_header(peer, self._number))
+        if offset is not None:
+            return offset
         found = self._header(peer, self._number)
         if found.number != self._number:
             self._disagree(peer, self._number, found)
         self._compare(peer, self._number)
-        return found
+        return found.offset
 
     def _compare(self, peer: int, number: int) -> None:
         """Raise if a peer asked for something else in that call; where its header is gone, it was read before."""
+        if offset_if_same(self._packed[number % _HEADERS], self._raw_header(peer, number)) is not None:
+            return
         known, call = self._calls[number % _HEADERS]
         found = self._header(peer, number)
         if known == number == found.number and call and not found.agrees(call):
             self._disagree(peer, number, found)
 
     def _header(self, peer: int, number: int) -> Announced:
-        start = _HEADER_AT + _HEADER_BYTES * (number % _HEADERS)
-        return Announced.unpack(self._pages[peer][start : start + PACKED_BYTES])
+        return Announced.unpack(self._raw_header(peer, number))
+
+    def _raw_header(self, peer: int, number: int) -> bytes:
+        return bytes(self._pages[peer][_header_at(number)])
 
     def _disagree(self, peer: int, number: int, found: Announced) -> NoReturn:
         call = self._calls[number % _HEADERS][1]
@@ -168,6 +176,12 @@ class Flags:
         ranks = self._members[self._me], self._members[peer]
         mine, theirs = map(self._control.name, ranks)
         self._control.fault(disagreement(number, mine, call, theirs, found), ranks)
+
+
+def _header_at(number: int) -> slice:
+    """Where the header of a call is in a page."""
+    start = _HEADER_AT + _HEADER_BYTES * (number % _HEADERS)
+    return slice(start, start + PACKED_BYTES)
 
 
 def _others_s() -> float:
