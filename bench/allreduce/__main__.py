@@ -1,9 +1,10 @@
-"""Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [lab]`, both without a word.
+"""Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [ddp] [lab] [lab:WORD]`; all without a word.
 
 Every part keeps its figures beside the page, so that one of them can be measured anew alone. The part with the GPU is
 measured on another machine by `python -m bench.allreduce.gpu docs/measurements/allreduce/gpu.json`.
 """
 
+import statistics
 import sys
 from typing import Any
 
@@ -17,12 +18,15 @@ from mimatrix.netsim import lower_bound_seconds
 
 MIB = 1 << 20
 PARTS = {"same_host": same_host.measure, "lab": lab.measure}
+AGAIN = {"ddp": same_host.measure_ddp}
+"""What is a part of another one."""
 
 
 def main() -> None:
     """Measure what is asked for, then write the page from all that is kept."""
     for name in sys.argv[1:] or PARTS:
-        PARTS[name]()
+        part, _, word = name.partition(":")
+        lab.measure(word) if word else (PARTS | AGAIN)[part]()
     sections = [_same_host(kept("same_host")), _backend(kept("same_host"), kept("ddp")), _gpu(kept("gpu"))]
     sections += [_lab(kept("lab")), _links(kept("links"))]
     write_page(
@@ -75,7 +79,7 @@ def _figures(rows: Rows, row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _backend(rows: Rows, ddp: dict[str, Any]) -> str:
+def _backend(rows: Rows, pairs: list[dict[str, Any]]) -> str:
     body = []
     for row in rows:
         if row["who"] == "mimatrix":
@@ -85,17 +89,18 @@ def _backend(rows: Rows, ddp: dict[str, Any]) -> str:
             ratio = f"**{gloo['median_s'] / row['median_s']:.1f}x**"
             label = f"{row['collective']}, {row['world']} ranks, {format_bytes(row['bytes'])}"
             body.append([label, format_seconds(gloo["median_s"]), format_seconds(row["median_s"]), ratio])
-    ours, gloo_s = ddp["seconds"]["mimatrix"], ddp["seconds"]["gloo"]
-    counters = ", ".join(f"{name} {count}" for name, count in ddp["counters"].items())
+    ratios = sorted(pair["seconds"]["gloo"][1] / pair["seconds"]["mimatrix"][1] for pair in pairs)
+    ours, gloo_s = (statistics.median(pair["seconds"][who][1] for pair in pairs) for who in ("mimatrix", "gloo"))
+    apart = max(pair["apart"] for pair in pairs)
+    counters = ", ".join(f"{name} {count}" for name, count in pairs[0]["counters"].items())
     return f"""## 2. Ordinary tensors, through the backend
 
 Tensors anywhere in memory, staged through slots that stay in cache:
 
 {table(["", "Gloo", "mimatrix", "ratio"], body)}
-DDP on 8 linear layers of 1024, batch 16, SGD, 2 ranks, both backends in turns in the same processes: a step takes
-{format_seconds(ours[1])} (quartiles {format_seconds(ours[0])} to {format_seconds(ours[2])}), with Gloo {format_seconds(gloo_s[1])}
-({format_seconds(gloo_s[0])} to {format_seconds(gloo_s[2])}): **{gloo_s[1] / ours[1]:.2f}x**. The parameters differ by
-{ddp["apart"]:.1g} at the most. Counters: {counters}.
+DDP on 8 linear layers of 1024, batch 16, SGD, 2 ranks, both backends in turns in the same processes, {len(pairs)} pairs of processes one after the other, the median step of
+each: a step takes {format_seconds(ours)}, with Gloo {format_seconds(gloo_s)} (medians of the pairs); ratios within a pair **{statistics.median(ratios):.2f}x**
+(median; {ratios[0]:.2f} to {ratios[-1]:.2f}). The parameters differ by {apart:.1g} at the most. Counters of one: {counters}.
 
 DDP's buckets lie in ordinary memory, but come again in every step: they are moved into shared memory once, and peers sum straight out of them
 ([decision 16](../decisions/0016-buckets-are-read-where-they-lie.md)). With one core for each rank they are summed in the backward pass itself, since nothing can

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bench.allreduce.common import Rows, command, keep
+from bench.allreduce.common import Rows, command, keep, kept
 
 MIB = 1 << 20
 NAME = "bench"
@@ -38,16 +38,18 @@ def lab(cluster: str) -> Iterator[None]:
         command("lab", "down", "--name", NAME)
 
 
-def measure() -> None:
-    """All networks; keeps `lab.json` and `links.json`."""
+def measure(only: str = "") -> None:
+    """All networks, and HDRM's bytes; or those whose description has a word. Keeps `lab.json` and `links.json`."""
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
-    found = {}
+    found = kept("lab") if only else {}
     for cluster, (sizes, plans) in NETWORKS.items():
-        print(f"lab: {cluster}", flush=True)
-        with lab(cluster):
-            found[cluster] = _rows(sizes, plans)
+        if only in cluster:
+            print(f"lab: {cluster}", flush=True)
+            with lab(cluster):
+                found[cluster] = _rows(sizes, plans)
     keep("lab", found)
-    keep("links", _links())
+    if not only:
+        keep("links", _links())
 
 
 def _rows(sizes: str, plans: str) -> Rows:
