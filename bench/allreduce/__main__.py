@@ -1,7 +1,7 @@
-"""Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [ddp] [lab] [lab:WORD]`; all without a word.
+"""Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [ddp] [lab] [lab:WORD] [page]`.
 
-Every part keeps its figures beside the page, so that one of them can be measured anew alone. The part with the GPU is
-measured on another machine by `python -m bench.allreduce.gpu docs/measurements/allreduce/gpu.json`.
+Without a word all is measured. Every part keeps its figures beside the page, so that one of them can be measured anew
+alone. The part with the GPU is measured on another machine by `python -m bench.allreduce.gpu docs/measurements/allreduce/gpu.json`.
 """
 
 import statistics
@@ -18,8 +18,8 @@ from mimatrix.netsim import lower_bound_seconds
 
 MIB = 1 << 20
 PARTS = {"same_host": same_host.measure, "lab": lab.measure}
-AGAIN = {"ddp": same_host.measure_ddp}
-"""What is a part of another one."""
+AGAIN = {"ddp": same_host.measure_ddp, "page": lambda: None}
+"""What is a part of another one; or the page alone, from what is kept."""
 
 
 def main() -> None:

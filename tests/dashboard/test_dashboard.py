@@ -171,6 +171,7 @@ def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium
         expect(saved).to_contain_text(re.compile(r"“Try again” goes on from step \d+\."))
 
 
+@pytest.mark.long
 def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
     with running(up, "in_groups.py", "--groups", "0/1") as number, visit(chromium, origin(up)) as seen:
         page = seen.page
