@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import struct
+import threading
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -55,6 +56,7 @@ class Stream:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._is_closed, self._lock = False, threading.Lock()
         self._through: WindowKind | None = None
         self._mine: Window | None = None
         self._theirs: tuple[str, PeerWindow] | None = None
@@ -98,7 +100,11 @@ class Stream:
         return head, self._taken(*head.pop("laid")).view(dtype)
 
     def close(self) -> None:
-        """No more."""
+        """No more; whoever serves it and whoever ends the service may both say so."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
         with suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         self._raw.close()
