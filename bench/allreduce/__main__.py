@@ -28,7 +28,7 @@ def main() -> None:
         part, _, word = name.partition(":")
         lab.measure(word) if word else (PARTS | AGAIN)[part]()
     sections = [_same_host(kept("same_host")), _backend(kept("same_host"), kept("ddp")), _gpu(kept("gpu"))]
-    sections += [_lab(kept("lab")), _links(kept("links"))]
+    sections += [_lab(kept("lab")), kept("remarks") or "", _links(kept("links"))]
     write_page(
         "allreduce.md",
         f"""# All-reduce on real links

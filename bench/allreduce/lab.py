@@ -50,6 +50,7 @@ def measure(only: str = "") -> None:
     keep("lab", found)
     if not only:
         keep("links", _links())
+        keep("remarks", "")
 
 
 def _rows(sizes: str, plans: str) -> Rows:

@@ -48,11 +48,10 @@ def has_rdma() -> bool:
 class Stream:
     """One connection. Whoever asks on it has a deadline; one that serves has none, and notices who is gone."""
 
-    def __init__(self, raw: socket.socket, timeout_s: float | None) -> None:
+    def __init__(self, raw: socket.socket, timeout_s: float) -> None:
         self._raw = raw
         raw.settimeout(timeout_s)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Whoever serves waits as long as the others compute; a host that is gone is noticed all the same.
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -68,6 +67,10 @@ class Stream:
             self._through = _mapped_windows()
         elif other.get("rdma") and mine["rdma"]:
             self._through = _far_windows()
+
+    def serve(self) -> None:
+        """From now on wait as long as the other one computes; a host that is gone is noticed all the same."""
+        self._raw.settimeout(None)
 
     def send(self, head: Head, values: torch.Tensor | None = None) -> None:
         """A head, and numbers with it or none."""

@@ -28,6 +28,7 @@ from mimatrix.hybrid.mirrors import Mirror, Mirrors, MovedError
 from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.shard import Shard
 
+_HELLO_S = 30.0
 Say = Callable[[str], None]
 Makes = Callable[[int, Kept], Shard]
 Answer = tuple[Head, torch.Tensor | None]
@@ -114,7 +115,7 @@ class Service:
                 raw, _ = self._listener.accept()
             except OSError:
                 return
-            stream = Stream(raw, None)
+            stream = Stream(raw, _HELLO_S)
             self._streams.add(stream)
             threading.Thread(target=self._serve, args=(stream,), name="mimatrix-shard", daemon=True).start()
 
@@ -126,6 +127,7 @@ class Service:
                 return
             stream.send(own_side())
             stream.meet(hello)
+            stream.serve()
             if hello.get("group") is not None:
                 self._groups[stream] = int(hello["group"])
                 self.left.discard(int(hello["group"]))
