@@ -38,7 +38,9 @@ def submit(
     file: Annotated[
         list[Path] | None, typer.Option(help="A file from elsewhere to take along; may be given often.")
     ] = None,
-    retries: Annotated[int, typer.Option(min=0, max=100, help="Starts again when a worker is lost.")] = 0,
+    retries: Annotated[
+        int, typer.Option(min=0, max=100, help="Starts again when a worker is lost; with --groups, of its group alone.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would become of it, and do nothing.")] = False,
     as_json: Json = False,
 ) -> None:

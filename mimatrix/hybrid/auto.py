@@ -3,8 +3,10 @@
 Why the run becomes another one in `prepare`: docs/decisions/0014-a-run-that-decides.md.
 """
 
+import json
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from mimatrix.engine.start import init as init
 from mimatrix.hybrid.deciding import decided
 from mimatrix.hybrid.grouping import Groups, place_in
 from mimatrix.hybrid.start import Hybrid as Hybrid
-from mimatrix.hybrid.start import place_in_job, store_of_job
+from mimatrix.hybrid.start import groups_given, place_in_job, returns, store_of_job, word_file
 from mimatrix.planner.modes import Apart, Choice
 from mimatrix.planner.plan import Plan
 
@@ -38,6 +40,8 @@ class Auto:
         rank, ranks = place_in_job()
         if ranks == 1:
             return Run(settings, device=device)
+        if returns():
+            return _returned(settings, device, timeout_s)
         store, timeout = store_of_job(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
         register()
         dist.init_process_group(
@@ -94,11 +98,31 @@ class Undecided(Run):
         self._store.set(f"auto/heard/{rank}", "")
         self._store.wait([f"auto/heard/{other}" for other in range(self.ranks)], self._timeout)
         dist.destroy_process_group()
+        if rank == 0 and (word := word_file()):
+            # Before all meet, so it is there when anybody returns.
+            _choice_beside(word).write_text(json.dumps(apart.to_json()))
         seat = as_priced(apart).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
         super().__init__(
             seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=self.device, outer=seat.member
         )
         self._leaving = leaving
+
+
+def _returned(settings: Settings, device: torch.device, timeout_s: float) -> Run:
+    """The run of a group that was lost: in the way that was chosen when all were there."""
+    word = word_file()
+    assert word, "whoever returns knows by this file that it does"
+    apart = Apart.from_json(json.loads(_choice_beside(word).read_text()))
+    rank, ranks = place_in_job()
+    groups = groups_given(ranks)
+    plan = apart.groups[place_in(groups, rank)[0]].plan
+    own = replace(settings, plan=plan, rebalance=bool(settings.rebalance))
+    seat = as_priced(apart).seat(own, store_of_job(rank, ranks, timeout_s), groups, rank, timeout_s)
+    return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
+
+
+def _choice_beside(word: Path) -> Path:
+    return word.with_name(f"{word.name}-choice")
 
 
 def as_priced(apart: Apart) -> Hybrid:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.registration import register
@@ -66,8 +66,7 @@ class Hybrid:
         chosen = self.check(settings, len(groups))
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        word = os.environ.get("MIMATRIX_MEETING")
-        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, Path(word) if word else None)
+        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, word_file())
         overlaps = self.overlaps and len(groups) > 1
         member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
@@ -92,10 +91,28 @@ class Hybrid:
         """Who is with whom."""
         if self.groups is not None:
             return checked(self.groups, ranks)
-        if os.environ.get("MIMATRIX_GROUPS"):
-            return checked(json.loads(os.environ["MIMATRIX_GROUPS"]), ranks)
+        if given := groups_given(ranks):
+            return given
         store.set(f"hybrid/host/{rank}", own_host())
         return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
+
+
+def groups_given(ranks: int) -> Groups:
+    """By whoever started the job; none where nobody did."""
+    said = os.environ.get("MIMATRIX_GROUPS")
+    return checked(json.loads(said), ranks) if said else ()
+
+
+def word_file() -> Path | None:
+    """Where groups leave word for those that come again; whoever starts them says where."""
+    said = os.environ.get("MIMATRIX_MEETING")
+    return Path(said) if said else None
+
+
+def returns() -> bool:
+    """Whether this is a group that was lost: the others have met already."""
+    word = word_file()
+    return bool(word and word.exists())
 
 
 def place_in_job() -> tuple[int, int]:
@@ -104,7 +121,12 @@ def place_in_job() -> tuple[int, int]:
 
 
 def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
-    """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does."""
+    """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does; a group that returns has one of its own."""
+    if returns():
+        number, _ = place_in(groups_given(ranks), rank)
+        store = FileStore(f"{word_file()}-{number}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(

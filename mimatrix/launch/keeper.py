@@ -1,8 +1,8 @@
 """The keeper of one team: a process of its own that outlives whoever started it.
 
 `python -m mimatrix.launch.keeper FOLDER` starts it. It unpacks the archive, has a guard start each member, keeps what
-they print, ends all or those of a group when one fails, and all when it is told to, and writes every change down. It
-ends when no process of the team is left.
+they print, ends all or those of a group when one fails, starts a lost group again where that was ordered, ends all when
+it is told to, and writes every change down. It ends when no process of the team is left.
 """
 
 import os
@@ -10,12 +10,12 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from mimatrix.launch.accounts import Account, find_account
+from mimatrix.launch.accounts import find_account
 from mimatrix.launch.guard import NOW, Charge, Post, Report, read_reports, start_guard
 from mimatrix.launch.ledger import Ending, Ledger
 from mimatrix.launch.output import Log
@@ -59,10 +59,11 @@ class _Keeper:
         self._order = order
         self._heard = heard
         self._me = identify(os.getpid())
-        self._ledger = Ledger(len(order.environments), order.groups)
+        self._ledger = Ledger(len(order.environments), order.groups, order.returns, others=order.others)
         self._logs = [Log(folder.log(rank)) for rank in range(len(order.environments))]
         self._posts: dict[int, Post] = {}
-        self._guards: tuple[Identity | None, ...] = ()
+        self._guards: list[Identity | None] = [None] * len(order.environments)
+        self._account = find_account(order.run_as)
         self._selector = selectors.DefaultSelector()
         self._sent: dict[int, Ending] = {}
         self._saved: Record | None = None
@@ -70,28 +71,31 @@ class _Keeper:
     @property
     def record(self) -> Record:
         """What is to be read of the team now."""
-        return Record(self._ledger.team, self._me, self._guards, self._ledger.refusal)
+        return Record(self._ledger.team, self._me, tuple(self._guards), self._ledger.refusal)
 
     def run(self, settle: Callable[[], None]) -> None:
         """Start all members and stay until nothing of them is left."""
-        account = find_account(self._order.run_as)
-        self._unpack(account)
+        self._unpack()
         if not self._ledger.team.has_ended:
-            self._start_members(account)
+            self._selector.register(self._heard, selectors.EVENT_READ)
+            self._start(range(len(self._order.environments)))
+            self._save()
         is_settled = False
         while self._posts:
             if self._ledger.has_started and not is_settled:
                 settle()
                 is_settled = True
             self._turn()
+        for log in self._logs:
+            log.close()  # not before: a member that returns goes on in it
         for _ in range(_LAST_TRIES):
             if self._save():
                 break
             time.sleep(_UNSAVED_S)
 
-    def _unpack(self, account: Account | None) -> None:
+    def _unpack(self) -> None:
         """Fill the work folder; the ledger knows if there is no team to start after that."""
-        child, says = start_unpacking(Path(self._order.archive), self._folder.work, account)
+        child, says = start_unpacking(Path(self._order.archive), self._folder.work, self._account)
         refusal = self._hear_out(child, says)
         os.close(says)
         _, status = os.waitpid(child, 0)
@@ -120,16 +124,17 @@ class _Keeper:
                     if not came:
                         return said.decode(errors="replace")
 
-    def _start_members(self, account: Account | None) -> None:
+    def _start(self, ranks: Iterable[int]) -> None:
+        """Have these members started, for the first time or again."""
         order = self._order
-        for rank, environment in enumerate(order.environments):
-            post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, account))
-            self._posts[rank] = post
-            self._guards = (*self._guards, post.guard)
+        for rank in ranks:
+            returns = self._ledger.team.members[rank].returns
+            environment = order.environments[rank] | ({"MIMATRIX_RETURNS": str(returns)} if returns else {})
+            post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, self._account))
+            self._posts[rank], self._guards[rank] = post, post.guard
+            self._sent.pop(rank, None)
             self._selector.register(post.output, selectors.EVENT_READ, rank)
             self._selector.register(post.reports, selectors.EVENT_READ, rank)
-        self._selector.register(self._heard, selectors.EVENT_READ)
-        self._save()
 
     def _turn(self) -> None:
         """Wait for whatever is next, deal with it, and write it down."""
@@ -147,8 +152,15 @@ class _Keeper:
         self._ledger.take(reports)
         for rank in gone:
             self._relieve(rank)
+        if gone and self._have_met():
+            self._start(self._ledger.return_lost())
         self._pass_on()
         self._save()
+
+    def _have_met(self) -> bool:
+        """Whether groups have left word for those of them that come again; before, there is nothing to return to."""
+        word = self._order.environments[0].get("MIMATRIX_MEETING")
+        return bool(word and Path(word).exists())
 
     def _hear(self) -> None:
         for number in os.read(self._heard, _CHUNK):
@@ -181,7 +193,6 @@ class _Keeper:
             with suppress(KeyError):
                 self._selector.unregister(line)
             os.close(line)
-        self._logs[rank].close()
         del self._posts[rank]
         self._ledger.leave(rank, time.monotonic())
 

@@ -62,6 +62,10 @@ class Team:
     """The user; the launcher's own if empty."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Ranks that end together when one of them fails; without, all do."""
+    returns: int = 0
+    """How many times, in all, a group that was lost is started again while others run, once they have met."""
+    others: bool = False
+    """Whether there are others of the same team on other nodes."""
 
 
 class Phase(StrEnum):
@@ -82,6 +86,9 @@ class MemberState:
     code: int | None = None
     """Of its exit; minus the signal that killed it."""
     reason: str = ""
+    """How it ended; of one that was started again, how it ended before."""
+    returns: int = 0
+    """How often it was started again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 
 from mimatrix.launch.guard import Kind, Report
@@ -9,6 +10,9 @@ from mimatrix.launch.launcher import MemberState, Phase, TeamState
 
 CANNOT_RUN = 126
 """The exit code of what could not be started, as in a shell."""
+_FINAL = frozenset({2, 75})
+"""Exit codes after which nobody returns: bad input, which stays bad, and who saved and left as it was told."""
+_ENDED = (Phase.EXITED, Phase.LOST)
 
 
 class Ending(IntEnum):
@@ -22,8 +26,12 @@ class Ending(IntEnum):
 class Ledger:
     """Takes what is heard of the members, in any order; says how the team is and whether to end it."""
 
-    def __init__(self, ranks: int, groups: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self, ranks: int, groups: Sequence[Sequence[int]] = (), returns: int = 0, *, others: bool = False
+    ) -> None:
         self.refusal = ""
+        self._returns_left = returns
+        self._is_over, self._others = False, others
         self._groups = {rank: number for number, group in enumerate(groups) for rank in group}
         """Who ends with whom; those of none are one."""
         self._endings = dict.fromkeys([self._group(rank) for rank in range(ranks)], Ending.NOT)
@@ -56,6 +64,7 @@ class Ledger:
 
     def tell(self, ending: Ending) -> None:
         """Somebody wants the team to end."""
+        self._is_over = True
         for group in self._endings:
             self._end(group, ending, "told to end")
 
@@ -78,20 +87,53 @@ class Ledger:
     def leave(self, rank: int, at_s: float) -> None:
         """The guard of this member is gone, after all that it had to report."""
         if rank in self._codes:
-            self._members[rank] = MemberState(Phase.EXITED, self._codes[rank], self._reason(rank))
+            self._end_member(rank, Phase.EXITED, self._codes[rank], self._reason(rank))
         elif self._members[rank].phase != Phase.EXITED:
-            self._members[rank] = MemberState(Phase.LOST, reason="its guard was killed")
+            self._end_member(rank, Phase.LOST, None, "its guard was killed")
             self._fail(rank, at_s)
+
+    def return_lost(self) -> list[int]:
+        """The ranks of groups that were lost while others run, and are to be started again now."""
+        found = []
+        for group in self._failures.copy():
+            ranks = [rank for rank in range(len(self._members)) if self._group(rank) == group]
+            if self._returns_left and self._may_return(group, ranks):
+                self._returns_left -= 1
+                self._return(group, ranks)
+                found += ranks
+        return found
+
+    def _may_return(self, group: int, ranks: Sequence[int]) -> bool:
+        """Whether nothing of it is left, nobody wants the team to end, and there is somebody to return to."""
+        others = [member for rank, member in enumerate(self._members) if rank not in ranks]
+        _, first = self._failures[group]
+        return (
+            not (self._is_over or self.refusal)
+            and all(self._members[rank].phase in _ENDED for rank in ranks)
+            and self._codes.get(first) not in _FINAL
+            and (self._others or any(member.phase == Phase.RUNNING for member in others))
+        )
+
+    def _return(self, group: int, ranks: Sequence[int]) -> None:
+        self._endings[group], self._whys[group] = Ending.NOT, ""
+        del self._failures[group]
+        for rank in ranks:
+            before = self._members[rank]
+            self._members[rank] = MemberState(Phase.STARTING, None, before.reason, before.returns + 1)
+            self._codes.pop(rank, None)
+            self._left.pop(rank, None)
 
     def _take(self, rank: int, report: Report) -> None:
         match report.kind:
             case Kind.STARTED:
-                self._members[rank] = MemberState(Phase.RUNNING)
+                self._members[rank] = replace(self._members[rank], phase=Phase.RUNNING)
             case Kind.REFUSED:
-                self._members[rank] = MemberState(Phase.EXITED, CANNOT_RUN, report.text)
-                self.refusal = self.refusal or f"rank {rank} cannot be started: {report.text}"
+                self._end_member(rank, Phase.EXITED, CANNOT_RUN, report.text)
                 self._fail(rank, report.at_s)
+                if self._members[rank].returns:
+                    return  # the others run
                 # A team is started as a whole, or not at all.
+                self.refusal = self.refusal or f"rank {rank} cannot be started: {report.text}"
                 for group in self._endings:
                     self._end(group, Ending.NOW, self._whys[self._group(rank)])
             case Kind.ENDED:
@@ -109,6 +151,9 @@ class Ledger:
             self._failures[group] = at_s, rank
             self._whys[group] = f"ended because rank {rank} failed"
         self._endings[group] = max(self._endings[group], Ending.WITH_GRACE)
+
+    def _end_member(self, rank: int, phase: Phase, code: int | None, reason: str) -> None:
+        self._members[rank] = MemberState(phase, code, reason, self._members[rank].returns)
 
     def _end(self, group: int, ending: Ending, why: str) -> None:
         self._endings[group] = max(self._endings[group], ending)

@@ -23,7 +23,8 @@ def make_order(team: Team, node: NodeFacts) -> Order:
         raise UserError(f"there is no archive {team.archive}; pack the folder to run in as .tar.gz")
     find_account(team.run_as)
     environments = tuple(_environment(team, member, node) for member in team.members)
-    return Order(team.words, environments, str(team.archive.absolute()), team.grace_s, team.run_as, team.groups)
+    archive = str(team.archive.absolute())
+    return Order(team.words, environments, archive, team.grace_s, team.run_as, team.groups, team.returns, team.others)
 
 
 def check_name(name: str) -> None:

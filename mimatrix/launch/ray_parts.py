@@ -142,7 +142,7 @@ def judge_team(record: TeamRecord, sight: Sight, age_s: float, now_s: float) -> 
     for node in record.ids:
         ranks = record.ranks_on(node)
         for rank, member in zip(ranks, _seen(record, node, sight, has_started, is_late), strict=True):
-            if members[rank].phase not in _ENDED:
+            if members[rank].phase not in _ENDED or member.returns > members[rank].returns:
                 members[rank] = member
     cause = record.cause or _find_cause(record, tuple(members), sight, now_s)
     return replace(
@@ -170,7 +170,8 @@ def _cut(team: Team, node: str, ranks: Sequence[int]) -> Team:
     members = tuple(replace(team.members[rank], node=node) for rank in ranks)
     groups = tuple(tuple(map(ranks.index, group)) for group in team.groups if group[0] in ranks)
     # The path is the server's. The node puts the archive where it likes, and fills in that.
-    return replace(team, members=members, groups=groups, archive=Path(team.archive.name))
+    others = len(ranks) < len(team.members)
+    return replace(team, members=members, groups=groups, others=others, archive=Path(team.archive.name))
 
 
 def _others(known: Mapping[str, object], mine: str) -> tuple[str, ...]:

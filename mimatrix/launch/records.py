@@ -30,6 +30,8 @@ class Order:
     grace_s: float
     run_as: str
     groups: tuple[tuple[int, ...], ...] = ()
+    returns: int = 0
+    others: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,11 @@ _LEAST_GAIN = 0.03
 _CHANGE_STEPS = 0.5
 """What a change costs, in steps: memory of other sizes, kernels chosen anew."""
 _FEW, _MANY = 3, 40
-"""Steps for which a plan stays at least: at first, and where changes did not bring what was promised."""
+"""Steps for which a plan stays at least: at first, and where one change follows upon another, or none pays."""
+_CALM = 20
+"""Who changes again before so many steps, or twice as many as it had to wait, has followed what did not last."""
+_SURELY = 0.5
+"""A change in speed beyond this is never kept waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,15 @@ class Drift:
         self._looked = list(self.factors)
         """The same, when another split was last looked for."""
         self._steps, self._patience = 0, _FEW
+        self._since = _CALM
+        """Steps since the last change."""
 
     def observe(self, split: Split, busy_s: Sequence[float]) -> None:
         """A step has gone by: how long each rank computed its part of `split`."""
         if split != self.plan.split:
             return  # a partial batch, or one from before the last change
         self._steps += 1
+        self._since += 1
         for rank, (sizes, took) in enumerate(zip(split.micro, busy_s, strict=True)):
             should = self._should(rank, sizes)
             if should > 0 and took > 0:
@@ -97,14 +104,18 @@ class Drift:
 
     def changed(self, plan: Plan) -> None:
         """Another plan holds from some step on."""
-        self.plan, self._steps, self._patience, self._known = plan, 0, _FEW, list(self.factors)
+        calm = self._since >= max(_CALM, 2 * self._patience)
+        self._patience = _FEW if calm else min(_MANY, 2 * self._patience)
+        self.plan, self._steps, self._since = plan, 0, 0
+        self._known = list(self.factors)
         self._looked = list(self.factors)
         for recent in self._recent:
             recent.clear()
 
     def _moved(self) -> bool:
-        """Whether a rank's speed has changed since another split was last looked for."""
-        return any(abs(math.log(now / then)) > _JUMP for now, then in zip(self.factors, self._looked, strict=True))
+        """Whether a rank's speed has changed since another split was last looked for: more than it does anyway."""
+        much = min(_SURELY, _JUMP * self._patience / _FEW)
+        return any(abs(math.log(now / then)) > much for now, then in zip(self.factors, self._looked, strict=True))
 
     def _should(self, rank: int, sizes: Sequence[int]) -> float:
         profile = self._problem.profiles[rank]

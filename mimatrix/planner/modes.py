@@ -5,7 +5,7 @@ moves its push: over the links to the shards, on from there to their mirrors, an
 of the optimizer that are made of it (over a G-th of the elements, at the shard and at the mirror at once).
 
     cycle    max(computing, moving) where a group computes on while its push is under way, else their sum; longer where
-             the pushes of all groups together are more than a link carries
+             its processor serves the pushes of all groups, too, or where they are more than a link carries
     late     t, the pushes of others from pull to push, which are two cycles where a group computes on, else one, less
              half of the moving; and the group's own one that is under way
     worth    a sample of a push that is t late counts for (1 + t) ** -LATE of a sample of all together
@@ -44,8 +44,10 @@ LATE = 0.7
 """By how much samples of late pushes count less: an exponent."""
 LOCAL_STEPS = 10
 """That groups make by themselves, where that is worth more."""
-PUSH_S = 4e-3
-"""What a push takes beside its data: a guess, of what Python takes for its messages."""
+MESSAGE_S = 0.9e-3
+"""Of a processor, for one message of a push, with whoever sends it and with whoever serves it (seen in the lab)."""
+_WHOLE = 0.9
+"""Who has less of a processor than this shares what it has with its service; others are taken to have room for it."""
 _CARRIED = 0.7
 """Of a link's rate, what pushes use at the most (seen once, with four hosts): each waits for answers in between."""
 _GAIN = 1.05
@@ -157,16 +159,22 @@ class Choice:
         )
 
 
-def choose_mode(problem: Problem, groups: Sequence[Sequence[int]], cluster: Cluster, against: str = "") -> Choice:
+def choose_mode(
+    problem: Problem,
+    groups: Sequence[Sequence[int]],
+    cluster: Cluster,
+    against: str = "",
+    processors: Sequence[float] = (),
+) -> Choice:
     """The mode that brings more. Rank i of the problem is device i of `cluster`.
 
-    `against`: why there cannot be groups, where that is known already.
+    `against`: why there cannot be groups, where that is known already. `processors`: how much of one each rank has.
     """
     together = make_plan(problem)
     if len(groups) < 2:
         return Choice("sync", "sync: there is one group, and nobody to wait for", together, None)
     try:
-        apart = None if against else price_apart(problem, groups, cluster)
+        apart = None if against else price_apart(problem, groups, cluster, processors)
     except UserError as error:
         apart, against = None, str(error)
     if apart is None:
@@ -176,13 +184,18 @@ def choose_mode(problem: Problem, groups: Sequence[Sequence[int]], cluster: Clus
     return Choice("sync", _why_together(problem, together, apart), together, apart)
 
 
-def price_apart(problem: Problem, groups: Sequence[Sequence[int]], cluster: Cluster) -> Apart:
+def price_apart(
+    problem: Problem, groups: Sequence[Sequence[int]], cluster: Cluster, processors: Sequence[float] = ()
+) -> Apart:
     """What groups bring in the way that is worth most: computing on while they push or not, or with steps of their own.
 
     A sentence if one lacks room.
     """
     plans = [make_plan(_alone(problem, group)) for group in groups]
-    ways = _Ways(cluster, [group[0] for group in groups], problem.model.gradient_bytes)
+    firsts = [group[0] for group in groups]
+    ways = _Ways(
+        cluster, firsts, problem.model.gradient_bytes, [processors[rank] if processors else 1.0 for rank in firsts]
+    )
     stepping = [problem.profiles[group[0]].optimizer_s for group in groups]
     moving = [ways.moving_s(group, stepping) for group in range(len(groups))]
     found = [_apart(groups, plans, moving, ways, overlaps) for overlaps in (True, False)]
@@ -212,7 +225,7 @@ def _apart(
     steps = max(1, local_steps)
     both = zip((steps * plan.step_s for plan in plans), moving, strict=True)
     free = [max(each) if overlaps else sum(each) for each in both]
-    cycles = [1 / each for each in ways.pushes_per_s([1 / cycle for cycle in free])]
+    cycles = [1 / each for each in ways.pushes_per_s(ways.served_per_s(free))]
     found = []
     for number, (plan, cycle) in enumerate(zip(plans, cycles, strict=True)):
         span = (2 if overlaps else 1) * cycle - moving[number] / 2
@@ -227,8 +240,9 @@ class _Ways:
     Parameters of `size` bytes are cut over the groups; each part has its mirror with the next group.
     """
 
-    def __init__(self, cluster: Cluster, firsts: Sequence[int], size: int) -> None:
+    def __init__(self, cluster: Cluster, firsts: Sequence[int], size: int, processors: Sequence[float]) -> None:
         fabric = Fabric(cluster)
+        self._processors = np.array(processors)
         self._groups, self._part = len(firsts), size / len(firsts)
         self._rates, self._latencies = fabric.rates, fabric.latencies
         pairs = [(a, b) for a in range(len(firsts)) for b in range(len(firsts)) if a != b]
@@ -238,7 +252,20 @@ class _Ways:
 
     def moving_s(self, group: int, stepping_s: Sequence[float]) -> float:
         """A push of a group, while no other is under way; `stepping_s`: over all elements, on each host."""
-        return PUSH_S + max(stepping_s) / self._groups + sum(self._seconds(flows) for flows in self._phases(group))
+        said = self._groups / self._processors[group] + 2 / self._processors.min()
+        stepped = max(stepping_s) / self._groups
+        return float(said) * MESSAGE_S + stepped + sum(self._seconds(flows) for flows in self._phases(group))
+
+    def served_per_s(self, cycles_s: Sequence[float]) -> list[float]:
+        """Pushes of each group, where hosts serve two messages of every push beside their own cycle."""
+        free = np.array(cycles_s)
+        serving = np.where(self._processors < _WHOLE, 2 * MESSAGE_S / self._processors, 0.0)
+        least, most = 0.0, float((1 / free).sum())
+        for _ in range(_HALVINGS):
+            every = (least + most) / 2
+            made = np.maximum(0.0, 1 - serving * every) / free
+            least, most = (every, most) if made.sum() > every else (least, every)
+        return [max(float(each), 1e-9) for each in np.maximum(0.0, 1 - serving * most) / free]
 
     def pushes_per_s(self, wanted: Sequence[float]) -> list[float]:
         """Of each group: as many as it wants, up to the one limit at which no channel has more than pushes use."""

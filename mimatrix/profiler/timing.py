@@ -65,3 +65,14 @@ def _window(run: Callable[[], object], device: torch.device, window_s: float, at
         took = time.perf_counter() - started
         if took >= window_s:
             return took / runs
+
+
+def processor_share(seconds: float = 0.2) -> float:
+    """How much of a processor this process gets while it wants a whole one: less where a quota or others hold it back.
+
+    Ranks that share a machine should ask at the same time, as they work.
+    """
+    began, used = time.perf_counter(), time.thread_time()
+    while (passed := time.perf_counter() - began) < seconds:
+        pass
+    return min(1.0, (time.thread_time() - used) / passed)

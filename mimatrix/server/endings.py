@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.hybrid.grouping import Groups, checked
@@ -31,9 +31,13 @@ def lost_ranks(state: TeamState, groups: Groups) -> dict[int, int]:
     for number, group in enumerate(groups if not state.has_ended else ()):
         failed = [rank for rank in group if _has_failed(state.members[rank])]
         if failed:
-            # Who is told to end fails after the one that was the reason.
-            found[number] = next((rank for rank in failed if _BECAUSE not in state.members[rank].reason), failed[0])
+            found[number] = first_failed(state, failed)
     return found
+
+
+def first_failed(state: TeamState, ranks: Sequence[int]) -> int:
+    """Of ranks that failed together: who is told to end fails after the one that was the reason."""
+    return next((rank for rank in ranks if _BECAUSE not in state.members[rank].reason), ranks[0])
 
 
 def failed_rank(state: TeamState, groups: Groups = (), gone: Collection[int] = ()) -> int | None:

@@ -34,6 +34,8 @@ class LiveJob:
     """Sentences for its log."""
     gone: frozenset[int] = frozenset()
     """Ranks of groups that were lost, while others go on."""
+    returned: dict[int, int] = field(default_factory=dict)
+    """How often each group was started again, as far as that was said."""
 
     @property
     def ranks(self) -> int:

@@ -7,6 +7,7 @@ team is started by its name, and a job that is `starting` without a team is star
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, 
 from mimatrix.scheduler.speeds import speed_of_kind, speeds_measured, speeds_seen
 from mimatrix.scheduler.usage import later
 from mimatrix.server.context import Context, team_name
-from mimatrix.server.endings import LEFT, failed_rank, groups_of, last_words, lost_ranks, told
+from mimatrix.server.endings import LEFT, failed_rank, groups_of, last_words, told
 from mimatrix.server.history import History
 from mimatrix.server.life import WAITING, is_active, may_move, move, note
 from mimatrix.server.live import LiveJob
-from mimatrix.server.tables import EventRow, JobRow, NodeRow, UsageRow
+from mimatrix.server.losses import note_losses
+from mimatrix.server.tables import JobRow, NodeRow, UsageRow
 from mimatrix.server.tokens import issue, revoke_of_job
 from mimatrix.server.watching import Watching
 from mimatrix.wire.messages import ACTIVE, JobState, Progress, Report, Role
@@ -131,7 +133,7 @@ class Loop:
                 self._conclude(number, generation, state)
             else:
                 running.add((number, generation))
-                self._note_losses(number, generation, state)
+                note_losses(self._context, number, generation, state, self._say)
         if running:
             self._follow(running)
 
@@ -170,7 +172,7 @@ class Loop:
         if self._serving.run_as:
             shutil.chown(folder, self._serving.run_as)
 
-    def _team(self, job: JobRow, secret: str, archive: object) -> Team:
+    def _team(self, job: JobRow, secret: str, archive: Path) -> Team:
         serving = self._serving
         shared = {
             **serving.environment,
@@ -181,37 +183,29 @@ class Loop:
             "MIMATRIX_GENERATION": str(job.generation),
             "MIMATRIX_CHECKPOINTS": f"{serving.checkpoints}/job-{job.id}",
         }
+        groups = groups_of(job.environment, len(job.seats))
+        if groups and serving.checkpoints:
+            shared["MIMATRIX_MEETING"] = str(self._meeting(job))
         members = []
         for rank, seat in enumerate(job.seats):
             node, _, device = seat.rpartition("/")
             members.append(Member(node, int(device), {"MIMATRIX_RANK": str(rank)}))
         name = team_name(job.id, job.generation)
         words = (*serving.words, job.script, *job.arguments)
-        groups = groups_of(job.environment, len(members))
-        return Team(name, words, tuple(members), archive, shared, run_as=serving.run_as, groups=groups)  # type: ignore[arg-type]
+        return Team(
+            name,
+            words,
+            tuple(members),
+            archive,
+            shared,
+            run_as=serving.run_as,
+            groups=groups,
+            returns=job.retries,
+        )
 
-    def _note_losses(self, number: int, generation: int, state: TeamState) -> None:
-        """Groups that are gone, while others go on: that is said once, and nobody waits for their ranks."""
-        context, live = self._context, self._context.live.of(number, generation)
-        if live is None or all(member.phase not in (Phase.EXITED, Phase.LOST) for member in state.members):
-            return
-        with context.sessions() as session:
-            job = session.get_one(JobRow, number)
-            # Who was told to go is not lost.
-            groups = groups_of(job.environment, live.ranks) if not job.leaving else ()
-        for group, rank in lost_ranks(state, groups).items():
-            if live.gone.issuperset(groups[group]):
-                continue
-            words = last_words(context.launcher, team_name(number, generation), rank)
-            reason = told(rank, live.seats[rank], state.members[rank], words)
-            sentence = f"group {group} was lost, the others go on: {reason}"
-            live.gone |= frozenset(groups[group])
-            with context.sessions.begin() as session:
-                known = select(EventRow.id).where(EventRow.job == number, EventRow.reason == sentence)
-                if session.scalar(known.where(EventRow.generation == generation)) is None:
-                    note(session, session.get_one(JobRow, number), sentence, context.clock())
-                    live.notices.append(sentence)
-                    self._say(f"job {number}: {sentence}")
+    def _meeting(self, job: JobRow) -> Path:
+        """Where groups leave word for those of them that are started again; on all nodes, as checkpoints are."""
+        return Path(self._serving.checkpoints) / f"job-{job.id}" / f".meeting-{job.generation}"
 
     def _follow(self, running: set[tuple[int, int]]) -> None:
         """What rank 0 says becomes the job's state; who was told to go has so long for it."""
@@ -299,6 +293,11 @@ class Loop:
         live = self._context.live.of(job.id, job.generation)
         self._history.keep_last(session, self._context.clock(), job.id, live)
         self._context.live.forget(job.id)
+        if job.environment.get("MIMATRIX_GROUPS") and self._serving.checkpoints:
+            meeting = self._meeting(job)
+            with suppress(OSError):
+                for word in meeting.parent.glob(f"{meeting.name}*"):
+                    word.unlink()
 
     def _tidy(self) -> None:
         """Now and then: what jobs that ended long ago printed is forgotten; their events stay."""

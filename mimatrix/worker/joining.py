@@ -27,13 +27,16 @@ class Belonging:
     job: int
     generation: int
     rank: int
+    returns: int = 0
+    """How often its group was lost and started again."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Belonging":
         """From the environment."""
         try:
             job, generation, rank = (int(environment[f"MIMATRIX_{name}"]) for name in ("JOB", "GENERATION", "RANK"))
-            return cls(environment["MIMATRIX_SERVER"], environment["MIMATRIX_TOKEN"], job, generation, rank)
+            returns = int(environment.get("MIMATRIX_RETURNS", "0"))
+            return cls(environment["MIMATRIX_SERVER"], environment["MIMATRIX_TOKEN"], job, generation, rank, returns)
         except (KeyError, ValueError) as error:
             raise UserError(
                 f"this is started by a job server, and not by hand ({error} is missing); use mimatrix submit"
@@ -67,7 +70,7 @@ def enter(joined: Joined, mine: Belonging) -> None:
     place = Place(
         mine.rank, joined.ranks, joined.local_rank, joined.local_ranks, joined.master_address, joined.master_port
     )
-    os.environ.update(torchrun_variables(place, f"job-{mine.job}", mine.generation - 1, 0))
+    os.environ.update(torchrun_variables(place, f"job-{mine.job}", mine.generation - 1 + mine.returns, 0))
 
 
 def own_address(server: str) -> str:

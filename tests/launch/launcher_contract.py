@@ -192,6 +192,31 @@ class LauncherContract:
         assert ground.state(name).members == (MemberState(Phase.RUNNING), MemberState(Phase.EXITED, 0))
         assert ground.state(name).first_failure is None
 
+    def test_a_lost_group_is_started_again_once_all_have_met(self, ground: Ground, tmp_path: Path) -> None:
+        gate, word = tmp_path / "gate", tmp_path / "word"
+        code = (
+            "import os, sys, time\n"
+            "lives = 'life ' + os.environ.get('MIMATRIX_RETURNS', '0')\n"
+            f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+            "print(lives)\n"
+            "if os.environ['RANK'] == '1' and lives < 'life 2': sys.exit(3)\n"
+            f"while not os.path.exists({str(gate)!r} + lives[5]): time.sleep(0.01)\n"
+        )
+        team = ground.team(code, ranks=2)
+        environment = {**team.environment, "MIMATRIX_MEETING": str(word)}
+        ground.launcher.start(replace(team, groups=((0,), (1,)), returns=2, environment=environment))
+        word.touch()
+        gate.touch()
+        eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return of rank 1")
+        assert ground.output(team.name, 1) == "life 0\nlife 1\nlife 2\n"
+        assert ground.output(team.name, 0) == "life 0\n"
+        back = MemberState(Phase.RUNNING, None, "exit code 3", 2)
+        eventually(lambda: ground.state(team.name).members == (MemberState(Phase.RUNNING), back), "it runs")
+        (tmp_path / "gate2").touch()
+        (tmp_path / "gate0").touch()
+        state = ground.ended(team.name)
+        assert (state.first_failure, codes(state)) == (None, [0, 0])
+
     def test_who_is_told_to_end_may_say_good_bye(self, ground: Ground) -> None:
         name = ground.start(POLITE, ranks=2)
         ground.until_up(name, ranks=2)

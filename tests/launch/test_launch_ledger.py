@@ -120,3 +120,68 @@ def test_one_that_cannot_be_started_ends_all_groups() -> None:
     ledger = Ledger(2, ((0,), (1,)))
     ledger.take([(0, Report(Kind.STARTED, 0.0)), (1, Report(Kind.REFUSED, 1.0, text="no such file"))])
     assert [ledger.ending_of(rank) for rank in range(2)] == [Ending.NOW, Ending.NOW]
+
+
+def in_groups(returns: int) -> Ledger:
+    ledger = Ledger(3, ((0, 1), (2,)), returns)
+    ledger.take([(rank, Report(Kind.STARTED, 0.0)) for rank in range(3)])
+    return ledger
+
+
+def lose(ledger: Ledger, *codes: tuple[int, int]) -> None:
+    ledger.take([(rank, ended(1.0 + number, code)) for number, (rank, code) in enumerate(codes)])
+    for rank, _ in codes:
+        ledger.leave(rank, 9.0)
+
+
+def test_a_lost_group_returns_as_often_as_it_may() -> None:
+    ledger = in_groups(returns=2)
+    ledger.take([(1, ended(1.0, -signal.SIGKILL))])
+    ledger.leave(1, 2.0)
+    assert ledger.return_lost() == []  # rank 0 is not gone yet
+    lose(ledger, (0, -signal.SIGTERM))
+    assert ledger.return_lost() == [0, 1]
+    assert ledger.team.first_failure is None
+    before = MemberState(Phase.STARTING, None, "killed by SIGKILL", 1)
+    assert ledger.team.members[1:] == (before, RUNNING)
+    assert [ledger.ending_of(rank) for rank in range(3)] == [Ending.NOT] * 3
+    assert ledger.return_lost() == []
+    ledger.take([(rank, Report(Kind.STARTED, 10.0)) for rank in (0, 1)])
+    assert ledger.team.members[1].phase == Phase.RUNNING
+    lose(ledger, (2, 1))
+    assert ledger.return_lost() == [2]  # any group
+    ledger.take([(2, Report(Kind.STARTED, 11.0))])
+    lose(ledger, (0, 1), (1, -signal.SIGTERM))
+    assert ledger.return_lost() == []
+    assert ledger.team.members[0] == MemberState(Phase.EXITED, 1, "exit code 1", 1)
+
+
+def test_who_does_not_return() -> None:
+    told = in_groups(returns=9)
+    lose(told, (2, 1))
+    told.tell(Ending.WITH_GRACE)
+    assert told.return_lost() == []
+    for final in (2, 75):
+        ledger = in_groups(returns=9)
+        lose(ledger, (2, final))
+        assert ledger.return_lost() == []
+    well = in_groups(returns=9)
+    lose(well, (2, 0))
+    assert well.return_lost() == []
+    alone = in_groups(returns=9)
+    lose(alone, (2, 1), (0, 1), (1, 1))
+    assert alone.return_lost() == []
+    elsewhere = Ledger(1, ((0,),), returns=9, others=True)
+    lose(elsewhere, (0, 1))
+    assert elsewhere.return_lost() == [0]
+
+
+def test_one_that_cannot_be_started_again_ends_no_other() -> None:
+    ledger = in_groups(returns=1)
+    lose(ledger, (2, 1))
+    assert ledger.return_lost() == [2]
+    ledger.take([(2, Report(Kind.REFUSED, 9.0, text="no such file"))])
+    ledger.leave(2, 9.0)
+    assert ledger.refusal == ""
+    assert ledger.ending_of(0) == Ending.NOT
+    assert ledger.team.members[2] == MemberState(Phase.EXITED, CANNOT_RUN, "no such file", 1)

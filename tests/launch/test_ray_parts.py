@@ -206,6 +206,15 @@ def test_a_failure_in_a_group_ends_no_other() -> None:
     lost = judged(before, Sight(gone={"a": ""}, parts={"b": part(UP, UP)}))
     assert (lost.members[1].phase, lost.cause) == (Phase.LOST, None)
     assert judged(found, Sight(parts={"b": part(DONE, DONE)})).state.first_failure == 1
+    back = MemberState(Phase.RUNNING, None, "exit code 1", 1)
+    assert judged(found, Sight(parts={"a": part(back), "b": part(UP, UP)})).members == (UP, back, UP)
+
+
+def test_each_node_starts_its_lost_groups_again() -> None:
+    parts = split(replace(TEAM, groups=((0, 2), (1,)), returns=3), NODES, OWN, "o1")
+    assert [(each.team.returns, each.team.others) for each in parts.values()] == [(3, True), (3, True)]
+    whole = split(replace(TEAM, members=(Member("n0", 0), Member("n0", 1))), NODES, OWN, "o1")
+    assert not whole["a"].team.others
 
 
 def test_a_group_on_two_nodes_ends_with_all() -> None:

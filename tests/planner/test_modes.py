@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mimatrix.cluster import Cluster, Device, Link, Node, Switch
 from mimatrix.planner.curve import Curve
-from mimatrix.planner.modes import PUSH_S, Choice, choose_mode, price_apart, worth
+from mimatrix.planner.modes import MESSAGE_S, Choice, choose_mode, price_apart, worth
 from mimatrix.planner.networks import simulated
 from mimatrix.planner.problem import Problem
 from mimatrix.planner.profile import ModelSize, Profile
@@ -98,6 +98,20 @@ def _pair(rates: list[float], sample_s: list[float]) -> tuple[Problem, list[list
     return asked(cluster, sample_s, MB), [[0], [1]], cluster
 
 
+def test_who_has_a_part_of_a_processor_pays_for_serving() -> None:
+    problem, groups, cluster = _pair([1000 * MBIT] * 2, [1e-4] * 2)
+    whole = price_apart(problem, groups, cluster, [1.0, 1.0])
+    assert whole == price_apart(problem, groups, cluster)
+    half = price_apart(problem, groups, cluster, [0.5, 0.5])
+    computing_s = half.groups[0].plan.step_s * max(1, half.local_steps)
+    pushed = half.groups[0].cycle_s - computing_s
+    assert half.samples_per_s < whole.samples_per_s
+    # A message to each shard, one on to a mirror, and what both groups have served here, all at half the speed.
+    assert pushed > 2 * MESSAGE_S * (2 + 2 + 2 * 2)
+    slow = price_apart(problem, groups, cluster, [1.0, 0.05])
+    assert slow.groups[0].cycle_s < slow.groups[1].cycle_s
+
+
 def test_one_group_has_nobody_to_wait_for() -> None:
     cluster = star([MBIT] * 2)
     assert choose_mode(asked(cluster, [1e-3] * 2, MB), [[0, 1]], cluster).apart is None
@@ -146,7 +160,7 @@ def test_prices_hold_together(rates: list[float], factors: list[float], sample_s
         computing_s = max(1, apart.local_steps) * group.plan.step_s
         alone = max(computing_s, group.moving_s) if apart.overlaps else computing_s + group.moving_s
         assert group.cycle_s >= alone * (1 - 1e-9)
-        assert group.moving_s >= PUSH_S
+        assert group.moving_s >= MESSAGE_S * (len(rates) + 2)
         assert group.staleness >= float(apart.overlaps)
     # No NIC sends more than it can: its pushes, its shard to the mirror, and what others pull.
     part = size / len(rates)

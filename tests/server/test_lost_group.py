@@ -52,6 +52,28 @@ def test_a_lost_group_ends_no_other(tmp_path: Path) -> None:
         assert "group_pushes_rank1" in rows[0]
 
 
+def test_a_lost_group_returns(tmp_path: Path) -> None:
+    """That of rank 0, which has the store and speaks for the job; its service dies with it."""
+    with server(tmp_path / "data", devices=2) as there:
+        number = there.submit("in_groups.py", "--groups", "0/1", "--retries", "1")
+        _until_pushed(there, number, 0, 5)
+        address = (there.data / "address").read_text().strip()
+        before = process_of(address, number, 0)
+        os.kill(before, signal.SIGKILL)
+        _until_said(there, number, "group 0 is started again (return 1): rank 0 on ")
+        _until_pushed(there, number, 0, 5)
+        assert process_of(address, number, 0) != before
+        with there.client() as client:
+            assert [rank.group for rank in client.ranks(number).ranks] == [0, 1]
+            assert client.job(number).generation == 1
+        folder = there.data / "checkpoints" / f"job-{number}"
+        assert (folder / ".meeting-1").exists()
+        (folder / "enough").touch()
+        job = there.until(number, lambda job: job.state in ENDED)
+        assert (job.state, job.reason) == (JobState.DONE, "all ranks ended well")
+        assert not list(folder.glob(".meeting*"))
+
+
 def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     there = Server(tmp_path / "data")
     script = str(Path(__file__).parent / "scripts" / "in_groups.py")
@@ -60,6 +82,17 @@ def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     assert "--groups 0/1 has 2 ranks, and --devices is 3; give as many of both" in said.stderr
     assert "give as many of both" in there.command("submit", "--groups", "0/1", "--devices", "2..3", script).stderr
     assert "is no list of groups" in there.command("submit", "--groups", "a/b", script).stderr
+
+
+def _until_pushed(there: Server, number: int, rank: int, pushes: int) -> None:
+    deadline = time.monotonic() + 60
+    with there.client() as client:
+        while True:
+            found = next((each.pushed for each in client.ranks(number).ranks if each.rank == rank), None)
+            if found and found.pushes > pushes:
+                return
+            assert time.monotonic() < deadline, there.said()
+            time.sleep(0.2)
 
 
 def _until_said(there: Server, number: int, words: str) -> None:

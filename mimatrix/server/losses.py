@@ -1,0 +1,60 @@
+"""Groups that are lost while others go on, and groups that return: each is said once, as an event and in the log."""
+
+from collections.abc import Callable
+
+from sqlalchemy import select
+
+from mimatrix.hybrid.grouping import Groups
+from mimatrix.launch import Phase, TeamState
+from mimatrix.server.context import Context, team_name
+from mimatrix.server.endings import first_failed, groups_of, last_words, lost_ranks, told
+from mimatrix.server.life import note
+from mimatrix.server.live import LiveJob
+from mimatrix.server.tables import EventRow, JobRow
+
+
+def note_losses(context: Context, number: int, generation: int, state: TeamState, say: Callable[[str], None]) -> None:
+    """Look at a team that runs. Nobody waits for the ranks of a group that is gone."""
+    live = context.live.of(number, generation)
+    if live is None or all(member.phase not in _ENDED and not member.returns for member in state.members):
+        return
+    with context.sessions() as session:
+        job = session.get_one(JobRow, number)
+        # Who was told to go is not lost.
+        groups = groups_of(job.environment, live.ranks) if not job.leaving else ()
+    sentences = [*_returned(live, state, groups), *_lost(context, live, team_name(number, generation), state, groups)]
+    for sentence in sentences:
+        with context.sessions.begin() as session:
+            known = select(EventRow.id).where(EventRow.job == number, EventRow.reason == sentence)
+            if session.scalar(known.where(EventRow.generation == generation)) is None:
+                note(session, session.get_one(JobRow, number), sentence, context.clock())
+                live.notices.append(sentence)
+                say(f"job {number}: {sentence}")
+
+
+_ENDED = (Phase.EXITED, Phase.LOST)
+
+
+def _lost(context: Context, live: LiveJob, team: str, state: TeamState, groups: Groups) -> list[str]:
+    said = []
+    for group, rank in lost_ranks(state, groups).items():
+        if not live.gone.issuperset(groups[group]):
+            live.gone |= frozenset(groups[group])
+            reason = told(rank, live.seats[rank], state.members[rank], last_words(context.launcher, team, rank))
+            said.append(f"group {group} was lost, the others go on: {reason}")
+    return said
+
+
+def _returned(live: LiveJob, state: TeamState, groups: Groups) -> list[str]:
+    said = []
+    for group, ranks in enumerate(groups):
+        returns = max(state.members[rank].returns for rank in ranks)
+        if returns > live.returned.get(group, 0):
+            live.returned[group] = returns
+            live.gone -= frozenset(ranks)
+            for rank in ranks:
+                live.reports.pop(rank, None)  # of the one before
+            rank = first_failed(state, ranks)
+            reason = f"rank {rank} on {live.seats[rank]}, {state.members[rank].reason}"
+            said.append(f"group {group} is started again (return {returns}): {reason}")
+    return said
