@@ -98,26 +98,25 @@ def learned(run: Run, words: str, seconds: float) -> None:
         _say_choice(run)
     batch_size = run.settings.global_batch or 0
     noted: Noted = []
-    began, done, last, every = 0.0, 0, 1 << 30, 1
-    while done < last:
+    began, done, last, every = 0.0, 0, 0, 1
+    while not last or done < last:
         for batch in loader:
             run.backward(loss_of(model, batch))
             optimizer.step()
             optimizer.zero_grad()
             if run.in_batch:
                 continue
-            done += 1
-            if done == 1:
-                began = time.perf_counter()
-            if done == 1 + _TRIED:
+            done = run.step  # of all ranks: this one may have had no samples in some
+            began = began or time.perf_counter()
+            if not last and done > _TRIED:
                 steps = round(seconds * _TRIED / (time.perf_counter() - began))
                 steps = _agreed(run, max(5, min(steps, _MOST_SAMPLES // batch_size)))
-                last, every = done + steps, max(1, steps // _LOOKS)
+                last, every = 1 + _TRIED + steps, max(1, steps // _LOOKS)
             if run.rank == run.group == 0 and done % every == 0:
                 now = {name: value.detach().clone() for name, value in task.net.state_dict().items()}
                 noted.append((time.perf_counter() - began, now))
             if done == last:
-                break
+                break  # all ranks here, and the others are told
     took = time.perf_counter() - began
     if run.rank == 0:
         late = run.pushing.staleness if run.pushing else 0.0

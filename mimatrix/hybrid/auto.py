@@ -25,6 +25,7 @@ from mimatrix.engine.start import Further
 from mimatrix.engine.start import init as init
 from mimatrix.hybrid.deciding import decided
 from mimatrix.hybrid.grouping import Groups, place_in
+from mimatrix.hybrid.meeting import leave_word
 from mimatrix.hybrid.start import Hybrid as Hybrid
 from mimatrix.hybrid.start import groups_given, place_in_job, returns, store_of_job, word_file
 from mimatrix.planner.modes import Apart, Choice
@@ -41,7 +42,7 @@ class Auto:
         if ranks == 1:
             return Run(settings, device=device)
         if returns():
-            return _returned(settings, device, timeout_s)
+            return Returned(settings, device, timeout_s)
         store, timeout = store_of_job(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
         register()
         dist.init_process_group(
@@ -77,48 +78,67 @@ class Undecided(Run):
         groups = Hybrid().found(self._store, self.rank, self.ranks)
         choice = decided(self._ground(model, optimizer, loss, feed, whole), groups)
         if choice.mode == "sync" or choice.apart is None:
-            self.settings = self._planned(choice.together, choice.reason, model)
+            self.settings = _planned(self.settings, choice.together, choice.reason, model)
         else:
             plan = choice.apart.groups[place_in(groups, self.rank)[0]].plan
-            self._part(self._planned(plan, choice.reason, model), groups, choice.apart)
+            self._part(_planned(self.settings, plan, choice.reason, model), groups, choice)
         return choice
 
-    def _planned(self, plan: Plan, reason: str, model: nn.Module) -> Settings:
-        """By a plan that says first why the mode was chosen; batches follow speeds, as with `plan="profile"`."""
-        follows = self.settings.rebalance
-        if follows is None:
-            # With batch norm, who follows must know of memory.
-            follows = len(plan.parts) > 1 and not (self.settings.sync_batchnorm and batchnorm.count(model))
-        return replace(self.settings, plan=replace(plan, reasons=(reason, *plan.reasons)), rebalance=follows)
-
-    def _part(self, settings: Settings, groups: Groups, apart: Apart) -> None:
+    def _part(self, settings: Settings, groups: Groups, choice: Choice) -> None:
         """Leave the group of all, and become a rank of one's own."""
         rank, leaving = self.rank, self._leaving
         # Nobody leaves while another still reads what was said last.
         self._store.set(f"auto/heard/{rank}", "")
         self._store.wait([f"auto/heard/{other}" for other in range(self.ranks)], self._timeout)
         dist.destroy_process_group()
-        if rank == 0 and (word := word_file()):
-            # Before all meet, so it is there when anybody returns.
-            _choice_beside(word).write_text(json.dumps(apart.to_json()))
-        seat = as_priced(apart).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
+        assert choice.apart
+        if word := word_file():
+            # Before all meet, so it is there when anybody returns; on each node, for those that share no files.
+            leave_word(_choice_beside(word), json.dumps(choice.to_json()))
+        seat = as_priced(choice.apart).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
         super().__init__(
             seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=self.device, outer=seat.member
         )
         self._leaving = leaving
 
 
-def _returned(settings: Settings, device: torch.device, timeout_s: float) -> Run:
-    """The run of a group that was lost: in the way that was chosen when all were there."""
+class Returned(Run):
+    """Of a group that was lost: in the way that was chosen when all were there."""
+
+    def __init__(self, settings: Settings, device: torch.device, timeout_s: float) -> None:
+        self.choice = _choice_left()
+        assert self.choice.apart
+        rank, ranks = place_in_job()
+        groups = groups_given(ranks)
+        self._own_plan = self.choice.apart.groups[place_in(groups, rank)[0]].plan
+        store = store_of_job(rank, ranks, timeout_s)
+        seat = as_priced(self.choice.apart).seat(settings, store, groups, rank, timeout_s)
+        super().__init__(
+            seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member
+        )
+
+    def prepare(self, model: Any, optimizer: Any, dataset: Any, /, *given: Any, **named: Any) -> Any:
+        """As of any run, by the plan that the group had when it began."""
+        self.settings = _planned(self.settings, self._own_plan, self.choice.reason, model)
+        return super().prepare(model, optimizer, dataset, *given, **named)
+
+
+def _choice_left() -> Choice:
     word = word_file()
     assert word, "whoever returns knows by this file that it does"
-    apart = Apart.from_json(json.loads(_choice_beside(word).read_text()))
-    rank, ranks = place_in_job()
-    groups = groups_given(ranks)
-    plan = apart.groups[place_in(groups, rank)[0]].plan
-    own = replace(settings, plan=plan, rebalance=bool(settings.rebalance))
-    seat = as_priced(apart).seat(own, store_of_job(rank, ranks, timeout_s), groups, rank, timeout_s)
-    return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
+    try:
+        return Choice.from_json(json.loads(_choice_beside(word).read_text()))
+    except OSError as error:
+        raise UserError(f"what was chosen cannot be read ({error}); start all again") from None
+
+
+def _planned(settings: Settings, plan: Plan, reason: str, model: nn.Module) -> Settings:
+    """By a plan that says first why the mode was chosen; batches follow speeds, as with `plan="profile"`."""
+    follows = settings.rebalance
+    if follows is None:
+        # With batch norm, who follows must know of memory.
+        follows = len(plan.parts) > 1 and not (settings.sync_batchnorm and batchnorm.count(model))
+    return replace(settings, plan=replace(plan, reasons=(reason, *plan.reasons)), rebalance=follows)
 
 
 def _choice_beside(word: Path) -> Path:

@@ -44,6 +44,14 @@ class Met:
         token, places, what = json.loads(text)
         return cls(token, tuple(Place(*place) for place in places), what)
 
+    @classmethod
+    def read(cls, file: Path) -> "Met":
+        """As it was left there."""
+        try:
+            return cls.from_json(file.read_bytes())
+        except OSError as error:
+            raise UserError(f"a lost group cannot return without {file} ({error.strerror}); start all again") from None
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -58,6 +66,8 @@ class Meeting:
     timeout_s: float
     word: Path | None = None
     """A file in which word is left for groups that come again; without, it is in the store, as long as that lives."""
+    returns: bool = False
+    """Whether this group comes again, where there is such a file."""
 
     def __call__(self, layout: Layout, row: torch.Tensor) -> Link:
         """Serve what falls to this group, and find the others; or come back to them."""
@@ -74,6 +84,7 @@ class Meeting:
             )
         else:
             places, beside = self._back(met, layout, row)
+            self._leave_word(store, replace(met, places=places))
         each = [mirrors.row(shard, places, self.groups) for shard in range(self.groups)]
         shares = Shares.equal(self.groups)
         return Link(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s, beside=beside)
@@ -85,11 +96,14 @@ class Meeting:
         else:
             mine = started(replace(self._order(layout, row, Shares.equal(self.groups), met.token), shards={}))
             beside = greeted(mine, met.token, self.timeout_s, group=self.group)
-        places = list(met.places)
+        places, answers = list(met.places), 0
         for place in met.places:
             with suppress(OSError):
                 found = self._told(place, met.token, {"what": "welcome", "place": mine.to_json()})["places"]
                 places += [known for known in (Place(*each) for each in found) if known not in places]
+                answers += place != mine
+        if not answers and self.groups > 1:
+            raise UserError(f"group {self.group} was lost, and no other is there any more; start all again")
         if beside and mine not in places:
             places.append(mine)
         if beside:
@@ -152,17 +166,14 @@ class Meeting:
 
     def _word_left(self, store: Store) -> Met | None:
         if self.word:
-            return Met.from_json(self.word.read_bytes()) if self.word.exists() else None
+            return Met.read(self.word) if self.returns else None
         return Met.from_json(store.get("met")) if store.check(["met"]) else None
 
     def _leave_word(self, store: Store, met: Met) -> None:
         if not self.word:
             store.set("met", met.to_json())
             return
-        new = self.word.with_name(f".{self.word.name}-{self.group}")
-        new.touch(0o600)
-        new.write_text(met.to_json())
-        new.rename(self.word)
+        leave_word(self.word, met.to_json())
 
     def _order(self, layout: Layout, row: torch.Tensor, shares: Shares, token: str) -> Order:
         """The shard of this group, and that of the one before as its mirror."""
@@ -187,6 +198,15 @@ class Meeting:
                 f"group {self.group} begins with other parameters or another optimizer than group 0; make the model "
                 "after mimatrix.init, which seeds all ranks alike, or load the same weights in all groups"
             )
+
+
+def leave_word(file: Path, text: str) -> None:
+    """For those that come again, whole or not at all. Where it cannot be written, on a node without it, none comes."""
+    new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
+    with suppress(OSError):
+        new.touch(0o600)
+        new.write_text(text)
+        new.rename(file)
 
 
 def _told(stream: Stream, head: Head) -> Head:

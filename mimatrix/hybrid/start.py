@@ -1,8 +1,10 @@
 """`mimatrix.init(mode="hybrid")`: groups of ranks that do not wait for each other."""
 
+import hashlib
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.registration import register
@@ -22,7 +24,7 @@ from mimatrix.engine.settings import Settings
 from mimatrix.engine.start import Further
 from mimatrix.engine.start import init as init
 from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
-from mimatrix.hybrid.meeting import Meeting
+from mimatrix.hybrid.meeting import Meeting, Met
 from mimatrix.hybrid.member import Member
 from mimatrix.hybrid.policies import Policy, policy
 
@@ -66,7 +68,7 @@ class Hybrid:
         chosen = self.check(settings, len(groups))
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, word_file())
+        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, word_file(), returns())
         overlaps = self.overlaps and len(groups) > 1
         member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
@@ -110,9 +112,12 @@ def word_file() -> Path | None:
 
 
 def returns() -> bool:
-    """Whether this is a group that was lost: the others have met already."""
+    """Whether this is a group that was lost: whoever starts it says so, or else the others have met already."""
     word = word_file()
-    return bool(word and word.exists())
+    if word is None:
+        return False
+    said = os.environ.get("MIMATRIX_RETURNS")
+    return said != "0" if said else word.exists()
 
 
 def place_in_job() -> tuple[int, int]:
@@ -123,10 +128,7 @@ def place_in_job() -> tuple[int, int]:
 def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
     """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does; a group that returns has one of its own."""
     if returns():
-        number, _ = place_in(groups_given(ranks), rank)
-        store = FileStore(f"{word_file()}-{number}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return store
+        return _store_of_group(rank, ranks, timeout_s)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -137,6 +139,20 @@ def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
+
+
+def _store_of_group(rank: int, ranks: int, timeout_s: float) -> Store:
+    """Of the ranks of one group, which are on one host: a file of a name that no other run has."""
+    groups, word = groups_given(ranks), word_file()
+    number, _ = place_in(groups, rank)
+    if len(groups[number]) == 1:
+        return HashStore()
+    assert word, "whoever returns knows by this file that it does"
+    run = hashlib.sha256(Met.read(word).token.encode()).hexdigest()[:16]
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{life}")
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def _own_address() -> str:

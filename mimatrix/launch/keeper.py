@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from mimatrix.launch.accounts import find_account
-from mimatrix.launch.guard import NOW, Charge, Post, Report, read_reports, start_guard
+from mimatrix.launch.guard import NOW, Charge, Kind, Post, Report, read_reports, start_guard
 from mimatrix.launch.ledger import Ending, Ledger
 from mimatrix.launch.output import Log
 from mimatrix.launch.records import Order, Record, TeamFolder
@@ -27,6 +27,8 @@ _CHUNK = 1 << 16
 _KILL_S, _AGAIN_S = 5.0, 0.02
 # How often, and for how long at the end, a record is tried again that a full disk did not take.
 _UNSAVED_S, _LAST_TRIES = 1.0, 60
+# Before a lost group is started again.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 # By Python itself, which undoes it in what it starts.
 _IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}
 
@@ -67,6 +69,9 @@ class _Keeper:
         self._selector = selectors.DefaultSelector()
         self._sent: dict[int, Ending] = {}
         self._saved: Record | None = None
+        self._returning: dict[int, float] = {}
+        """Lost groups, and when they are started again."""
+        self._pause_s = _PAUSE_S
 
     @property
     def record(self) -> Record:
@@ -128,9 +133,13 @@ class _Keeper:
         """Have these members started, for the first time or again."""
         order = self._order
         for rank in ranks:
-            returns = self._ledger.team.members[rank].returns
-            environment = order.environments[rank] | ({"MIMATRIX_RETURNS": str(returns)} if returns else {})
-            post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, self._account))
+            returns = str(self._ledger.team.members[rank].returns)
+            environment = order.environments[rank] | ({"MIMATRIX_RETURNS": returns} if order.groups else {})
+            try:
+                post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, self._account))
+            except OSError as error:  # no process to be had
+                self._ledger.take([(rank, Report(Kind.REFUSED, time.monotonic(), text=str(error)))])
+                continue
             self._posts[rank], self._guards[rank] = post, post.guard
             self._sent.pop(rank, None)
             self._selector.register(post.output, selectors.EVENT_READ, rank)
@@ -140,7 +149,8 @@ class _Keeper:
         """Wait for whatever is next, deal with it, and write it down."""
         reports: list[tuple[int, Report]] = []
         gone: list[int] = []
-        for key, _ in self._selector.select(None if self._saved == self.record else _UNSAVED_S):
+        waits = [_UNSAVED_S] * (self._saved != self.record) + [at - time.monotonic() for at in self._returning.values()]
+        for key, _ in self._selector.select(max(0.0, min(waits)) if waits else None):
             if key.fd == self._heard:
                 self._hear()
             elif key.fd == self._posts[key.data].output:
@@ -152,15 +162,29 @@ class _Keeper:
         self._ledger.take(reports)
         for rank in gone:
             self._relieve(rank)
-        if gone and self._have_met():
-            self._start(self._ledger.return_lost())
+        self._return()
         self._pass_on()
         self._save()
+
+    def _return(self) -> None:
+        """Start lost groups again that have waited long enough: each time longer, since it may be lost at once."""
+        now_s, lost = time.monotonic(), self._ledger.lost()
+        self._returning = {group: self._returning.get(group, now_s + self._pause_s) for group in lost}
+        for group in [group for group, at_s in self._returning.items() if at_s <= now_s]:
+            del self._returning[group]
+            if self._have_met():
+                self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+                self._start(self._ledger.return_group(group))
+            else:
+                self._ledger.give_up(group)
 
     def _have_met(self) -> bool:
         """Whether groups have left word for those of them that come again; before, there is nothing to return to."""
         word = self._order.environments[0].get("MIMATRIX_MEETING")
-        return bool(word and Path(word).exists())
+        try:
+            return bool(word and Path(word).exists())
+        except OSError:  # of a file system that is gone, or not for us
+            return False
 
     def _hear(self) -> None:
         for number in os.read(self._heard, _CHUNK):

@@ -10,8 +10,8 @@ from mimatrix.launch.launcher import MemberState, Phase, TeamState
 
 CANNOT_RUN = 126
 """The exit code of what could not be started, as in a shell."""
-_FINAL = frozenset({2, 75})
-"""Exit codes after which nobody returns: bad input, which stays bad, and who saved and left as it was told."""
+_BAD_INPUT, _LEFT = 2, 75
+"""Exit codes after which nobody returns: what is bad stays bad, and who saved and left was told to, with all others."""
 _ENDED = (Phase.EXITED, Phase.LOST)
 
 
@@ -32,6 +32,7 @@ class Ledger:
         self.refusal = ""
         self._returns_left = returns
         self._is_over, self._others = False, others
+        self._given_up: set[int] = set()
         self._groups = {rank: number for number, group in enumerate(groups) for rank in group}
         """Who ends with whom; those of none are one."""
         self._endings = dict.fromkeys([self._group(rank) for rank in range(ranks)], Ending.NOT)
@@ -92,27 +93,40 @@ class Ledger:
             self._end_member(rank, Phase.LOST, None, "its guard was killed")
             self._fail(rank, at_s)
 
-    def return_lost(self) -> list[int]:
-        """The ranks of groups that were lost while others run, and are to be started again now."""
-        found = []
-        for group in self._failures.copy():
-            ranks = [rank for rank in range(len(self._members)) if self._group(rank) == group]
-            if self._returns_left and self._may_return(group, ranks):
-                self._returns_left -= 1
-                self._return(group, ranks)
-                found += ranks
-        return found
+    def lost(self) -> tuple[int, ...]:
+        """Groups that were lost while others run, and may be started again."""
+        if not self._returns_left or self._is_over or self.refusal or _LEFT in self._codes.values():
+            return ()
+        failed = (group for group in self._failures if group >= 0 and group not in self._given_up)
+        return tuple(group for group in failed if self._may_return(group))
 
-    def _may_return(self, group: int, ranks: Sequence[int]) -> bool:
-        """Whether nothing of it is left, nobody wants the team to end, and there is somebody to return to."""
-        others = [member for rank, member in enumerate(self._members) if rank not in ranks]
-        _, first = self._failures[group]
+    def return_group(self, group: int) -> list[int]:
+        """It is started again, now: its ranks."""
+        ranks = self._ranks(group)
+        self._returns_left -= 1
+        self._return(group, ranks)
+        return ranks
+
+    def give_up(self, group: int) -> None:
+        """It does not return."""
+        self._given_up.add(group)
+
+    def _may_return(self, group: int) -> bool:
+        """Whether nothing of it is left, its input was not bad, and there is somebody to return to."""
+        ranks = self._ranks(group)
+        others = [rank for rank in range(len(self._members)) if rank not in ranks]
         return (
-            not (self._is_over or self.refusal)
-            and all(self._members[rank].phase in _ENDED for rank in ranks)
-            and self._codes.get(first) not in _FINAL
-            and (self._others or any(member.phase == Phase.RUNNING for member in others))
+            all(self._members[rank].phase in _ENDED and rank not in self._left for rank in ranks)
+            and all(self._codes.get(rank) != _BAD_INPUT for rank in ranks)
+            and (self._others or any(self._goes_on(rank) for rank in others))
         )
+
+    def _goes_on(self, rank: int) -> bool:
+        is_running = self._members[rank].phase == Phase.RUNNING and rank not in self._codes
+        return is_running and self.ending_of(rank) == Ending.NOT
+
+    def _ranks(self, group: int) -> list[int]:
+        return [rank for rank in range(len(self._members)) if self._group(rank) == group]
 
     def _return(self, group: int, ranks: Sequence[int]) -> None:
         self._endings[group], self._whys[group] = Ending.NOT, ""

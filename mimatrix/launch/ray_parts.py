@@ -117,7 +117,7 @@ def split(team: Team, nodes: Mapping[str, NodeFacts], own_names: Mapping[str, st
     ranks: dict[str, list[int]] = {}
     for rank, member in enumerate(team.members):
         ranks.setdefault(ids[member.node], []).append(rank)
-    whole = team if _are_apart(team.groups, ranks.values()) else replace(team, groups=())
+    whole = team if _are_apart(team.groups, ranks.values()) else replace(team, groups=(), returns=0)
     return {
         known: Part(_cut(whole, own_names[known], mine), tuple(mine), _others(ranks, known), order)
         for known, mine in ranks.items()

@@ -66,8 +66,9 @@ class Drift:
         self._looked = list(self.factors)
         """The same, when another split was last looked for."""
         self._steps, self._patience = 0, _FEW
-        self._since = _CALM
-        """Steps since the last change."""
+        """Since another split was last looked for, and how many there must be: more where that was in vain."""
+        self._since, self._rest = _CALM, _FEW
+        """The same since the last change, more where one followed upon another."""
 
     def observe(self, split: Split, busy_s: Sequence[float]) -> None:
         """A step has gone by: how long each rank computed its part of `split`."""
@@ -86,9 +87,10 @@ class Drift:
 
     def decide(self, steps_left: int | None = None) -> Keep | Change:
         """Whether another split pays, for as many steps as are left."""
-        if self._moved():
+        if self._moved(_JUMP):
             self._patience = _FEW
-        if self._steps < max(_SEEN, self._patience):
+        rests = self._since < self._rest and not self._moved(_SURELY)
+        if self._steps < max(_SEEN, self._patience) or rests:
             return Keep(f"the plan holds for {self._steps} steps only")
         if self._possible() < _LEAST_GAIN:
             return Keep("all ranks finish at nearly the same moment")
@@ -104,17 +106,16 @@ class Drift:
 
     def changed(self, plan: Plan) -> None:
         """Another plan holds from some step on."""
-        calm = self._since >= max(_CALM, 2 * self._patience)
-        self._patience = _FEW if calm else min(_MANY, 2 * self._patience)
-        self.plan, self._steps, self._since = plan, 0, 0
+        calm = self._since >= max(_CALM, 2 * self._rest)
+        self._rest = _FEW if calm else min(_MANY, 2 * self._rest)
+        self.plan, self._steps, self._since, self._patience = plan, 0, 0, _FEW
         self._known = list(self.factors)
         self._looked = list(self.factors)
         for recent in self._recent:
             recent.clear()
 
-    def _moved(self) -> bool:
-        """Whether a rank's speed has changed since another split was last looked for: more than it does anyway."""
-        much = min(_SURELY, _JUMP * self._patience / _FEW)
+    def _moved(self, much: float) -> bool:
+        """Whether a rank's speed has changed so much since another split was last looked for."""
         return any(abs(math.log(now / then)) > much for now, then in zip(self.factors, self._looked, strict=True))
 
     def _should(self, rank: int, sizes: Sequence[int]) -> float:

@@ -17,6 +17,7 @@ _GPU_WINDOW_S = 0.02
 _HELD_BACK_WINDOW_S = 0.2
 _WINDOWS, _MOST_WINDOWS = 3, 5
 _NOISY = 0.05
+_LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +76,4 @@ def processor_share(seconds: float = 0.2) -> float:
     began, used = time.perf_counter(), time.thread_time()
     while (passed := time.perf_counter() - began) < seconds:
         pass
-    return min(1.0, (time.thread_time() - used) / passed)
+    return min(1.0, max(_LEAST_SHARE, (time.thread_time() - used) / passed))

@@ -154,6 +154,7 @@ class Loop:
                 move(session, job, JobState.FAILED, "its snapshot is gone; submit it again", context.clock())
                 return
             self._make_checkpoints(number)
+            self._forget_word(job)
             team, seats = self._team(job, secret, archive), tuple(job.seats)
         context.live.begin(number, generation, seats)
         try:
@@ -202,6 +203,14 @@ class Loop:
             groups=groups,
             returns=job.retries,
         )
+
+    def _forget_word(self, job: JobRow) -> None:
+        """From here on no group of it returns; before it starts, what another job of its number has left is removed."""
+        if job.environment.get("MIMATRIX_GROUPS") and self._serving.checkpoints:
+            meeting = self._meeting(job)
+            with suppress(OSError):
+                for word in meeting.parent.glob(f"{meeting.name}*"):
+                    word.unlink()
 
     def _meeting(self, job: JobRow) -> Path:
         """Where groups leave word for those of them that are started again; on all nodes, as checkpoints are."""
@@ -293,11 +302,7 @@ class Loop:
         live = self._context.live.of(job.id, job.generation)
         self._history.keep_last(session, self._context.clock(), job.id, live)
         self._context.live.forget(job.id)
-        if job.environment.get("MIMATRIX_GROUPS") and self._serving.checkpoints:
-            meeting = self._meeting(job)
-            with suppress(OSError):
-                for word in meeting.parent.glob(f"{meeting.name}*"):
-                    word.unlink()
+        self._forget_word(job)
 
     def _tidy(self) -> None:
         """Now and then: what jobs that ended long ago printed is forgotten; their events stay."""
@@ -430,6 +435,7 @@ class Loop:
                     job.leaving, job.leaving_at = "preempt", now_s
                     note(session, job, f"told to save and go: {reason}", now_s)
                     self._context.live.tell_to_leave(number)
+                    self._forget_word(job)
                     return
                 case End(_, reason) if is_active(job) and not job.leaving:
                     job.leaving, job.leaving_at = "limit", now_s

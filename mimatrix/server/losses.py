@@ -22,10 +22,11 @@ def note_losses(context: Context, number: int, generation: int, state: TeamState
         job = session.get_one(JobRow, number)
         # Who was told to go is not lost.
         groups = groups_of(job.environment, live.ranks) if not job.leaving else ()
-    sentences = [*_returned(live, state, groups), *_lost(context, live, team_name(number, generation), state, groups)]
-    for sentence in sentences:
+    said = [*_returned(live, state, groups), *_lost(context, live, team_name(number, generation), state, groups)]
+    for what, reason in said:
+        sentence = f"{what}: {reason}"
         with context.sessions.begin() as session:
-            known = select(EventRow.id).where(EventRow.job == number, EventRow.reason == sentence)
+            known = select(EventRow.id).where(EventRow.job == number, EventRow.reason.startswith(what, autoescape=True))
             if session.scalar(known.where(EventRow.generation == generation)) is None:
                 note(session, session.get_one(JobRow, number), sentence, context.clock())
                 live.notices.append(sentence)
@@ -35,17 +36,20 @@ def note_losses(context: Context, number: int, generation: int, state: TeamState
 _ENDED = (Phase.EXITED, Phase.LOST)
 
 
-def _lost(context: Context, live: LiveJob, team: str, state: TeamState, groups: Groups) -> list[str]:
+def _lost(context: Context, live: LiveJob, team: str, state: TeamState, groups: Groups) -> list[tuple[str, str]]:
+    """What happened, and why: of the same one, each time another reason may be known."""
     said = []
     for group, rank in lost_ranks(state, groups).items():
         if not live.gone.issuperset(groups[group]):
             live.gone |= frozenset(groups[group])
             reason = told(rank, live.seats[rank], state.members[rank], last_words(context.launcher, team, rank))
-            said.append(f"group {group} was lost, the others go on: {reason}")
+            returns = state.members[rank].returns
+            after = f" after return {returns}" if returns else ""
+            said.append((f"group {group} was lost{after}, the others go on", reason))
     return said
 
 
-def _returned(live: LiveJob, state: TeamState, groups: Groups) -> list[str]:
+def _returned(live: LiveJob, state: TeamState, groups: Groups) -> list[tuple[str, str]]:
     said = []
     for group, ranks in enumerate(groups):
         returns = max(state.members[rank].returns for rank in ranks)
@@ -54,7 +58,7 @@ def _returned(live: LiveJob, state: TeamState, groups: Groups) -> list[str]:
             live.gone -= frozenset(ranks)
             for rank in ranks:
                 live.reports.pop(rank, None)  # of the one before
-            rank = first_failed(state, ranks)
+            rank = first_failed(state, [rank for rank in ranks if state.members[rank].reason] or ranks)
             reason = f"rank {rank} on {live.seats[rank]}, {state.members[rank].reason}"
-            said.append(f"group {group} is started again (return {returns}): {reason}")
+            said.append((f"group {group} is started again (return {returns})", reason))
     return said

@@ -54,8 +54,8 @@ def join(client: Client, mine: Belonging, say: Callable[[str], None]) -> Joined:
     while time.monotonic() < deadline:
         try:
             found = client.join(mine.job, said)
-            if found.master_port:
-                return found
+            if found.master_port or mine.returns:
+                return found  # who returns needs no rank 0, which may be gone
         except WorldError as error:
             if last != str(error):
                 say(str(error))
@@ -67,9 +67,8 @@ def join(client: Client, mine: Belonging, say: Callable[[str], None]) -> Joined:
 
 def enter(joined: Joined, mine: Belonging) -> None:
     """Make this process one of the ranks, for whatever runs in it."""
-    place = Place(
-        mine.rank, joined.ranks, joined.local_rank, joined.local_ranks, joined.master_address, joined.master_port
-    )
+    address = joined.master_address or own_address(mine.server)
+    place = Place(mine.rank, joined.ranks, joined.local_rank, joined.local_ranks, address, joined.master_port)
     os.environ.update(torchrun_variables(place, f"job-{mine.job}", mine.generation - 1 + mine.returns, 0))
 
 

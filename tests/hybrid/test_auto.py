@@ -13,7 +13,8 @@ import pytest
 import mimatrix
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.planner.modes import Apart, Pushing
+from mimatrix.hybrid.auto import Returned
+from mimatrix.planner.modes import Apart, Choice, Pushing
 from mimatrix.planner.plan import Part, Plan
 from mimatrix.planner.split import Split
 from mimatrix.worker.ports import free_port
@@ -76,12 +77,18 @@ def test_a_group_returns_in_the_way_that_was_chosen(tmp_path: Path, monkeypatch:
     word = tmp_path / "meeting"
     plan = Plan(0, Split.of((16,)), Shares.equal(1), (Part("cpu", 0.1, 0.0, 1, 2),), 0.1, 0.0, ("why",))
     groups = tuple(Pushing((rank,), plan, 0.01, 0.2, 1.0, steps=7) for rank in range(2))
-    apart = Apart(groups, overlaps=False, slowest_bytes_per_s=1e6, local_steps=7)
+    choice = Choice("hybrid", "so it is", plan, Apart(groups, False, 1e6, local_steps=7))
     word.touch()
-    (tmp_path / "meeting-choice").write_text(json.dumps(apart.to_json()))
+    (tmp_path / "meeting-choice").write_text(json.dumps(choice.to_json()))
     known = {"RANK": "1", "WORLD_SIZE": "2", "MIMATRIX_GROUPS": "[[0], [1]]", "MIMATRIX_MEETING": str(word)}
     for name, value in known.items():
         monkeypatch.setenv(name, value)
     run = mimatrix.init(16, mode="auto", quiet=True)
+    assert isinstance(run, Returned)
     assert (run.mode, run.group, run.rank, run.ranks) == ("hybrid", 1, 0, 1)
-    assert run.settings.plan == plan
+    assert run.choice == choice
+    monkeypatch.setenv("MIMATRIX_RETURNS", "1")
+    word.unlink()
+    (tmp_path / "meeting-choice").unlink()
+    with pytest.raises(UserError, match="what was chosen cannot be read"):
+        mimatrix.init(16, mode="auto", quiet=True)

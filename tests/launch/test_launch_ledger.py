@@ -138,21 +138,23 @@ def test_a_lost_group_returns_as_often_as_it_may() -> None:
     ledger = in_groups(returns=2)
     ledger.take([(1, ended(1.0, -signal.SIGKILL))])
     ledger.leave(1, 2.0)
-    assert ledger.return_lost() == []  # rank 0 is not gone yet
+    assert ledger.lost() == ()  # rank 0 is not gone yet
     lose(ledger, (0, -signal.SIGTERM))
-    assert ledger.return_lost() == [0, 1]
+    assert ledger.lost() == (0,)
+    assert ledger.return_group(0) == [0, 1]
     assert ledger.team.first_failure is None
     before = MemberState(Phase.STARTING, None, "killed by SIGKILL", 1)
     assert ledger.team.members[1:] == (before, RUNNING)
     assert [ledger.ending_of(rank) for rank in range(3)] == [Ending.NOT] * 3
-    assert ledger.return_lost() == []
+    assert ledger.lost() == ()
     ledger.take([(rank, Report(Kind.STARTED, 10.0)) for rank in (0, 1)])
     assert ledger.team.members[1].phase == Phase.RUNNING
     lose(ledger, (2, 1))
-    assert ledger.return_lost() == [2]  # any group
+    assert ledger.lost() == (1,)  # any group
+    assert ledger.return_group(1) == [2]
     ledger.take([(2, Report(Kind.STARTED, 11.0))])
     lose(ledger, (0, 1), (1, -signal.SIGTERM))
-    assert ledger.return_lost() == []
+    assert ledger.lost() == ()
     assert ledger.team.members[0] == MemberState(Phase.EXITED, 1, "exit code 1", 1)
 
 
@@ -160,26 +162,45 @@ def test_who_does_not_return() -> None:
     told = in_groups(returns=9)
     lose(told, (2, 1))
     told.tell(Ending.WITH_GRACE)
-    assert told.return_lost() == []
-    for final in (2, 75):
+    assert told.lost() == ()
+    for code in (0, 2, 75):
         ledger = in_groups(returns=9)
-        lose(ledger, (2, final))
-        assert ledger.return_lost() == []
-    well = in_groups(returns=9)
-    lose(well, (2, 0))
-    assert well.return_lost() == []
+        lose(ledger, (2, code))
+        assert ledger.lost() == ()
+    saved = in_groups(returns=9)
+    lose(saved, (2, 1))
+    saved.take([(0, ended(3.0, 75))])  # as all others will
+    assert saved.lost() == ()
+    given_up = in_groups(returns=9)
+    lose(given_up, (2, 1))
+    given_up.give_up(1)
+    assert given_up.lost() == ()
+    stuck = in_groups(returns=9)
+    stuck.take([(2, ended(1.0, 1)), (2, Report(Kind.LEFT, 2.0, text="12 is left"))])
+    stuck.leave(2, 3.0)
+    assert stuck.lost() == ()
+    whole = Ledger(2, returns=9, others=True)
+    lose(whole, (0, 1), (1, 1))
+    assert whole.lost() == ()
+
+
+def test_there_must_be_somebody_to_return_to() -> None:
     alone = in_groups(returns=9)
     lose(alone, (2, 1), (0, 1), (1, 1))
-    assert alone.return_lost() == []
+    assert alone.lost() == ()
+    done = in_groups(returns=9)
+    lose(done, (2, 1))
+    done.take([(0, ended(3.0, 0)), (1, ended(3.0, 0))])  # their guards are there for a moment
+    assert done.lost() == ()
     elsewhere = Ledger(1, ((0,),), returns=9, others=True)
     lose(elsewhere, (0, 1))
-    assert elsewhere.return_lost() == [0]
+    assert elsewhere.lost() == (0,)
 
 
 def test_one_that_cannot_be_started_again_ends_no_other() -> None:
     ledger = in_groups(returns=1)
     lose(ledger, (2, 1))
-    assert ledger.return_lost() == [2]
+    assert ledger.return_group(1) == [2]
     ledger.take([(2, Report(Kind.REFUSED, 9.0, text="no such file"))])
     ledger.leave(2, 9.0)
     assert ledger.refusal == ""
