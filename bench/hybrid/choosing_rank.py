@@ -25,7 +25,7 @@ _TARGET = 0.9
 """Of the best accuracy that is possible."""
 _TRIED, _LOOKS = 4, 20
 """Steps after which it is known how long a step takes, and how often parameters are noted."""
-_MOST_SAMPLES = 12_000
+_MOST_SAMPLES = 40_000
 """Of each group: more would change nothing."""
 _PATIENCE_S = 240.0
 Noted = list[tuple[float, dict[str, torch.Tensor]]]
