@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -76,7 +77,8 @@ class _Keeper:
     @property
     def record(self) -> Record:
         """What is to be read of the team now."""
-        return Record(self._ledger.team, self._me, tuple(self._guards), self._ledger.refusal)
+        team = replace(self._ledger.team, returning=bool(self._returning))
+        return Record(team, self._me, tuple(self._guards), self._ledger.refusal)
 
     def run(self, settle: Callable[[], None]) -> None:
         """Start all members and stay until nothing of them is left."""
@@ -86,7 +88,7 @@ class _Keeper:
             self._start(range(len(self._order.environments)))
             self._save()
         is_settled = False
-        while self._posts:
+        while self._posts or self._returning:
             if self._ledger.has_started and not is_settled:
                 settle()
                 is_settled = True

@@ -98,11 +98,13 @@ class TeamState:
     members: tuple[MemberState, ...]
     first_failure: int | None = None
     """The rank that failed first; the others of its group were ended because of it."""
+    returning: bool = False
+    """Whether some of them are to be started again in a moment."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of it is left."""
-        return all(member.phase in (Phase.EXITED, Phase.LOST) for member in self.members)
+        """Whether no process of it is left, and none will be."""
+        return not self.returning and all(member.phase in (Phase.EXITED, Phase.LOST) for member in self.members)
 
 
 @dataclass(frozen=True, slots=True)

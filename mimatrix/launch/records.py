@@ -153,7 +153,7 @@ def _decode(told: dict[str, Any]) -> Record:
     team = told["team"]
     members = tuple(MemberState(**member | {"phase": Phase(member["phase"])}) for member in team["members"])
     return Record(
-        TeamState(members, team["first_failure"]),
+        TeamState(members, team["first_failure"], team.get("returning", False)),
         _identity(told["keeper"]),
         tuple(map(_identity, told["guards"])),
         told["refusal"],

@@ -211,7 +211,7 @@ class LauncherContract:
         assert ground.output(team.name, 1) == "life 0\nlife 1\nlife 2\n"
         assert ground.output(team.name, 0) == "life 0\n"
         back = MemberState(Phase.RUNNING, None, "exit code 3", 2)
-        eventually(lambda: ground.state(team.name).members == (MemberState(Phase.RUNNING), back), "it runs")
+        eventually(lambda: ground.state(team.name) == TeamState((MemberState(Phase.RUNNING), back)), "it runs")
         (tmp_path / "gate2").touch()
         (tmp_path / "gate0").touch()
         state = ground.ended(team.name)

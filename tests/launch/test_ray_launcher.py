@@ -124,6 +124,28 @@ def test_a_team_over_nodes_keeps_its_ranks(ground: Ground) -> None:
     assert [ground.output(team.name, rank) for rank in range(4)] == [f"{rank} {SPREAD[rank]}\n" for rank in range(4)]
 
 
+def test_a_group_that_is_alone_on_its_node_returns(ground: Ground, tmp_path: Path) -> None:
+    """Also one that is told to end while it waits for that."""
+    (tmp_path / "word").touch()
+    code = (
+        "import os, sys, time\n"
+        "print('life', os.environ['MIMATRIX_RETURNS'], flush=True)\n"
+        "if os.environ['RANK'] == '1': sys.exit(3)\n"
+        "time.sleep(600)"
+    )
+    team = spread(ground, code, ("left", "right"))
+    environment = {**team.environment, "MIMATRIX_MEETING": str(tmp_path / "word")}
+    ground.launcher.start(replace(team, groups=((0,), (1,)), returns=9, environment=environment))
+    eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return")
+    ground.launcher.end(team.name)
+    state = ground.ended(team.name)
+    assert state.members[0].code == -signal.SIGTERM
+    lives = ground.output(team.name, 1)
+    assert "life 4" not in lives
+    time.sleep(1.0)
+    assert ground.output(team.name, 1) == lives
+
+
 def test_a_failure_on_one_node_ends_the_others(ground: Ground) -> None:
     code = "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(7)\ntime.sleep(600)"
     team = spread(ground, code)
