@@ -67,8 +67,9 @@ def test_room_follows_the_setting_and_the_neighbours(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MIMATRIX_MEMORY", raising=False)
     alone = room(CPU)
     assert 0 < room(CPU, neighbours=4) <= alone / 3
-    monkeypatch.setenv("MIMATRIX_MEMORY", str(resident_bytes() + 100_000_000))
-    assert room(CPU) == pytest.approx(90_000_000, rel=0.2)
+    monkeypatch.setenv("MIMATRIX_MEMORY", str(resident_bytes() + 1_000_000_000))
+    # Other tests of the process may give back some megabytes meanwhile.
+    assert room(CPU) == pytest.approx(900_000_000, rel=0.2)
     monkeypatch.setenv("MIMATRIX_MEMORY", "1MB")
     assert room(CPU) == 0
     monkeypatch.setenv("MIMATRIX_MEMORY", "much")
