@@ -81,7 +81,7 @@ def section(found: dict[str, Any]) -> str:
 
 The same number of samples in {found["seeds"]} pairs of runs with the same seeds; synchronous steps have {BATCH} samples, and so have pushes if nothing else is said. Every group is
 a process under a quota (1 is {CPUS} of a processor), the service is a process beside them. *Lost*: the mean over pairs, and below what it lies with 95 %.
-Wanted is a bound below 0.5. The rules as they are by themselves (*large mini-batch*) keep it in both sets. Of two runs of all this, on two machines, this is the second, in which pushes
+Wanted is a bound below 0.5. The rules as they are by themselves (*large mini-batch*) keep it in both sets. Of two runs of all this, this is the second, in which pushes
 were a third later. Pushes that are twice as large as the batch that the learning rate was chosen for, scaled and warmed up, kept it in the first (bounds
 of 0.27 and 0.12) and nearly in the second; momentum that keeps its size when the factor changes lost more in the first (0.76), and nothing in the second. Without damping, and so with plain
 asynchronous SGD, the harder set loses a point, and where pushes are 3.5 late some runs of digits go astray altogether; bounded staleness prevents that.
