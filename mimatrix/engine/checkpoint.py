@@ -21,6 +21,8 @@ from mimatrix.engine.exchange import Exchange
 from mimatrix.engine.feed import Position
 from mimatrix.engine.snapshot import Facts, Staged, Standing, Subject, merged, staged
 
+KEPT = 3
+"""Checkpoints of a folder that stay, if nothing else is said."""
 _MEETS_EVERY_S = 5.0
 
 

@@ -55,10 +55,11 @@ class Cycle:
         *,
         clip_norm: float | None,
         scale: LossScale,
-        ghost: Ghost | None,
     ) -> None:
         self.sharding, self.binding, self.scale = sharding, binding, scale
-        self._exchange, self._watch, self._clip_norm, self._ghost = exchange, watch, clip_norm, ghost
+        self._exchange, self._watch, self._clip_norm = exchange, watch, clip_norm
+        self.ghost: Ghost | None = None
+        """Set where samples meet in the model."""
         self.micro: Micro | None = None
         """The micro-step in which the user's loop is, or was last."""
         self.is_open = False
@@ -110,7 +111,7 @@ class Cycle:
             self._check_first(loss, counts)
             self.sharding.back()
         # A mean over nothing is no number, and counts nothing. Where samples meet in the model others wait for it.
-        if counts or self._ghost:
+        if counts or self.ghost:
             self._goes_back = True
             # Divided by what a whole global batch usually weighs: then mostly nothing is left to be scaled at the end.
             (loss * (counts / micro.total * self.scale.value)).backward()  # type: ignore[no-untyped-call]
@@ -183,14 +184,14 @@ class Cycle:
 
     def _join_rest(self, rounds: int) -> None:
         """Where samples meet in the model, a rank that has fewer micro-steps runs it for the others' sake."""
-        if self._ghost is None:
+        if self.ghost is None:
             return
         gathers = isinstance(self.sharding, Sharding) and self.sharding.stage >= 2
         for _ in range(self._done, rounds):
             self.is_ghost = True
             if gathers and isinstance(self.sharding, Sharding):
                 self.sharding.begin(last=True)
-            self._ghost()
+            self.ghost()
             if gathers and isinstance(self.sharding, Sharding):
                 self.sharding.finish()
             self.is_ghost = False

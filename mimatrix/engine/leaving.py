@@ -37,8 +37,8 @@ class Leaving:
         self.ends = any(message["saved"] for message in messages)
         self._is_due = self._is_due or any(message["asked"] for message in messages)
 
-    def between_batches(self, save: Callable[[Path], None]) -> None:
+    def between_batches(self, save: Callable[[], None]) -> None:
         """The loop asks for the next batch, on a rank that had data in the last."""
         if self._is_due and not self._has_saved:
-            save(self.folder)
+            save()
             self._has_saved = True

@@ -19,7 +19,8 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine import batchnorm
 from mimatrix.engine.feed import Feed
 from mimatrix.engine.outer import MODES
-from mimatrix.engine.run import Run, check_prepared
+from mimatrix.engine.preparing import check_prepared, ground_of
+from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.start import Further
 from mimatrix.engine.start import init as init
@@ -72,13 +73,13 @@ class Undecided(Run):
     ) -> Choice:
         loading.pop("scheduler", None)
         check_prepared(model, optimizer, loading)
-        feed = Feed(dataset, self._first, self.rank, seed=self.settings.seed, device=self.device, **loading)
+        feed = Feed(dataset, self._world.split, self.rank, seed=self.settings.seed, device=self.device, **loading)
         model.to(self.device)
         self._phase = "profiling"
         groups = Hybrid().found(self._store, self.rank, self.ranks)
-        choice = decided(self._ground(model, optimizer, loss, feed, whole), groups)
+        choice = decided(ground_of(self._world, model, optimizer, loss, feed, whole), groups)
         if choice.mode == "sync" or choice.apart is None:
-            self.settings = _planned(self.settings, choice.together, choice.reason, model)
+            self._world.settings = _planned(self.settings, choice.together, choice.reason, model)
         else:
             plan = choice.apart.groups[place_in(groups, self.rank)[0]].plan
             self._part(_planned(self.settings, plan, choice.reason, model), groups, choice)
@@ -119,7 +120,7 @@ class Returned(Run):
 
     def prepare(self, model: Any, optimizer: Any, dataset: Any, /, *given: Any, **named: Any) -> Any:
         """As of any run, by the plan that the group had when it began."""
-        self.settings = _planned(self.settings, self._own_plan, self.choice.reason, model)
+        self._world.settings = _planned(self.settings, self._own_plan, self.choice.reason, model)
         return super().prepare(model, optimizer, dataset, *given, **named)
 
 

@@ -71,7 +71,7 @@ class Prepared:
 
     def state(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state: for each parameter the slice and what is kept for it."""
-        cycle = self.run._ready()
+        cycle = self.run._ready().cycle
         found = {}
         for parameter, leaf in cycle.binding.leaves.items():
             piece = cycle.binding.slice_of(parameter)

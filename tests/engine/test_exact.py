@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from mimatrix.comm.arena import ALIGNMENT
 from mimatrix.comm.stages import STAGE_BYTES
-from mimatrix.engine import run as engine_run
+from mimatrix.engine import preparing
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
 
@@ -145,7 +145,7 @@ def test_residual_with_batch_norm(cut: Cut, stage: int) -> None:
 @pytest.mark.parametrize("cut", BY_HAND, ids=str)
 def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 has two ways; which one is taken depends on processors and sizes."""
-    monkeypatch.setattr(engine_run, "reads_in_place", lambda *_: reads)
+    monkeypatch.setattr(preparing, "reads_in_place", lambda *_: reads)
     count = STEPS * sum(cut.batches)
     check(Perceptron, cut, 0, "adamw", vectors(count), squared)
     check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, clip_norm=0.5)

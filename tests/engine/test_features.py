@@ -186,7 +186,7 @@ def test_frozen_parameters_go_on_the_way_back_too() -> None:
         model[1:-1].requires_grad_(False)
         learning = [each for each in model.parameters() if each.requires_grad]
         _, optimizer, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
-        cut = run._ready().sharding
+        cut = run._ready().cycle.sharding
         assert isinstance(cut, ParametersCut)
         first: Any = model[0]
         first.weight.register_hook(lambda _: most.append(cut.buffers.bytes["units in flight"]))
@@ -337,7 +337,7 @@ def test_gradients_are_read_where_they_were_summed(monkeypatch: pytest.MonkeyPat
     def each(run: Run, kind: Any) -> type:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
         run.prepare(model, kind(model.parameters(), lr=0.1), vectors(10))
-        return type(run._ready().sharding)
+        return type(run._ready().cycle.sharding)
 
     kinds: dict[Any, type] = {torch.optim.SGD: reading.GradientsRead, Lion: sharding.Sharding}
     for kind, expected in kinds.items():

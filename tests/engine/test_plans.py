@@ -107,8 +107,7 @@ def test_splits_that_change_in_the_middle_change_nothing(stage: int, changes: li
 
         def scripted(*arguments: Any, **named: Any) -> Any:
             found = prepare(*arguments, **named)
-            assert run._plans
-            run._plans._drift = Script(changes, stage, shares)  # type: ignore[assignment]
+            run._ready().plans._drift = Script(changes, stage, shares)  # type: ignore[assignment]
             return found
 
         run.prepare = scripted  # type: ignore[method-assign]

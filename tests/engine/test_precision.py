@@ -61,9 +61,8 @@ def test_it_computes_in_bf16_with_masters_in_32(stage: int) -> None:
     def each(run: Run) -> None:
         model = Watched()
         optimizer = torch.optim.AdamW(model.parameters())
-        run.prepare(model, optimizer, singles(10))
-        assert run._loader
-        for inputs, targets in run._loader:
+        *_, loader = run.prepare(model, optimizer, singles(10))
+        for inputs, targets in loader:
             run.backward(nn.functional.cross_entropy(model(inputs)["y"], targets))
             optimizer.step()
         assert model.seen == {torch.bfloat16}
@@ -98,7 +97,7 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
             run.backward(squared(model, batch))
             optimizer.step()
             if not run.in_batch:
-                scales.append((run.rank, run.step, run._ready().scale.value))
+                scales.append((run.rank, run.step, run._ready().cycle.scale.value))
         return run.full_state_dict(model)
 
     found = in_runs(2, each, stage=stage, precision={1: "fp16"}, **PAIR)

@@ -207,7 +207,7 @@ class LauncherContract:
         ground.launcher.start(replace(team, groups=((0,), (1,)), returns=2, environment=environment))
         word.touch()
         gate.touch()
-        eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return of rank 1")
+        eventually(lambda: "life 2\n" in ground.output(team.name, 1), "the second return of rank 1")
         assert ground.output(team.name, 1) == "life 0\nlife 1\nlife 2\n"
         assert ground.output(team.name, 0) == "life 0\n"
         back = MemberState(Phase.RUNNING, None, "exit code 3", 2)
