@@ -36,6 +36,7 @@ def profile(
         Path | None, typer.Option(help="Measure the links between workers, too, and store them as a cluster here.")
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw time and throughput against the batch here.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     sizes: Annotated[bool, typer.Option("--sizes", help="Print every batch size that was timed, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
@@ -54,7 +55,7 @@ def profile(
         check_file(picture, (".png", ".svg", ".pdf"))
     launch = asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
     launches.check(launch)
-    found = _measured(launch, script, cluster)
+    found = _measured(launch, script, cluster, fresh=fresh)
     output.write_text(found.to_text(), encoding="utf-8")
     if picture:
         from mimatrix.planner.drawing import draw_measurements
@@ -72,7 +73,7 @@ def profile(
             console.print(f"{what}: {file}")
 
 
-def _measured(launch: "Launch", script: str, cluster: Path | None) -> "Measurements":
+def _measured(launch: "Launch", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
     """What the workers found; they end by themselves once they have told."""
     from mimatrix import launch as launches
     from mimatrix.planner.profile import Measurements
@@ -82,6 +83,8 @@ def _measured(launch: "Launch", script: str, cluster: Path | None) -> "Measureme
         environment = os.environ | {"MIMATRIX_PROFILE": str(told)}
         if cluster:
             environment["MIMATRIX_PROFILE_CLUSTER"] = str(cluster.absolute())
+        if fresh:
+            environment["MIMATRIX_FRESH"] = "1"
         # Standard output is for the table, or for JSON and nothing else.
         outcome = launches.run_local(launch, environment, sys.stderr.buffer, sys.stderr.buffer, say)
         if outcome.code:
@@ -115,11 +118,13 @@ def _print(console: "Console", found: "Measurements") -> None:
             f"{row.noise:.1%}",
             format_seconds(row.optimizer_s),
             format_bytes(row.room_bytes),
-            format_seconds(row.took_s),
+            format_seconds(row.took_s) if row.took_s else "before",
             str(row.overflows),
         )
     console.print(table)
     console.print("largest: batch that was measured; samples/s with it, forward and backward alone", style="dim")
+    if not all(each.took_s for each in found.profiles):
+        console.print("before: measured in an earlier run; --fresh measures again", style="dim")
     if found.communication.reason:
         console.print(f"- {found.communication.reason}")
     if found.equal_counts:

@@ -61,6 +61,8 @@ class Course:
         """Global batches done."""
         self.position = Position(0, 0)
         """The next global batch."""
+        self.epochs: int | None = None
+        """How many there will be, if the loop has said so."""
         self.schedulers: list[Scheduler] = []
         self.logs = Logs(prints=world.rank == 0 and not world.settings.quiet)
         self.stats: list[StepStats] = []
@@ -85,6 +87,8 @@ class Course:
         self._ended = self._backs = 0
         self._began = 0
         """The epoch in which the loop over the loader began."""
+        self._is_behind = False
+        """Whether others were in the loop's body after the last global batch, where this rank had no data."""
         self._leader: int | None = None
         """Who says how it goes on after the last global batch, where a rank had no data in it."""
         cycle.tell, cycle.hear = self._tell_batch, self._hear_batch
@@ -131,7 +135,9 @@ class Course:
     def end_epoch_early(self) -> None:
         """The loader was not run to its end; all ranks left it at the same step."""
         self.position = Position(self.position.epoch + 1, 0)
-        self._join_logs(self._world.exchange.all(self._tell()))
+        messages = self._world.exchange.all(self._tell(before=True))
+        self._join_logs(messages)
+        self._hear(messages)
 
     def load(self, folder: str) -> bool:
         """Go on from a checkpoint, if there is one."""
@@ -247,6 +253,7 @@ class Course:
         self.stats = [*self.stats[1 - _SEEN :], self._world.watch.step(self.step, batches[self._world.rank])]
         self.step += 1
         self._ended += 1
+        self._is_behind = not micro.count
         busy = [rank for rank, samples in enumerate(batches) if samples]
         self._leader = busy[0] if len(busy) < self._world.ranks else None
         if self._leaving and self._leaving.ends:
@@ -258,12 +265,12 @@ class Course:
         self._world.precision.end()
         leader, self._leader = self._leader, None
         if self._word and leader == self._world.rank and not self.cycle.is_open:
-            self._word.leave(self._ended, {**self._tell(), "logs": {}, "goes": False})
+            self._word.leave(self._ended, {**self._tell(before=True), "logs": {}, "goes": False})
 
     def end_epoch(self, epoch: int) -> None:
         """The loader has come to its end."""
         self.position = Position(epoch + 1, 0)
-        messages = self._world.exchange.all({**self._tell(), "backs": self._backs, "asked": self._asked})
+        messages = self._world.exchange.all({**self._tell(before=True), "backs": self._backs, "asked": self._asked})
         if self._ended and not any(message["backs"] for message in messages):
             raise UserError("run.backward was not called in this epoch; call run.backward(loss) for each micro-batch")
         if self._ended and not any(message["asked"] for message in messages):
@@ -280,21 +287,25 @@ class Course:
 
     # What ranks tell each other
 
-    def _tell(self) -> Message:
-        """What this rank has to say at the end of a global batch. Alone nothing is looked at: a GPU need not wait."""
-        micro = self.cycle.micro
+    def _tell(self, *, before: bool) -> Message:
+        """What this rank has to say where it meets the others. Alone nothing is looked at: a GPU need not wait.
+
+        `before`: whether it was in the loop's body before it came here, or nobody was.
+        """
         return {
             "calls": [each.calls for each in self.schedulers],
             "logs": self.logs.message(self.step) if self._world.ranks > 1 else {},
             "saves": self.checkpoints.said,
             "knobs": self._knobs.changed() if self._knobs else {},
-            "ran": bool(micro and micro.count),
+            "ran": [not self._is_behind, before],
         }
 
     def _tell_batch(self) -> Message:
+        micro = self.cycle.micro
+        assert micro
         pace = self.plans.tell(self._world.watch.busy_s()) if self._world.settings.follows else {}
         leaving = {"leaving": self._leaving.tell()} if self._leaving else {}
-        return {**self._tell(), "pace": pace, **leaving}
+        return {**self._tell(before=micro.count > 0), "pace": pace, **leaving}
 
     def _hear_batch(self, messages: Sequence[Message]) -> None:
         self._hear(messages)
@@ -302,13 +313,15 @@ class Course:
             self._leaving.hear([message["leaving"] for message in messages])
         micro = self.cycle.micro
         if self._world.settings.follows and micro:
-            self.plans.hear([message["pace"] for message in messages], self._split_of(micro), self.step, None)
+            paces = [message["pace"] for message in messages]
+            self.plans.hear(paces, self._split_of(micro), self.step, self._steps_left(micro))
 
     def _hear(self, messages: Sequence[Message]) -> None:
         self._catch_up(messages)
         if self._knobs:
-            ran = [message["ran"] for message in messages]
-            self._knobs.agree([message["knobs"] for message in messages], ran, takes=not ran[self._world.rank])
+            after, before = zip(*(message["ran"] for message in messages), strict=True)
+            self._knobs.agree([message["knobs"] for message in messages], after, before, rank=self._world.rank)
+        self._is_behind = False
 
     def _catch_up(self, messages: Sequence[Message]) -> None:
         """Before a step, ranks without data do what the others' loops did since the last one."""
@@ -334,6 +347,12 @@ class Course:
         folder = str(leaving.folder)
         if not self.checkpoints.would_wait(folder):
             leaving.between_batches(lambda: self.checkpoints.save(folder, KEPT, wait=False))
+
+    def _steps_left(self, micro: Micro) -> int | None:
+        """After the one of this micro-step, if one can know."""
+        if self.epochs is None or self._outer or self.feed.is_stream:
+            return None
+        return (self.epochs - micro.epoch) * len(self.feed) - micro.batch - 1
 
     def _split_of(self, micro: Micro) -> Split:
         """How the global batch of a micro-step is cut."""

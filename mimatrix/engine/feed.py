@@ -161,6 +161,16 @@ class Feed:
         return _moved(self._reading.collate(list(islice(cycle(first), count))), self._device)
 
     @property
+    def dataset(self) -> Any:
+        """Where samples come from."""
+        return self._reading.dataset
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether nobody knows how many samples there are."""
+        return self._streams
+
+    @property
     def hides_loading(self) -> bool:
         """Whether samples are made by other processes, beside the computation."""
         return self._reading.workers > 0

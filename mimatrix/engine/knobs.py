@@ -1,6 +1,8 @@
 """An optimizer's settings, such as its learning rates: the same on all ranks at every step.
 
-A loop may set them by hand. A rank without data does not run the loop's body, so it takes them over from the others.
+A loop may set them by hand, before a step and after it. A rank without data does not run the loop's body, so it takes
+them over from the others: what was set after the last step by ranks that had data in it, before this one by those that
+have data now.
 """
 
 from collections.abc import Sequence
@@ -42,16 +44,20 @@ class Knobs:
             raise UserError("a param group was added after run.prepare; give the optimizer all of them before")
         return {name: value for name, value in self.all().items() if self._agreed.get(name) != value}
 
-    def agree(self, changes: Sequence[Values], ran: Sequence[bool], *, takes: bool) -> None:
-        """What has changed on the ranks that `ran` the loop's body, on which they must agree; others take it over."""
-        runners = [number for number, each in enumerate(ran) if each]
-        if not runners:
-            return  # nobody has been in the loop since; whatever was set outside of it, all have set
-        first = changes[runners[0]]
-        for other in runners[1:]:
-            _compare(first, changes[other], self._agreed, runners[0], other)
-        self._agreed |= first
-        if takes:
+    def agree(self, changes: Sequence[Values], after: Sequence[bool], before: Sequence[bool], *, rank: int) -> None:
+        """What has changed on all ranks since they agreed last, and who was in the loop's body since.
+
+        `after` the last step, and `before` this one. Those that were in both must agree, and the others do as they do;
+        where nobody was in both, what was set before a step comes on top of what was set after the last.
+        """
+        since, until = _those(after), _those(before)
+        both = [each for each in since if each in until]
+        for ranks in [both] if both else [since, until]:
+            for other in ranks[1:]:
+                _compare(changes[ranks[0]], changes[other], self._agreed, ranks[0], other)
+        for source in both[:1] or [*since[:1], *until[:1]]:
+            self._agreed |= changes[source]
+        if rank not in both:
             self._set({name: value for name, value in self._agreed.items() if self.all().get(name) != value})
 
     def _set(self, values: Values) -> None:
@@ -62,6 +68,10 @@ class Knobs:
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _those(flags: Sequence[bool]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if flag]
 
 
 def _compare(one: Values, other: Values, agreed: Values, first: int, second: int) -> None:

@@ -1,7 +1,7 @@
 """The plans of a run: the first, and those that follow while speeds change. Rank 0 decides, at the end of a batch.
 
-What it decided it says at the end of the next batch, with the global batch from which it holds: one past the furthest
-loader's head. All hear it together and see all heads, so either all change there or none does.
+What it decided it says at the end of the next batch. All hear it together, and how far all loaders have drawn: it holds
+from the first global batch that none of them has.
 """
 
 import statistics
@@ -91,34 +91,34 @@ class Plans:
         """What all ranks said at the end of step number `step`, which was cut by `split`."""
         heads = [Position(*message["head"]) for message in messages]
         offer = messages[0]["offer"]
-        if offer and max(heads) <= Position(*offer["at"]):
-            self._adopt(offer, step)
+        if offer:
+            self._adopt(offer, max(heads), step)
         elif self._rank == 0:
-            self._consider(split, [message["busy"] for message in messages], max(heads), steps_left)
+            self._consider(split, [message["busy"] for message in messages], steps_left)
 
-    def _adopt(self, offer: Mapping[str, Any], step: int) -> None:
+    def _adopt(self, offer: Mapping[str, Any], at: Position, step: int) -> None:
         plan = Plan.from_json(offer["plan"])
-        self._feed.change(plan.split, Position(*offer["at"]))
+        self._feed.change(plan.split, at)
         self.now = plan
         self.changes.append((step, plan, offer["why"]))
         if self._drift:
             self._drift.changed(plan)
         if self._rank == 0 and not self._quiet:
-            self._say(plan, offer)
+            self._say(plan, at, offer["why"])
 
-    def _say(self, plan: Plan, offer: Mapping[str, Any]) -> None:
+    def _say(self, plan: Plan, at: Position, why: str) -> None:
         """Not every time: where speeds jump, batches follow every few steps."""
         if time.monotonic() - self._said_s < _SAID_S:
             self._unsaid += 1
             return
-        shown, (epoch, batch) = " + ".join(map(str, plan.split.batches)), offer["at"]
+        shown = " + ".join(map(str, plan.split.batches))
         more = f" ({self._unsaid} changes before it were not told)" if self._unsaid else ""
         sys.stderr.write(
-            f"mimatrix: from batch {batch} of epoch {epoch} on the batches are {shown}: {offer['why']}{more}\n"
+            f"mimatrix: from batch {at.batch} of epoch {at.epoch} on the batches are {shown}: {why}{more}\n"
         )
         self._said_s, self._unsaid = time.monotonic(), 0
 
-    def _consider(self, split: Split, busy_s: Sequence[float], head: Position, steps_left: int | None) -> None:
+    def _consider(self, split: Split, busy_s: Sequence[float], steps_left: int | None) -> None:
         if self._drift:
             self._drift.observe(split, busy_s)
         elif self._learns:
@@ -130,8 +130,7 @@ class Plans:
         except UserError:
             return  # there is no better plan than the one that holds
         if isinstance(found, Change):
-            at = [head.epoch, head.batch + 1]
-            self._offer = {"plan": found.plan.to_json(), "at": at, "why": found.reason}
+            self._offer = {"plan": found.plan.to_json(), "why": found.reason}
 
 
 class _Learning:

@@ -138,6 +138,7 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of epochs up to `count`, from where the run stands."""
         course = self._ready()
+        course.epochs = count
         while course.epoch < count:
             before = course.position.epoch
             yield course.epoch

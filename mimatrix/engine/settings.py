@@ -35,12 +35,16 @@ class Settings:
     def __post_init__(self) -> None:
         if self.global_batch is not None and (not _is_count(self.global_batch) or self.global_batch < 1):
             raise UserError(f"global_batch is {self.global_batch!r}; give the number of samples in a step, at least 1")
-        if self.stage not in ("auto", 0, 1, 2, 3):
+        if self.stage not in ("auto", 0, 1, 2, 3) or isinstance(self.stage, bool):
             raise UserError(f'stage is {self.stage!r}; use 0, 1, 2, 3 or "auto"')
         if not _is_count(self.seed):
             raise UserError(f"seed is {self.seed!r}; give a whole number")
-        if self.clip_norm is not None and (not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0):
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
             raise UserError(f"clip_norm is {self.clip_norm!r}; give a number above 0, or leave it out")
+        if self.unit_bytes is not None and not (_is_count(self.unit_bytes) and self.unit_bytes > 0):
+            raise UserError(f"unit_bytes is {self.unit_bytes!r}; give a number of bytes above 0, or leave it out")
+        if self.shares is not None and not _are_numbers(self.shares):
+            raise UserError(f"shares is {self.shares!r}; give a list with a number for each rank, such as [0.75, 0.25]")
         self._check_plan()
         names = self.precision.values() if isinstance(self.precision, Mapping) else [self.precision]
         for name in names:
@@ -53,12 +57,17 @@ class Settings:
         return self.rebalance if self.rebalance is not None else self.plan in ("profile", "online")
 
     def _check_plan(self) -> None:
+        if not isinstance(self.rebalance, bool | None):
+            raise UserError(f"rebalance is {self.rebalance!r}; use True or False, or leave it out")
         if self.plan is None:
             if self.rebalance:
                 raise UserError('rebalance needs a plan to begin with; use plan="online" or plan="profile"')
             return
         if self.batch != "auto":
             raise UserError("a plan says how many samples each rank takes; leave out either plan or batch")
+        if self.plan not in ("profile", "online") and (self.micro_batch is not None or self.shares is not None):
+            what = "shares" if self.micro_batch is None else "micro_batch"
+            raise UserError(f"a stored plan says how batches and states are cut; leave out either plan or {what}")
         if self.global_batch is None:
             raise UserError("a plan shares out a global batch; set global_batch")
 
@@ -106,6 +115,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Plan | Path):
         return str(value)
     return value if isinstance(value, str | int | float | None) else list(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, Sequence) and all(_is_number(value) for value in values)
 
 
 def _is_count(value: object) -> bool:

@@ -13,6 +13,7 @@ from mimatrix.comm.group import Group
 from mimatrix.comm.registration import register
 from mimatrix.comm.work import Worker
 from mimatrix.core.errors import UserError, nearest
+from mimatrix.engine.mistakes import tell_mistakes
 from mimatrix.engine.observers import OBSERVERS
 from mimatrix.engine.outer import MODES, Mode
 from mimatrix.engine.run import Run
@@ -53,6 +54,7 @@ def init(
     `mode` is "sync", where all ranks make one step together; "hybrid" (or `mimatrix.Hybrid(...)`), where groups of
     them do, and never wait for each other; or "auto": `prepare` measures and takes the one that brings more.
     """
+    tell_mistakes()
     settings = Settings(
         global_batch,
         batch,

@@ -30,6 +30,7 @@ from mimatrix.profiler import (
     Limits,
     Subject,
     cached_measure,
+    code_fingerprint,
     device_identity,
     give_back_at_once,
     is_limited,
@@ -200,14 +201,13 @@ def _circumstances(ground: Ground) -> str:
     """What else changes the curves of a model, as far as one can see it."""
     eager = [name for name, module in ground.model.named_modules() if getattr(module, "gradient_checkpointing", False)]
     defaults = {key: str(value) for key, value in ground.optimizer.defaults.items()}
-    loss = getattr(ground.loss, "__qualname__", type(ground.loss).__name__)
     facts = [
         str(ground.model),
         eager,
         is_compiled(ground.model),
         ground.norms,
         ground.feed.hides_loading,
-        loss,
+        code_fingerprint(ground.model, ground.loss, ground.feed.dataset),
         defaults,
     ]
     return repr([*facts, torch.get_float32_matmul_precision()])

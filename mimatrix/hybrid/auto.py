@@ -139,7 +139,8 @@ def _planned(settings: Settings, plan: Plan, reason: str, model: nn.Module) -> S
     if follows is None:
         # With batch norm, who follows must know of memory.
         follows = len(plan.parts) > 1 and not (settings.sync_batchnorm and batchnorm.count(model))
-    return replace(settings, plan=replace(plan, reasons=(reason, *plan.reasons)), rebalance=follows)
+    said = replace(plan, reasons=(reason, *plan.reasons))
+    return replace(settings, plan=said, micro_batch=None, rebalance=follows)
 
 
 def _choice_beside(word: Path) -> Path:

@@ -3,6 +3,7 @@
 from mimatrix.profiler.cache import cached_measure
 from mimatrix.profiler.cgroups import limiting_group
 from mimatrix.profiler.fingerprints import (
+    code_fingerprint,
     device_fingerprint,
     device_identity,
     device_kind,
@@ -21,6 +22,7 @@ __all__ = [
     "Links",
     "Subject",
     "cached_measure",
+    "code_fingerprint",
     "device_fingerprint",
     "device_identity",
     "device_kind",

@@ -1,11 +1,13 @@
 """Which measurements hold for which: short names of models and devices that change when curves would."""
 
 import hashlib
+import inspect
 import json
 import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,15 @@ def model_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer, sample
     return _digest([name, tensors, optimizer_class, precision, _shapes(sample)])
 
 
+def code_fingerprint(model: nn.Module, *others: object) -> str:
+    """Differs where what runs is written differently: the model's own modules, functions, the class of a dataset.
+
+    Not what these call in turn.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return _digest([*sorted(map(_written, kinds)), *(_written(_definition(each)) for each in others)])
+
+
 def device_fingerprint(device: torch.device, room_bytes: int) -> str:
     """Differs where the curves of one device do not hold for the other: also the same one with less of it free."""
     told = [os.environ.get(name, "") for name in _TOLD]
@@ -62,6 +73,26 @@ def device_kind(device: torch.device) -> str:
 def device_identity(device: torch.device) -> str:
     """Which one it is on its host: ranks with the same share its memory."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+
+
+def _definition(found: object) -> object:
+    """A function or a class: of a partial that which it calls, of an object its class."""
+    while isinstance(found, partial):
+        found = found.func
+    return found if inspect.isroutine(found) or inspect.isclass(found) else type(found)
+
+
+def _written(found: object) -> str:
+    """The source of a function or of a class's methods, where it is not torch's or Python's and can be had."""
+    if str(getattr(found, "__module__", "")).partition(".")[0] in ("torch", "builtins"):
+        return ""
+    if inspect.isclass(found):
+        # Not the class's: where a script was started by another one, nobody would find it.
+        return "".join(_written(each) for each in vars(found).values() if inspect.isfunction(each))
+    try:
+        return inspect.getsource(found)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""
 
 
 def _hardware(device: torch.device) -> str:

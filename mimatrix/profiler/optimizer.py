@@ -1,8 +1,9 @@
 """What an optimizer costs, found on a small twin of it: the user's own has not stepped and does not."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,32 +33,72 @@ class OptimizerCost:
 
 
 def learning(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What an optimizer steps, each parameter once."""
-    found = {id(each): each for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
-    return list(found.values())
+    """What an optimizer steps."""
+    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """What it will keep for all that it steps."""
-    parameters = learning(optimizer)
-    pieces = _pieces(parameters, device, _FEW_ELEMENTS)
-    twin = _twin(optimizer, pieces)
-    return _scaled_state(twin, pieces, parameters)
+    return _Twin(optimizer, device, _FEW_ELEMENTS).state_bytes()
 
 
 def optimizer_cost(
     optimizer: torch.optim.Optimizer, device: torch.device, elements: int = TWIN_ELEMENTS
 ) -> OptimizerCost:
     """What one step takes on this device, and what it keeps, by a twin of about so many elements."""
-    parameters = learning(optimizer)
-    if not parameters:
+    if not learning(optimizer):
         return OptimizerCost(0.0, 0)
-    pieces = _pieces(parameters, device, elements)
-    twin = _twin(optimizer, pieces)
-    scale = _elements(parameters) / max(1, _elements(pieces))
-    took = timed(twin.step, device, _expected(twin, device)) if twin else _three_passes(pieces, device)
-    passing = _passing(twin, device, scale)
-    return OptimizerCost(took.seconds * scale, _scaled_state(twin, pieces, parameters), passing)
+    twin = _Twin(optimizer, device, elements)
+    took = timed(twin.made.step, device, _expected(twin.made, device)) if twin.made else twin.three_passes(device)
+    return OptimizerCost(took.seconds * twin.scale, twin.state_bytes(), _passing(twin.made, device, twin.scale))
+
+
+class _Twin:
+    """One of the same kind and settings over few elements, which has stepped once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, elements: int) -> None:
+        self._groups = [group for group in optimizer.param_groups if _learns(group)]
+        every = max(1, sum(_elements(_learns(group)) for group in self._groups))
+        self._pieces = [
+            _pieces(_learns(group), device, max(1, elements * _elements(_learns(group)) // every))
+            for group in self._groups
+        ]
+        self.scale = every / max(1, sum(map(_elements, self._pieces)))
+        """How many times as many elements there are."""
+        self.made = self._made(optimizer)
+        """None where it cannot be made that way."""
+
+    def state_bytes(self) -> int:
+        """For all parameters what the twin keeps for its own; numbers such as a count of steps do not grow."""
+        if self.made is None:
+            known = [each for group in self._groups for each in _learns(group)]
+            return _STATES * sum(each.numel() * each.element_size() for each in known)
+        return sum(
+            round(_kept(self.made, pieces) * _elements(_learns(group)) / max(1, _elements(pieces)))
+            for group, pieces in zip(self._groups, self._pieces, strict=True)
+        )
+
+    def three_passes(self, device: torch.device) -> Timing:
+        """About what a step takes, where there is none."""
+        flat = torch.zeros(max(1, sum(map(_elements, self._pieces))), device=device)
+        other = torch.zeros_like(flat)
+        took = timed(lambda: other.copy_(flat), device)
+        return Timing(took.seconds * _PASSES, took.noise)
+
+    def _made(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        kind = type(optimizer)
+        try:
+            known = inspect.signature(kind).parameters
+            settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+            groups = [
+                {**{name: value for name, value in group.items() if name != "param_names"}, "params": pieces}
+                for group, pieces in zip(self._groups, self._pieces, strict=True)
+            ]
+            twin = kind(groups, **settings)
+            twin.step()
+        except Exception:  # noqa: BLE001 (it is anybody's code, and there is another way)
+            return None
+        return twin
 
 
 def _passing(twin: torch.optim.Optimizer | None, device: torch.device, scale: float) -> int:
@@ -97,40 +138,17 @@ def _cut(shape: torch.Size, largest: int) -> torch.Size:
     return torch.Size((max(1, largest // max(1, shape[1:].numel())), *shape[1:]))
 
 
-def _twin(optimizer: torch.optim.Optimizer, pieces: list[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """One of the same kind and settings that has stepped once; None where it cannot be made that way."""
-    kind = type(optimizer)
-    try:
-        known = inspect.signature(kind).parameters
-        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
-        twin = kind(pieces, **settings)
-        twin.step()
-    except Exception:  # noqa: BLE001 (it is anybody's code, and there is another way)
-        return None
-    return twin
-
-
-def _scaled_state(
-    twin: torch.optim.Optimizer | None, pieces: list[nn.Parameter], parameters: list[nn.Parameter]
-) -> int:
-    """For all parameters what the twin keeps for its own; numbers such as a count of steps do not grow."""
-    elements = _elements(parameters)
-    if twin is None:
-        return _STATES * sum(each.numel() * each.element_size() for each in parameters)
-    kept = sum(
+def _kept(twin: torch.optim.Optimizer, pieces: Iterable[nn.Parameter]) -> int:
+    return sum(
         value.numel() * value.element_size()
         for piece in pieces
         for value in twin.state.get(piece, {}).values()
         if isinstance(value, torch.Tensor) and value.numel() == piece.numel() and value.dim() == piece.dim()
     )
-    return round(kept * elements / max(1, _elements(pieces)))
 
 
-def _three_passes(pieces: list[nn.Parameter], device: torch.device) -> Timing:
-    flat = torch.zeros(max(1, _elements(pieces)), device=device)
-    other = torch.zeros_like(flat)
-    took = timed(lambda: other.copy_(flat), device)
-    return Timing(took.seconds * _PASSES, took.noise)
+def _learns(group: Mapping[str, Any]) -> list[nn.Parameter]:
+    return [each for each in group["params"] if each.requires_grad]
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> int:

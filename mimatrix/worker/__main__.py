@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.engine.mistakes import BAD_INPUT, told
 from mimatrix.engine.observers import OBSERVERS
 from mimatrix.wire.client import Client
 from mimatrix.worker.gauges import link_gauge
 from mimatrix.worker.joining import Belonging, enter, join, own_address
 from mimatrix.worker.reporting import Reporter
 
-BAD_INPUT, GAVE_WAY = 2, 1
+GAVE_WAY = 1
 _SECRETS = ("MIMATRIX_TOKEN",)
 
 
@@ -57,7 +58,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        _say(str(error))
+        _say(told(error))
         sys.exit(BAD_INPUT)
     except MiMatrixError as error:
         _say(str(error))

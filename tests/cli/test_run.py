@@ -91,6 +91,27 @@ def test_a_failure_is_named_and_json_is_the_last_line(folder: Path) -> None:
     }
 
 
+MISTAKEN = """
+import mimatrix, torch
+run = mimatrix.init(8)
+model = torch.nn.Linear(2, 2)
+_, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2)] * 16)
+for batch in loader:
+    run.backward(model(batch))
+"""
+
+
+def test_a_mistake_in_a_script_is_a_sentence_with_its_place(folder: Path) -> None:
+    (folder / "mistaken.py").write_text(MISTAKEN)
+    done = mimatrix("-n", "2", "--max-restarts", "1", "mistaken.py", cwd=folder)
+    assert done.returncode == 2, done
+    said = "the loss has the shape [4, 2]; give run.backward a scalar, such as loss.mean() (mistaken.py, line 7)"
+    *ranks, over = sorted(done.stderr.splitlines())
+    assert ranks
+    assert set(ranks) <= {f"[0] mimatrix: {said}", f"[1] mimatrix: {said}"}
+    assert over in ("mimatrix: rank 0 ended with exit code 2", "mimatrix: rank 1 ended with exit code 2")
+
+
 def test_the_timeout(folder: Path) -> None:
     (folder / "sleep.py").write_text("import time\ntime.sleep(60)\n")
     done = mimatrix("-n", "2", "--timeout", "0.5", "sleep.py", cwd=folder)

@@ -72,6 +72,14 @@ def test_settings() -> None:
     settings_say("stage is 4; use 0, 1, 2, 3", batch=4, stage=4)
     settings_say('"bf17" is no precision; did you mean "bf16"', batch=4, precision="bf17")
     settings_say("clip_norm is 0; give a number above 0", batch=4, clip_norm=0)
+    settings_say("clip_norm is True; give a number above 0", batch=4, clip_norm=True)
+    settings_say("stage is True; use 0, 1, 2, 3", batch=4, stage=True)
+    settings_say("unit_bytes is -1; give a number of bytes above 0", batch=4, unit_bytes=-1)
+    settings_say(r"shares is 1.0; give a list with a number for each rank", batch=4, shares=1.0)
+    settings_say(r"shares is \['a'\]; give a list with a number for each rank", batch=4, shares=["a"])
+    settings_say("rebalance is 'x'; use True or False", global_batch=4, plan="online", rebalance="x")
+    settings_say("leave out either plan or micro_batch", global_batch=4, plan="plan.json", micro_batch=1)
+    settings_say("leave out either plan or shares", global_batch=4, plan="plan.json", shares=[0.5, 0.5])
 
 
 def test_settings_that_differ_between_ranks() -> None:

@@ -74,12 +74,14 @@ class Script:
     def __init__(self, splits: Sequence[Split], stage: int, shares: Shares) -> None:
         self._left = [plan_of(split, stage, shares) for split in splits]
         self.observed: list[Split] = []
+        self.steps_left: list[int | None] = []
 
     def observe(self, split: Split, busy_s: Sequence[float]) -> None:
         assert all(took >= 0 for took in busy_s)
         self.observed.append(split)
 
     def decide(self, steps_left: int | None = None) -> Change | Keep:
+        self.steps_left.append(steps_left)
         return Change(self._left.pop(0), "the test says so") if self._left else Keep("done")
 
     def changed(self, plan: Plan) -> None:
@@ -99,18 +101,36 @@ def splits(draw: st.DrawFn) -> Split:
     return Split.of(batches, draw(st.lists(st.integers(1, 6), min_size=3, max_size=3)))
 
 
+def follow(run: Run, script: Script) -> None:
+    """Let a run do as a script says."""
+    prepare = run.prepare
+
+    def prepared(*arguments: Any, **named: Any) -> Any:
+        found = prepare(*arguments, **named)
+        run._ready().plans._drift = script  # type: ignore[assignment]
+        return found
+
+    run.prepare = prepared  # type: ignore[method-assign]
+
+
+def test_epochs_of_one_batch_are_followed_too() -> None:
+    script = Script([Split(((8,), (4,))), Split(((3,), (9,)))], 0, Shares.equal(2))
+
+    def each(run: Run) -> dict[str, Any]:
+        follow(run, script if run.rank == 0 else Script([], 0, run.shares))
+        return trained(run, steps=1, epochs=7)
+
+    found = in_runs(2, each, global_batch=BATCH, plan="online")
+    check(found, steps=1, epochs=7)
+    assert all(one["run"].split == Split(((3,), (9,))) for one in found)
+    assert script.steps_left == [6, 4, 2, 1, 0]
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 3), st.lists(splits(), min_size=1, max_size=4))
 def test_splits_that_change_in_the_middle_change_nothing(stage: int, changes: list[Split]) -> None:
     def each(run: Run) -> dict[str, Any]:
-        prepare, shares = run.prepare, run.shares
-
-        def scripted(*arguments: Any, **named: Any) -> Any:
-            found = prepare(*arguments, **named)
-            run._ready().plans._drift = Script(changes, stage, shares)  # type: ignore[assignment]
-            return found
-
-        run.prepare = scripted  # type: ignore[method-assign]
+        follow(run, Script(changes, stage, run.shares))
         return trained(run, epochs=2)
 
     found = in_runs(3, each, global_batch=BATCH, stage=stage, plan="online", unit_bytes=300)

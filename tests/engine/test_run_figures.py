@@ -15,7 +15,9 @@ from runs import in_runs
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from mimatrix.engine.feed import Position
 from mimatrix.engine.run import Run
+from mimatrix.planner.split import Split
 
 in_stages = pytest.mark.parametrize("stage", range(4))
 UNITS: dict[str, Any] = {"unit_bytes": 300}
@@ -246,6 +248,47 @@ def test_learning_rates_set_by_hand(stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for state in in_runs(3, each, stage=stage, **THREE, **UNITS):
+        same(state, model.state_dict(), 1e-10)
+
+
+@in_stages
+@pytest.mark.parametrize("how", ["a scheduler", "before a step", "after a step"])
+def test_rates_where_ranks_come_and_go(how: str, stage: int) -> None:
+    """As plans may have it: a rank has no data for a while, or just where the other has some."""
+    changes = {1: ((4,), ()), 2: ((), (4,)), 3: ((4,), ()), 4: ((1, 1), (2,))}
+
+    def set_rates(optimizer: torch.optim.Optimizer, step: int, when: str) -> None:
+        if how == when:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (step + 1)
+
+    def each(run: Run) -> dict[str, torch.Tensor]:
+        model, optimizer = made()
+        halving = StepLR(optimizer, 1, 0.5)
+        _, _, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
+        for number, micro in changes.items():
+            run._ready().feed.change(Split(micro), Position(0, number))
+        for batch in loader:
+            set_rates(optimizer, run.step, "before a step")
+            run.backward(squared(model, batch))
+            optimizer.step()
+            if how == "a scheduler":
+                scheduler.step()
+            if not run.in_batch:
+                set_rates(optimizer, run.step, "after a step")
+        return run.full_state_dict(model)
+
+    model, optimizer = made()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    for step, batch in enumerate(Case(lambda: model, vectors(20), squared, size=4).batches()):
+        set_rates(optimizer, step, "before a step")
+        squared(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "a scheduler":
+            scheduler.step()
+        set_rates(optimizer, step + 1, "after a step")
+    for state in in_runs(2, each, stage=stage, batch=[2, 2], **UNITS):
         same(state, model.state_dict(), 1e-10)
 
 

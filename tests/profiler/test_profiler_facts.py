@@ -1,5 +1,7 @@
 """What devices and control groups tell: room, quotas, fingerprints."""
 
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.profiler import device_fingerprint, model_fingerprint, room
+from mimatrix.profiler import code_fingerprint, device_fingerprint, model_fingerprint, room
 from mimatrix.profiler.cgroups import cpu_quota, memory_left
 from mimatrix.profiler.memory import Overflow, attempted, resident_bytes
 from mimatrix.profiler.room import mps_limit
@@ -110,6 +112,34 @@ def test_fingerprints_of_models_differ_where_curves_would() -> None:
     assert len(set(found)) == len(found)
     assert named() == named()
     assert all(len(each) == 16 for each in found)
+
+
+SOURCES = """
+from torch import nn
+class Net(nn.Linear):
+    def forward(self, x):
+        return {0}
+def loss(model, batch):
+    return {1}
+"""
+
+
+def test_fingerprints_of_code_differ_where_it_is_written_differently(tmp_path: Path) -> None:
+    def found(number: int, forward: str = "x", loss: str = "1", dataset: object = ()) -> str:
+        file = tmp_path / f"written_{number}.py"
+        file.write_text(SOURCES.format(forward, loss))
+        spec = spec_from_file_location(file.stem, file)
+        assert spec
+        assert spec.loader
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return code_fingerprint(module.Net(2, 2), partial(module.loss), dataset)
+
+    plain = found(1)
+    assert plain == found(2)
+    assert plain != found(3, forward="x + x")
+    assert plain != found(4, loss="2")
+    assert plain != found(5, dataset=code_fingerprint)
 
 
 def test_fingerprints_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:

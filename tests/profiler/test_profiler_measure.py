@@ -14,7 +14,7 @@ from torch import nn
 
 from mimatrix.core.errors import UserError
 from mimatrix.planner.profile import Profile
-from mimatrix.profiler import Limits, Subject, cached_measure, give_back_at_once, measure_device, model_size
+from mimatrix.profiler import Limits, Subject, cache, cached_measure, give_back_at_once, measure_device, model_size
 from mimatrix.profiler.optimizer import optimizer_cost
 
 ROOM = 1 << 30
@@ -184,6 +184,7 @@ class Odd(torch.optim.SGD):
         (lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), amsgrad=True), 3),
         (lambda p: torch.optim.SGD(p, lr=0.1), 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.SGD([{"params": list(p), "momentum": 0.9}], lr=0.1), 1),
         (lambda p: torch.optim.LBFGS(p), 2),
         (lambda p: Odd(p, object()), 2),
     ],
@@ -201,6 +202,14 @@ def test_what_optimizers_keep(make: Any, states: int) -> None:
     assert not optimizer.state
 
 
+def test_groups_of_an_optimizer_keep_what_their_settings_say() -> None:
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 50, bias=False))
+    groups: list[dict[str, Any]] = [{"params": [model[0].weight], "momentum": 0.9}, {"params": [model[1].weight]}]
+    assert model_size(model, torch.optim.SGD(groups, lr=0.1), 1).optimizer_bytes == 40_000
+    groups = [{"params": [model[0].weight]}, {"params": [model[1].weight], "amsgrad": True}]
+    assert model_size(model, torch.optim.AdamW(groups), 1).optimizer_bytes == 2 * 40_000 + 3 * 20_000
+
+
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
     model[0].requires_grad_(False)
@@ -210,6 +219,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 
 def test_a_model_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "_NOISY", 1e9)
     measured, limits = mlp(64, fingerprint="one"), Limits(2, ROOM, seconds=1)
     first = cached_measure(measured, limits)
     assert first.took_s > 0
@@ -226,3 +236,15 @@ def test_a_model_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
         file.write_text(damage)
     assert cached_measure(measured, limits).took_s > 0
     assert cached_measure(measured, limits).took_s == 0
+
+
+def test_what_was_noisy_or_is_to_be_fresh_is_measured_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
+    measured, limits = mlp(64, fingerprint="one"), Limits(1, ROOM, seconds=1)
+    monkeypatch.setattr(cache, "_NOISY", -1.0)
+    assert cached_measure(measured, limits).took_s > 0
+    monkeypatch.setattr(cache, "_NOISY", 1e9)
+    assert cached_measure(measured, limits).took_s > 0
+    assert cached_measure(measured, limits).took_s == 0
+    monkeypatch.setenv("MIMATRIX_FRESH", "1")
+    assert cached_measure(measured, limits).took_s > 0
