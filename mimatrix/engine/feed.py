@@ -158,7 +158,10 @@ class Feed:
         """A batch of the first samples, for whoever runs the model without data of its own; a short set repeats."""
         dataset = self._reading.dataset
         first = iter(dataset) if self._streams else (dataset[row] for row in range(len(dataset)))
-        return _moved(self._reading.collate(list(islice(cycle(first), count))), self._device)
+        drawn = list(islice(cycle(first), count))
+        if not drawn:
+            raise UserError("the dataset has no samples; give run.prepare one that has some")
+        return _moved(self._reading.collate(drawn), self._device)
 
     @property
     def dataset(self) -> Any:

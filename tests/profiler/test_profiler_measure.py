@@ -220,13 +220,13 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 def test_a_model_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
     monkeypatch.setattr(cache, "_NOISY", 1e9)
-    measured, limits = mlp(64, fingerprint="one"), Limits(2, ROOM, seconds=1)
+    measured, limits = mlp(64, fingerprint="one"), Limits(2, ROOM, seconds=0.2)
     first = cached_measure(measured, limits)
     assert first.took_s > 0
     again = cached_measure(measured, limits)
     assert again.took_s == 0
     assert (again.seconds, again.memory) == (first.seconds, first.memory)
-    assert cached_measure(measured, Limits(1, ROOM, seconds=1)).seconds.most == 1
+    assert cached_measure(measured, Limits(1, ROOM, seconds=0.2)).seconds.most == 1
     assert cached_measure(mlp(64, fingerprint="two"), limits).took_s > 0
     monkeypatch.setenv("MIMATRIX_SPEED", "0.5")
     assert cached_measure(measured, limits).took_s > 0
@@ -240,7 +240,7 @@ def test_a_model_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_what_was_noisy_or_is_to_be_fresh_is_measured_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
-    measured, limits = mlp(64, fingerprint="one"), Limits(1, ROOM, seconds=1)
+    measured, limits = mlp(64, fingerprint="one"), Limits(1, ROOM, seconds=0.2)
     monkeypatch.setattr(cache, "_NOISY", -1.0)
     assert cached_measure(measured, limits).took_s > 0
     monkeypatch.setattr(cache, "_NOISY", 1e9)
