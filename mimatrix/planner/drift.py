@@ -17,8 +17,8 @@ from mimatrix.planner.planning import Problem, make_plan, predicted
 from mimatrix.planner.profile import Communication, ModelSize, Profile
 from mimatrix.planner.split import Split
 
-_SEEN = 3
-"""Steps whose median counts: one that was slow by chance changes nothing."""
+_SEEN, _MOST_SEEN = 3, 9
+"""Steps whose median counts: one that was slow by chance changes nothing. More where speeds jump to and fro."""
 _JUMP = 0.12
 """A change in speed beyond this is followed at once, a smaller one slowly."""
 _SLOWLY = 0.3
@@ -32,8 +32,8 @@ _FEW, _MANY = 3, 40
 """Steps for which a plan stays at least: at first, and where one change follows upon another, or none pays."""
 _CALM = 20
 """Who changes again before so many steps, or twice as many as it had to wait, has followed what did not last."""
-_SURELY = 0.5
-"""A change in speed beyond this is never kept waiting."""
+_SURELY, _SOON = 0.5, 8
+"""A change in speed beyond the one is not kept waiting for more steps than the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Drift:
         # States stay where they are: another stage or other shares would move them.
         self._problem = replace(problem, stages=(plan.stage,), shares=plan.shares, may_leave_out=False)
         self.plan = plan
-        self._recent = [deque[float](maxlen=_SEEN) for _ in plan.parts]
+        self._recent = [deque[float](maxlen=_MOST_SEEN) for _ in plan.parts]
         self.factors = [1.0] * len(plan.parts)
         """How many times as long each rank takes as it was measured to."""
         self._known = list(self.factors)
@@ -80,7 +80,8 @@ class Drift:
             should = self._should(rank, sizes)
             if should > 0 and took > 0:
                 self._recent[rank].append(took / should)
-                self.factors[rank] = self._followed(self.factors[rank], statistics.median(self._recent[rank]))
+                seen = list(self._recent[rank])[-max(_SEEN, self._rest) :]
+                self.factors[rank] = self._followed(self.factors[rank], statistics.median(seen))
             elif not sizes:
                 # Who has nothing to do shows nothing: let it be tried again after a while.
                 self.factors[rank] **= _FORGIVES
@@ -89,8 +90,8 @@ class Drift:
         """Whether another split pays, for as many steps as are left."""
         if self._moved(_JUMP):
             self._patience = _FEW
-        rests = self._since < self._rest and not self._moved(_SURELY)
-        if self._steps < max(_SEEN, self._patience) or rests:
+        rest = min(self._rest, _SOON) if self._moved(_SURELY) else self._rest
+        if self._steps < max(_SEEN, self._patience) or self._since < rest:
             return Keep(f"the plan holds for {self._steps} steps only")
         if self._possible() < _LEAST_GAIN:
             return Keep("all ranks finish at nearly the same moment")
