@@ -1,7 +1,7 @@
 """`mimatrix plan`: who would do how much, on paper."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -146,9 +146,10 @@ def _measured(found: "Measurements", additions: "list[Addition]") -> _Devices:
     more = [Device(addition.kind) for addition in additions for _ in range(addition.count)]
     profiles = (*found.profiles, *profiles_for(more, found.profiles))
     names = tuple(f"rank {rank} {profile.device}" for rank, profile in enumerate(profiles))
+    group = f"{ranks} measured ranks" if ranks > 1 else "measured rank"
+    paying = "unknown" if ranks == 1 or found.communication.is_free else "scaled from theirs"
     said = tuple(
-        f"{addition.count} x {addition.kind} added to the {ranks} measured ranks, communication scaled from theirs"
-        for addition in additions
+        f"{addition.count} x {addition.kind} added to the {group}, communication {paying}" for addition in additions
     )
     return _Devices("the measured ranks", names, profiles, measured_network(found.communication, ranks), said)
 
@@ -158,7 +159,7 @@ def _made(
 ) -> "Plan":
     from mimatrix.planner.planning import Problem, make_plan
 
-    return make_plan(
+    made = make_plan(
         Problem(
             global_batch,
             found.model,
@@ -170,6 +171,17 @@ def _made(
             may_leave_out=leave_out,
         )
     )
+    return made if made.communication_known else _warning(made, devices)
+
+
+def _warning(made: "Plan", devices: _Devices) -> "Plan":
+    """The plan with a sentence before its reasons: what ranks pay for moving data is not known."""
+    reason = devices.network(tuple(range(len(made.parts)))).reason
+    unknown = (
+        f"communication is unknown{f' ({reason})' if reason else ''} and counted as nothing, so steps will take "
+        f"longer; describe the network: --cluster lab.toml"
+    )
+    return replace(made, reasons=(unknown, *made.reasons))
 
 
 def _draw(made: "Plan", devices: _Devices, picture: Path, equal_counts: bool) -> None:
@@ -184,7 +196,7 @@ def _print(console: "Console", made: "Plan", title: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from mimatrix.planner.reports import plan_rows, rate_text
+    from mimatrix.planner.reports import plan_rows, step_text
 
     heading = f"{made.global_batch} samples a step on {title}, stage {made.stage}"
     table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=0)
@@ -205,10 +217,7 @@ def _print(console: "Console", made: "Plan", title: str) -> None:
     console.print(table)
     if len(rows) > _MOST_ROWS:
         console.print(f"... and {len(rows) - _MOST_ROWS} more (--json has all)")
-    console.print(
-        f"step {format_seconds(made.step_s)} ({format_seconds(made.communication_s)} of it communication), "
-        f"{rate_text(made.samples_per_s)} samples/s, {made.idle:.1%} idle"
-    )
+    console.print(step_text(made))
     for reason in made.reasons:
         console.print(f"- {reason}")
     for each in made.left_out:

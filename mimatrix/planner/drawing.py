@@ -41,10 +41,11 @@ def draw_plan(plan: Plan, profiles: Sequence[Profile], title: str = "", equal_co
     axes.set_xlabel(f"time [{unit}]")
     handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     axes.legend(handles=handles, ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.6 / shown - 0.12))
+    moving = "" if plan.communication_known else " without communication"
     more = f", the first {shown} of {len(plan.parts)} devices" if len(plan.parts) > shown else ""
     axes.set_title(
         f"{title}{'. ' if title else ''}A step of {plan.global_batch} samples in stage {plan.stage}: "
-        f"{format_seconds(plan.step_s)}, {rate_text(plan.samples_per_s)} samples/s, {plan.idle:.1%} idle{more}",
+        f"{format_seconds(plan.step_s)}{moving}, {rate_text(plan.samples_per_s)} samples/s, {plan.idle:.1%} idle{more}",
         fontsize=10,
         loc="left",
     )

@@ -11,6 +11,8 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_rate
 from mimatrix.planner.profile import Communication
 
+_NOTHING = (0.0, 0.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Addition:
@@ -53,13 +55,18 @@ def with_node(cluster: Cluster, addition: Addition) -> tuple[Cluster, str]:
 def measured_network(paid: Communication, ranks: int) -> Callable[[tuple[int, ...]], Communication]:
     """What other numbers of ranks would pay, from what `ranks` of them paid.
 
-    In a ring and its like each rank moves (n-1)/n of a model, so that is how it grows.
+    In a ring and its like each rank moves (n-1)/n of a model, so that is how it grows. One rank paid nothing, which
+    says nothing about more of them: they are free, too, and whoever asks can see that this is not known.
     """
 
     def network(members: tuple[int, ...]) -> Communication:
-        if len(members) == ranks:
+        if len(members) == 1:
+            return Communication(_NOTHING, reason="one device moves nothing")
+        if ranks == 1:
+            return Communication(_NOTHING, reason="not measured: one rank alone")
+        if len(members) == ranks or paid.is_free:
             return paid
-        factor = _moved(len(members)) / _moved(ranks) if ranks > 1 else 0.0
+        factor = _moved(len(members)) / _moved(ranks)
         reason = f"{paid.reason}; " if paid.reason else ""
         return Communication(
             tuple(factor * each for each in paid.once_s),

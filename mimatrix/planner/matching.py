@@ -8,7 +8,7 @@ from dataclasses import replace
 from mimatrix.cluster import Cluster
 from mimatrix.cluster.model import Device
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.planner.profile import Measurements, Profile
+from mimatrix.planner.profile import Communication, Measurements, Profile
 
 USABLE = 0.92
 """The part of a device's memory that a plan may fill: allocators and drivers want the rest."""
@@ -16,8 +16,13 @@ _UNNAMED = Device().kind
 
 
 def joined(files: Sequence[tuple[str, Measurements]]) -> Measurements:
-    """Several files of measurements as one; all must be of the same model. `files` are (name, measurements)."""
+    """Several files of measurements as one; all must be of the same model. `files` are (name, measurements).
+
+    What ranks of several files would pay together, nobody measured.
+    """
     (first_name, first), *others = files
+    if not others:
+        return first
     for name, each in others:
         if each.model.fingerprint != first.model.fingerprint:
             raise UserError(
@@ -25,7 +30,8 @@ def joined(files: Sequence[tuple[str, Measurements]]) -> Measurements:
                 f"measure both with the same script: mimatrix profile script.py"
             )
     profiles = tuple(profile for _, each in files for profile in each.profiles)
-    return replace(first, profiles=profiles, equal_counts=any(each.equal_counts for _, each in files))
+    apart = Communication((0.0,) * 4, reason=f"not measured: {len(files)} files, each on its own")
+    return Measurements(first.model, profiles, apart, any(each.equal_counts for _, each in files))
 
 
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:

@@ -68,6 +68,11 @@ class Plan:
         return self.global_batch / self.step_s
 
     @property
+    def communication_known(self) -> bool:
+        """Whether `communication_s` says anything: several ranks for whom it is 0 were never measured together."""
+        return len(self.parts) < 2 or self.communication_s > 0
+
+    @property
     def idle(self) -> float:
         """The part of all ranks' time that is spent waiting for slower ones."""
         return sum(part.idle_s for part in self.parts) / (len(self.parts) * self.step_s)
@@ -86,6 +91,7 @@ class Plan:
             "mimatrix_plan": VERSION,
             "global_batch": self.global_batch,
             "samples_per_s": self.samples_per_s,
+            "communication_known": self.communication_known,
             "idle": self.idle,
             "micro": self.split.to_json(),
             "shares": list(self.shares.fractions),

@@ -110,6 +110,11 @@ class Communication:
         once = (all_reduce_s, reduce_scatter_s + all_gather_s, all_gather_s, 0.0)
         return cls(once, (0.0, 0.0, meets, meets + 2 * all_gather_s), reason)
 
+    @property
+    def is_free(self) -> bool:
+        """Costs nothing: of one rank. Of several it means that nobody knows."""
+        return not any((*self.once_s, *self.round_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Measurements:

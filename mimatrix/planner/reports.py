@@ -178,15 +178,28 @@ class _Lanes:
             self._at_s[rank] = ended_s
 
 
+def step_text(plan: Plan) -> str:
+    """What a step takes and brings, in one line."""
+    known = plan.communication_known
+    moving = f"{format_seconds(plan.communication_s)} of it communication" if known else "without communication"
+    rate = f"{rate_text(plan.samples_per_s)} samples/s{'' if known else ' at the most'}"
+    return f"step {format_seconds(plan.step_s)} ({moving}), {rate}, {plan.idle:.1%} idle"
+
+
 def compared(now: Plan, then: Plan) -> Iterator[tuple[str, str, str]]:
     """Two plans side by side: (what, now, then)."""
     yield "devices", str(len(now.parts)), str(len(then.parts))
     yield "stage", str(now.stage), str(then.stage)
     yield "step", format_seconds(now.step_s), format_seconds(then.step_s)
-    gain = then.samples_per_s / now.samples_per_s
-    yield "samples/s", rate_text(now.samples_per_s), f"{rate_text(then.samples_per_s)} ({gain:.2f}x)"
+    yield "communication", _communication(now), _communication(then)
+    gain = f"{'' if then.communication_known else 'up to '}{then.samples_per_s / now.samples_per_s:.2f}x"
+    yield "samples/s", rate_text(now.samples_per_s), f"{rate_text(then.samples_per_s)} ({gain})"
     yield "idle", f"{now.idle:.1%}", f"{then.idle:.1%}"
     yield "left out", _left_out(now), _left_out(then)
+
+
+def _communication(plan: Plan) -> str:
+    return format_seconds(plan.communication_s) if plan.communication_known else "unknown"
 
 
 def _left_out(plan: Plan) -> str:

@@ -88,7 +88,47 @@ def test_several_files_of_one_model(tmp_path: Path) -> None:
         stored(tmp_path, profile("B", 3000), name="b.json"),
     )
     done = mimatrix("plan", "--profiles", one, "--profiles", other, "--global-batch", "128", "--json")
-    assert [part["name"] for part in json.loads(done.stdout)["ranks"]] == ["rank 0 A", "rank 1 B"]
+    fields = json.loads(done.stdout)
+    assert [part["name"] for part in fields["ranks"]] == ["rank 0 A", "rank 1 B"]
+    assert not fields["communication_known"]
+    assert "(not measured: 2 files, each on its own)" in fields["reasons"][0]
+
+
+def test_the_order_of_files_does_not_matter(tmp_path: Path) -> None:
+    """Neither do two ranks that were measured together say what three would pay."""
+    pair = stored(tmp_path, profile("A", 1000), profile("A", 1000), name="a.json")
+    other = stored(tmp_path, profile("B", 3000), name="b.json")
+    steps = [
+        json.loads(mimatrix("plan", "--profiles", one, "--profiles", two, "--global-batch", "128", "--json").stdout)
+        for one, two in ((pair, other), (other, pair))
+    ]
+    assert steps[0]["step_s"] == pytest.approx(steps[1]["step_s"])
+    assert [each["communication_known"] for each in steps] == [False, False]
+
+
+def test_communication_that_nobody_measured_is_said_to_be_unknown(tmp_path: Path) -> None:
+    words = ("plan", "--profiles", "examples/lab_profiles.json", "--global-batch", "512", "--add", "3090:8")
+    said = " ".join(mimatrix(*words).stdout.split())
+    assert "(without communication), 309 samples/s at the most" in said
+    assert "communication is unknown (not measured: one card at a time) and counted as nothing" in said
+    assert "communication unknown unknown" in said
+    assert "up to 4.12x" in said
+    assert "scaled from theirs" not in said
+    alone = stored(tmp_path, profile("cpu", 1000))
+    fields = json.loads(
+        mimatrix("plan", "--profiles", alone, "--global-batch", "64", "--add", "cpu:3", "--json").stdout
+    )
+    assert (fields["communication_known"], fields["now"]["communication_known"]) == (False, True)
+    assert "not measured: one rank alone" in fields["reasons"][0]
+    assert fields["added"] == ["3 x cpu added to the measured rank, communication unknown"]
+
+
+def test_communication_that_is_known_is_not_doubted(tmp_path: Path) -> None:
+    file = stored(tmp_path, profile("A", 1000), profile("B", 1000))
+    for words in (("--profiles", file), LAB[1:]):
+        fields = json.loads(mimatrix("plan", *words, "--global-batch", "512", "--keep-all", "--json").stdout)
+        assert fields["communication_known"]
+        assert not any("unknown" in reason for reason in fields["reasons"])
 
 
 def test_a_family_without_kinds_is_of_the_one_kind_measured(tmp_path: Path) -> None:

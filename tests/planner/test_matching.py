@@ -96,3 +96,11 @@ def test_more_ranks_pay_more_than_the_measured_ones() -> None:
     assert network((0, 1, 2, 3)).once_s[0] == pytest.approx(0.6)
     assert network((1,)).once_s == (0.0,) * 4
     assert "as 2 ranks paid, for 4 times 1.50" in network((0, 1, 2, 3)).reason
+
+
+def test_what_one_rank_paid_says_nothing_about_more() -> None:
+    network = measured_network(Communication((0.0,) * 4, reason="nothing moves: one rank"), 1)
+    assert network((0, 1, 2)).is_free
+    assert network((0, 1, 2)).reason == "not measured: one rank alone"
+    apart = measured_network(Communication((0.0,) * 4, reason="not measured: one card at a time"), 3)
+    assert apart((0, 1, 2, 3)).reason == "not measured: one card at a time"
