@@ -171,6 +171,8 @@ def _made(
             may_leave_out=leave_out,
         )
     )
+    kinds = {name: profile.device for name, profile in zip(devices.names, devices.profiles, strict=True)}
+    made = replace(made, parts=tuple(replace(part, device=kinds[part.name]) for part in made.parts))
     return made if made.communication_known else _warning(made, devices)
 
 

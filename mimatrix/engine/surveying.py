@@ -23,7 +23,7 @@ from mimatrix.engine.moving import measure_communication
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.stats import Watch
 from mimatrix.engine.units import is_compiled, units_of
-from mimatrix.planner.plan import Plan
+from mimatrix.planner.plan import Plan, misfit
 from mimatrix.planner.planning import Problem, make_plan
 from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
 from mimatrix.profiler import (
@@ -130,12 +130,12 @@ def stored(ground: Ground) -> Plan:
     """The plan that was given, or is in the file that was named; rank 0 reads it."""
     given = ground.settings.plan
     if isinstance(given, Plan):
-        plan = given
-    else:
-        name = str(given)
-        said = together(ground, lambda: _read(name).to_json() if ground.rank == 0 else None)
-        plan = Plan.from_json(said[0])
-    _check_stored(ground, plan)
+        _check_stored(ground, given, "the plan")
+        return given
+    file = str(given)
+    said = together(ground, lambda: _read(file).to_json() if ground.rank == 0 else None)
+    plan = Plan.from_json(said[0])
+    _check_stored(ground, plan, f'plan="{file}"')
     return plan
 
 
@@ -251,22 +251,20 @@ def _read(name: str) -> Plan:
     return Plan.from_text(text, f'plan="{name}"')
 
 
-def _check_stored(ground: Ground, plan: Plan) -> None:
-    if plan.split.ranks != ground.ranks:
-        raise UserError(
-            f"the plan is for {plan.split.ranks} ranks and there are {ground.ranks}; make another with mimatrix plan"
-        )
+def _check_stored(ground: Ground, plan: Plan, name: str) -> None:
+    if complaint := misfit(plan, ground.devices):
+        raise UserError(f"{name} {complaint}")
     if plan.global_batch != ground.global_batch:
         raise UserError(
-            f"the plan is for a global batch of {plan.global_batch} and global_batch is {ground.global_batch}; "
+            f"{name} is for a global batch of {plan.global_batch} and global_batch is {ground.global_batch}; "
             "make them agree"
         )
     if plan.model and plan.model != size_of(ground).fingerprint:
         raise UserError(
-            "the plan was made for another model, optimizer or precision; measure this one: mimatrix profile script.py"
+            f"{name} was made for another model, optimizer or precision; measure this one: mimatrix profile script.py"
         )
     if plan.stage not in _stages(ground):
-        raise UserError(f"the plan is for stage {plan.stage}, which this run cannot be trained in; make another plan")
+        raise UserError(f"{name} is for stage {plan.stage}, which this run cannot be trained in; make another plan")
 
 
 def say(ground: Ground, sentence: str) -> None:

@@ -1,15 +1,20 @@
 """A plan: who does how much of every step, what that should take, and why."""
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
+from mimatrix.planner.fields import Fields
+from mimatrix.planner.profile import STAGES
 from mimatrix.planner.split import Split
 
 VERSION = 1
+_BRIEFEST_S = 1e-12
+"""No step takes less."""
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,8 @@ class Part:
     memory_bytes: int
     """At its peak."""
     room_bytes: int
+    device: str = ""
+    """As the machine calls it, where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,34 +109,108 @@ class Plan:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Plan":
-        """What `to_json` gave."""
-        return cls(
-            int(fields["stage"]),
-            Split.from_json(fields["micro"]),
-            Shares(tuple(fields["shares"])),
-            tuple(Part(**each) for each in fields["ranks"]),
-            float(fields["step_s"]),
-            float(fields["communication_s"]),
-            tuple(fields["reasons"]),
-            tuple(LeftOut(**each) for each in fields["left_out"]),
-            float(fields["within"]),
-            str(fields["model"]),
-            int(fields["version"]),
-        )
+        """What `to_json` gave; a ValueError names what cannot be."""
+        return cls._of(Fields.of(fields, "it"))
 
     @classmethod
     def from_text(cls, text: str, name: str = "the plan") -> "Plan":
         """A plan from a file; a sentence for anything else."""
         try:
-            fields = json.loads(text)
-            version = fields["mimatrix_plan"]
-        except (ValueError, KeyError, TypeError):
+            fields = Fields.read(text)
+            version = fields.take("mimatrix_plan")
+        except ValueError:
             raise UserError(f"{name} is no plan; make one with `mimatrix plan --output plan.json`") from None
         if version != VERSION:
             raise UserError(
                 f"{name} has version {version} and this is {VERSION}; make it again: mimatrix plan --output plan.json"
             )
         try:
-            return cls.from_json(fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{name} is damaged ({error}); make it again: mimatrix plan --output plan.json") from None
+            return cls._of(fields)
+        except ValueError as error:
+            fix = "correct it, or make it again: mimatrix plan --output plan.json"
+            raise UserError(f"{name} is damaged ({error}); {fix}") from None
+
+    @classmethod
+    def _of(cls, fields: Fields) -> "Plan":
+        parts = tuple(_part(each) for each in fields.objects("ranks"))
+        if not parts:
+            raise ValueError("ranks is empty")
+        return cls(
+            fields.whole("stage", most=STAGES[-1]),
+            _split(fields, len(parts)),
+            _shares(fields, len(parts)),
+            parts,
+            fields.figure("step_s", least=_BRIEFEST_S),
+            fields.figure("communication_s"),
+            fields.texts("reasons"),
+            tuple(LeftOut(each.text("name"), each.text("reason")) for each in fields.objects("left_out")),
+            fields.figure("within"),
+            fields.text("model"),
+            fields.whole("version"),
+        )
+
+
+def misfit(plan: Plan, devices: Sequence[str]) -> str:
+    """Why ranks with these devices cannot follow the plan, with the fix; empty if they may."""
+    ranks, here = plan.split.ranks, len(devices)
+    if ranks != here:
+        return _other_number(plan, here)
+    if len(plan.shares) != ranks:
+        return f"has {len(plan.shares)} shares for {ranks} ranks; give one for each rank"
+    meant = [part.device or part.name for part in plan.parts]
+    # Only the same names in another order are surely the same devices: who describes a cluster may spell them freely.
+    if sorted(meant) != sorted(devices) or meant == list(devices):
+        return ""
+    rank = next(rank for rank in range(ranks) if meant[rank] != devices[rank])
+    return (
+        f"has {meant[rank]} as rank {rank}, which is {devices[rank]} here; start the ranks in the plan's order "
+        f"({_listed(meant)}), or make another with mimatrix plan"
+    )
+
+
+def _other_number(plan: Plan, here: int) -> str:
+    ranks = plan.split.ranks
+    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if not plan.left_out:
+        return f"is for {count} and there are {here}; make another with mimatrix plan"
+    left = f"leaves out {_listed([each.name for each in plan.left_out])}"
+    stay = _listed([part.name for part in plan.parts])
+    return (
+        f"is for {count} and there are {here}, since it {left}; start only {stay} (-n {ranks}), or plan with all: "
+        f"mimatrix plan --keep-all"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    *most, last = [*names[:_LISTED], *more]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _part(fields: Fields) -> Part:
+    return Part(
+        fields.text("name"),
+        fields.figure("busy_s"),
+        fields.figure("idle_s"),
+        fields.size("memory_bytes"),
+        fields.size("room_bytes"),
+        fields.text("device") if "device" in fields.values else "",
+    )
+
+
+def _split(fields: Fields, ranks: int) -> Split:
+    micro = fields.wholes("micro", least=1)
+    if len(micro) != ranks:
+        raise ValueError(f"micro has {len(micro)} entries and ranks has {ranks}")
+    total, said = sum(map(sum, micro)), fields.whole("global_batch", least=1)
+    if said != total:
+        raise ValueError(f"global_batch is {said} and micro has {total} samples")
+    return Split(micro)
+
+
+def _shares(fields: Fields, ranks: int) -> Shares:
+    fractions = fields.figures("shares", ranks)
+    try:
+        return Shares(fractions)
+    except UserError:
+        raise ValueError(f"shares sum to {math.fsum(fractions):.6g}, wanted 1") from None

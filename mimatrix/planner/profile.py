@@ -7,11 +7,12 @@ from typing import Any
 
 from mimatrix.core.errors import UserError
 from mimatrix.planner.curve import Curve
+from mimatrix.planner.fields import Fields
 
 VERSION = 1
 STAGES = (0, 1, 2, 3)
-_BEYOND = 1e18
-"""No figure here is so large, and what is no number is not below it."""
+_BRIEFEST_S = 1e-12
+"""No pass takes less."""
 PerStage = tuple[float, ...]
 """One figure for each stage."""
 
@@ -85,11 +86,22 @@ class Profile:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Profile":
         """What `to_json` gave."""
-        known = {name: fields[name] for name in cls.__slots__}
-        _check_figures(known, "room_bytes", "optimizer_s", "noise", "took_s", "overflows")
-        _check_each(known["handling_s"])
-        curves = {name: Curve.of(known[name]) for name in ("seconds", "memory")}
-        return cls(**{**known, **curves, "handling_s": tuple(known["handling_s"])})
+        return cls._of(Fields.of(fields, "it"))
+
+    @classmethod
+    def _of(cls, fields: Fields) -> "Profile":
+        return cls(
+            fields.label("device"),
+            fields.text("model"),
+            Curve.of(fields.points("seconds", _BRIEFEST_S)),
+            Curve.of(fields.points("memory")),
+            fields.size("room_bytes"),
+            fields.figure("optimizer_s"),
+            fields.figures("handling_s", len(STAGES)),
+            fields.figure("noise"),
+            fields.figure("took_s"),
+            fields.whole("overflows"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,37 +154,33 @@ class Measurements:
     def from_text(cls, text: str, name: str = "the profile") -> "Measurements":
         """What `to_text` gave; a sentence for anything else."""
         try:
-            fields = json.loads(text)
-            version = fields["mimatrix_profile"]
-        except (ValueError, KeyError, TypeError):
+            fields = Fields.read(text)
+            version = fields.take("mimatrix_profile")
+        except ValueError:
             raise UserError(f"{name} is no profile; make one with `mimatrix profile script.py`") from None
         if version != VERSION:
             raise UserError(f"{name} has version {version} and this is {VERSION}; measure again: mimatrix profile")
         try:
-            paid = fields["communication"]
-            _check_each(paid["once_s"])
-            _check_each(paid["round_s"])
-            sizes = [name for name in ModelSize.__slots__ if name not in ("fingerprint", "name")]
-            _check_figures(fields["model"], *sizes)
-            if not fields["profiles"]:
-                raise ValueError("it has no profiles")
-            return cls(
-                ModelSize(**fields["model"]),
-                tuple(Profile.from_json(each) for each in fields["profiles"]),
-                Communication(tuple(paid["once_s"]), tuple(paid["round_s"]), str(paid["reason"])),
-                bool(fields["equal_counts"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
+            return cls._of(fields)
+        except (ValueError, UserError) as error:
             raise UserError(f"{name} is damaged ({error}); measure again: mimatrix profile script.py") from None
 
-
-def _check_figures(fields: Mapping[str, Any], *names: str) -> None:
-    for name in names:
-        value = fields[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _BEYOND:
-            raise ValueError(f"{name} is {value!r}")
-
-
-def _check_each(values: Any) -> None:
-    """One figure for each stage."""
-    _check_figures(dict(enumerate(values)), *range(len(STAGES)))  # type: ignore[arg-type]
+    @classmethod
+    def _of(cls, fields: Fields) -> "Measurements":
+        model = Fields.of(fields.take("model"), "model")
+        paid = Fields.of(fields.take("communication"), "communication")
+        profiles = tuple(Profile._of(each) for each in fields.objects("profiles"))
+        if not profiles:
+            raise ValueError("profiles is empty")
+        return cls(
+            ModelSize(
+                model.text("fingerprint"),
+                model.text("name"),
+                *(model.size(name) for name in ModelSize.__slots__[2:]),
+            ),
+            profiles,
+            Communication(
+                paid.figures("once_s", len(STAGES)), paid.figures("round_s", len(STAGES)), paid.text("reason")
+            ),
+            fields.flag("equal_counts"),
+        )

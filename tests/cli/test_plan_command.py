@@ -50,6 +50,7 @@ def test_a_described_cluster_is_planned_drawn_and_stored(tmp_path: Path) -> None
     assert plan.global_batch == 512
     assert [part.name for part in plan.parts] == ["pair/0 3090", "pair/1 3090", "big/0 A40"]
     assert all(part.memory_bytes <= part.room_bytes for part in plan.parts)
+    assert [part.device for part in plan.parts] == ["NVIDIA GeForce RTX 3090"] * 2 + ["NVIDIA A40"]
     # The memory of the cluster file counts: an A40 has 48 GB.
     assert plan.parts[2].room_bytes == int(0.92 * 48e9)
 
@@ -154,6 +155,15 @@ def test_a_family_without_kinds_is_of_the_one_kind_measured(tmp_path: Path) -> N
 )
 def test_bad_input_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
     assert sentence in refused(*LAB, *words)
+
+
+def test_an_edited_profile_is_one_sentence(tmp_path: Path) -> None:
+    file = Path(stored(tmp_path, profile("A", 1000)))
+    fields = json.loads(file.read_text())
+    fields["profiles"][0]["seconds"] = [[1, 0.0]]
+    for text in (json.dumps(fields), "[" * 100_000):
+        file.write_text(text)
+        assert str(file) in refused("plan", "--profiles", str(file), "--global-batch", "8")
 
 
 def test_a_profile_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -22,10 +22,11 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.run import Run
 from mimatrix.planner.drift import Change, Keep
-from mimatrix.planner.plan import Part, Plan
+from mimatrix.planner.plan import LeftOut, Part, Plan
 from mimatrix.planner.split import Split
 
 BATCH, STEPS = 12, 12
+PART = (Part("rank 0", 1.0, 0.0, 0, 0),)
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +184,12 @@ def test_a_stored_plan_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"split": Split(((12,),)), "shares": Shares((1.0,))}, "the plan is for 1 ranks and there are 2"),
+        ({"split": Split(((12,),)), "shares": Shares((1.0,))}, "the plan is for 1 rank and there are 2"),
+        ({"shares": Shares((1.0,))}, "the plan has 1 shares for 2 ranks; give one for each rank"),
+        (
+            {"split": Split(((12,),)), "left_out": (LeftOut("rank 1", "slow"),), "parts": PART},
+            r"there are 2, since it leaves out rank 1; start only rank 0 .-n 1., or .* --keep-all",
+        ),
         ({"split": Split(((6,), (7,)))}, "the plan is for a global batch of 13 and global_batch is 12"),
         ({"model": "another"}, "the plan was made for another model.*mimatrix profile"),
     ],
@@ -192,6 +198,15 @@ def test_a_plan_for_something_else_is_refused(change: dict[str, Any], sentence: 
     plan = replace(plan_of(Split(((6,), (6,))), 0, Shares.equal(2)), **change)
     with pytest.raises(UserError, match=sentence):
         in_runs(2, trained, global_batch=BATCH, plan=plan)
+
+
+def test_a_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    fields = plan_of(Split(((6,), (7,))), 0, Shares.equal(2)).to_json()
+    for change, said in (({}, "is for a global batch of 13"), ({"step_s": 0}, "is damaged .step_s is 0")):
+        file.write_text(json.dumps(fields | change))
+        with pytest.raises(UserError, match=f'plan="{file}" {said}'):
+            in_runs(2, trained, global_batch=BATCH, plan=str(file))
 
 
 @pytest.mark.parametrize(

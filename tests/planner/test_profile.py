@@ -1,14 +1,16 @@
 """Profiles and plans as text: what is written is read back, and anything else gets a sentence."""
 
 import json
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.planner.curve import Curve
-from mimatrix.planner.plan import LeftOut, Part, Plan
+from mimatrix.planner.plan import LeftOut, Part, Plan, misfit
 from mimatrix.planner.profile import Communication, Measurements, ModelSize, Profile
 from mimatrix.planner.split import Split
 
@@ -56,7 +58,7 @@ def test_other_text_is_no_profile_and_no_plan(text: str) -> None:
 def test_a_damaged_profile_gets_a_sentence(lost: str) -> None:
     fields = json.loads(MEASURED.to_text())
     del fields[lost]
-    with pytest.raises(UserError, match=f"damaged .*{lost}.*; measure again"):
+    with pytest.raises(UserError, match=f"damaged .{lost} is missing.; measure again"):
         Measurements.from_text(json.dumps(fields))
     with pytest.raises(UserError, match="version 99"):
         Measurements.from_text(json.dumps(fields | {"mimatrix_profile": 99}))
@@ -66,10 +68,124 @@ def test_a_damaged_profile_gets_a_sentence(lost: str) -> None:
 def test_a_damaged_plan_gets_a_sentence(lost: str) -> None:
     fields = PLAN.to_json()
     del fields[lost]
-    with pytest.raises(UserError, match=f"damaged .*{lost}.*; make it again"):
+    with pytest.raises(UserError, match=f"damaged .{lost} is missing.; correct it, or make it again"):
         Plan.from_text(json.dumps(fields))
     with pytest.raises(UserError, match="version 99"):
         Plan.from_text(json.dumps(fields | {"mimatrix_plan": 99}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"micro": [[3.0, 2.0], []]}, "micro[0] is 3.0, wanted a whole number from 1"),
+        ({"micro": [[4, True], []]}, "micro[0] is true, wanted a whole number from 1"),
+        ({"micro": [[6, -1], []]}, "micro[0] is -1, wanted a whole number from 1"),
+        ({"micro": [[5]]}, "micro has 1 entries and ranks has 2"),
+        ({"micro": [[], []]}, "global_batch is 5 and micro has 0 samples"),
+        ({"micro": 5}, "micro is 5, wanted a list"),
+        ({"global_batch": 6}, "global_batch is 6 and micro has 5 samples"),
+        ({"step_s": 0}, "step_s is 0, wanted a number from 1e-12"),
+        ({"step_s": float("nan")}, "step_s is NaN, wanted a number from 1e-12"),
+        ({"ranks": []}, "ranks is empty"),
+        ({"ranks": [5, 6]}, "ranks[0] is 5, wanted an object in braces"),
+        ({"stage": float("inf")}, "stage is Infinity, wanted a whole number from 0"),
+        ({"stage": 4}, "stage is 4, wanted 0 to 3"),
+        ({"shares": [1.0]}, "shares has 1 entries, wanted 2"),
+        ({"shares": [0.5, 0.2]}, "shares sum to 0.7, wanted 1"),
+        ({"shares": [1.5, -0.5]}, "shares[1] is -0.5, wanted a number from 0"),
+        ({"reasons": "because"}, 'reasons is "because", wanted a list'),
+        ({"left_out": [{"name": "c"}]}, "left_out[0].reason is missing"),
+    ],
+)
+def test_an_edited_plan_gets_a_sentence_with_its_file_and_field(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Plan.from_text(json.dumps(PLAN.to_json() | change), 'plan="p.json"')
+    fix = "correct it, or make it again: mimatrix plan --output plan.json"
+    assert str(caught.value) == f'plan="p.json" is damaged ({said}); {fix}'
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device": [1]}, "profiles[1].device is [1], wanted text"),
+        ({"device": 5}, "profiles[1].device is 5, wanted text"),
+        ({"device": None}, "profiles[1].device is null, wanted text"),
+        ({"device": " "}, 'profiles[1].device is " ", wanted a name'),
+        ({"seconds": [[1, 0.1], [float("inf"), 1.0]]}, "profiles[1].seconds[1] is Infinity, wanted a whole number"),
+        ({"seconds": [[1.5, 0.1]]}, "profiles[1].seconds[0] is 1.5, wanted a whole number from 1"),
+        ({"seconds": [[1, 0.0], [2, 0.0]]}, "profiles[1].seconds[0] is 0.0, wanted a number from 1e-12"),
+        ({"seconds": []}, "profiles[1].seconds is empty"),
+        ({"seconds": [[1, 0.1], [1, 0.2]]}, "profiles[1].seconds[1] has the batch size 1 again"),
+        ({"memory": [[1, 2, 3]]}, "profiles[1].memory[0] is [1, 2, 3], wanted a batch size and a number"),
+        ({"room_bytes": float("nan")}, "profiles[1].room_bytes is NaN, wanted a number from 0"),
+        ({"handling_s": [0, 0]}, "profiles[1].handling_s has 2 entries, wanted 4"),
+    ],
+)
+def test_an_edited_profile_gets_a_sentence_with_its_file_and_field(change: dict[str, Any], said: str) -> None:
+    fields = json.loads(MEASURED.to_text())
+    fields["profiles"][1] |= change
+    with pytest.raises(UserError) as caught:
+        Measurements.from_text(json.dumps(fields), "p.json")
+    assert str(caught.value).startswith(f"p.json is damaged ({said}")
+    assert str(caught.value).endswith("); measure again: mimatrix profile script.py")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"equal_counts": "false"}, 'equal_counts is "false", wanted true or false'),
+        ({"model": []}, "model is [], wanted an object in braces"),
+        ({"profiles": []}, "profiles is empty"),
+        ({"communication": {"once_s": [0] * 4, "round_s": [0] * 4, "reason": 3}}, "communication.reason is 3"),
+    ],
+)
+def test_edited_measurements_get_a_sentence(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"p.json is damaged ({said}")):
+        Measurements.from_text(json.dumps(json.loads(MEASURED.to_text()) | change), "p.json")
+
+
+def test_sizes_may_be_written_short() -> None:
+    fields = json.loads(MEASURED.to_text())
+    fields["profiles"][0]["room_bytes"] = 24e9
+    room = Measurements.from_text(json.dumps(fields)).profiles[0].room_bytes
+    assert (room, type(room)) == (24 * 10**9, int)
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_deeply_nested_text_gets_a_sentence(depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    for text in (nested, f'{{"mimatrix_profile": 1, "mimatrix_plan": 1, "model": {nested}, "ranks": {nested}}}'):
+        with pytest.raises(UserError, match="profile"):
+            Measurements.from_text(text)
+        with pytest.raises(UserError, match="plan"):
+            Plan.from_text(text)
+
+
+def test_whoever_was_left_out_is_named() -> None:
+    assert misfit(PLAN, ["x", "y"]) == ""
+    assert misfit(PLAN, ["x", "y", "z"]) == (
+        "is for 2 ranks and there are 3, since it leaves out c; start only a and b (-n 2), or plan with all: "
+        "mimatrix plan --keep-all"
+    )
+    whole = replace(PLAN, left_out=())
+    assert misfit(whole, ["x"]) == "is for 2 ranks and there are 1; make another with mimatrix plan"
+    many = replace(PLAN, left_out=tuple(LeftOut(str(rank), "") for rank in range(12)))
+    assert "leaves out 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;" in misfit(many, ["x"] * 14)
+
+
+def test_devices_in_another_order_are_refused_only_where_that_is_sure() -> None:
+    parts = tuple(replace(part, device=device) for part, device in zip(PLAN.parts, ("A40", "3090"), strict=True))
+    plan = replace(PLAN, parts=parts)
+    assert misfit(plan, ["A40", "3090"]) == ""
+    assert misfit(plan, ["3090", "A40"]) == (
+        "has A40 as rank 0, which is 3090 here; start the ranks in the plan's order (A40 and 3090), or make another "
+        "with mimatrix plan"
+    )
+    assert misfit(plan, ["NVIDIA 3090", "NVIDIA A40"]) == ""
+    assert misfit(plan, ["cpu", "cpu"]) == ""
+    # A plan that a run made names devices and nothing else.
+    assert "has a as rank 0, which is b here" in misfit(PLAN, ["b", "a"])
+    assert "has 1 shares for 2 ranks" in misfit(replace(PLAN, shares=Shares((1.0,))), ["a", "b"])
 
 
 def test_what_a_rank_keeps_in_each_stage() -> None:
