@@ -11,6 +11,7 @@ from mimatrix.cluster import Device, write_cluster
 from mimatrix.core.errors import UserError
 from mimatrix.engine.linking import measured_cluster
 from mimatrix.engine.surveying import Ground, survey, together
+from mimatrix.planner.matching import memory_with
 
 
 def is_asked() -> bool:
@@ -22,7 +23,8 @@ def store_and_end(ground: Ground) -> None:
     """Measure, write down and end well. A collective."""
     found = survey(ground)
     cluster = os.environ.get("MIMATRIX_PROFILE_CLUSTER")
-    devices = [Device(profile.device, profile.room_bytes) for profile in found.profiles]
+    # Of memory a plan leaves some free, which is taken off a measured room already.
+    devices = [Device(profile.device, memory_with(profile.room_bytes)) for profile in found.profiles]
     text = write_cluster(measured_cluster(ground, devices)) if cluster else ""
     together(ground, lambda: _write(found.to_text(), Path(os.environ["MIMATRIX_PROFILE"]), ground.rank))
     if cluster:

@@ -10,8 +10,8 @@ from mimatrix.cluster.model import Device
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.planner.profile import Communication, Measurements, Profile
 
-USABLE = 0.92
-"""The part of a device's memory that a plan may fill: allocators and drivers want the rest."""
+_USABLE = 92
+"""Per cent of a device's memory that a plan may fill: allocators and drivers want the rest."""
 _UNNAMED = Device().kind
 
 
@@ -65,6 +65,11 @@ def profiles_for(devices: Sequence[Device], measured: Sequence[Profile]) -> tupl
     return tuple(found)
 
 
+def memory_with(room_bytes: int) -> int:
+    """The memory of a device that a plan may fill up to `room_bytes`, as `profiles_for` reads it."""
+    return -(-room_bytes * 100 // _USABLE)
+
+
 def kind_of(kind: str, measured: Sequence[str]) -> str:
     """The measured device that a cluster's `kind` means: `3090` is the `NVIDIA GeForce RTX 3090`."""
     if kind == _UNNAMED and len(measured) == 1:
@@ -112,4 +117,4 @@ def _has_words(text: str, words: str) -> bool:
 
 
 def _with_memory(profile: Profile, memory_bytes: int) -> Profile:
-    return replace(profile, room_bytes=int(USABLE * memory_bytes)) if memory_bytes else profile
+    return replace(profile, room_bytes=memory_bytes * _USABLE // 100) if memory_bytes else profile

@@ -99,6 +99,10 @@ def test_the_example_is_measured_and_not_trained(tmp_path: Path) -> None:
     assert [device.kind for device in node.devices] == ["cpu", "cpu"]
     assert node.bus
     assert node.bus.rate_bytes_per_s > 1e7
+    rooms = []
     for where in ((), ("--cluster", str(cluster))):
-        planned = mimatrix("plan", "--profiles", str(stored), "--global-batch", "64", "--json", *where)
-        assert sum(map(sum, json.loads(planned.stdout)["micro"])) == 64
+        planned = mimatrix("plan", "--profiles", str(stored), "--global-batch", "64", "--keep-all", "--json", *where)
+        fields = json.loads(planned.stdout)
+        assert sum(map(sum, fields["micro"])) == 64
+        rooms.append([rank["room_bytes"] for rank in fields["ranks"]])
+    assert rooms[0] == rooms[1]

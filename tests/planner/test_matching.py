@@ -2,12 +2,12 @@
 
 import pytest
 
-from mimatrix.cluster import load_cluster
-from mimatrix.cluster.model import Device
+from mimatrix.cluster import Cluster, load_cluster, read_cluster, write_cluster
+from mimatrix.cluster.model import Device, Node
 from mimatrix.core.errors import UserError
 from mimatrix.planner.curve import Curve
 from mimatrix.planner.growth import Addition, measured_network, with_node
-from mimatrix.planner.matching import kind_of, profiles_for
+from mimatrix.planner.matching import devices_of, kind_of, memory_with, profiles_for
 from mimatrix.planner.profile import Communication, Profile
 
 CARDS = ("NVIDIA A40", "NVIDIA RTX A4000", "NVIDIA GeForce RTX 3090", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")
@@ -59,6 +59,13 @@ def test_ranks_of_one_kind_are_like_the_measured_ones_in_turn() -> None:
 def test_memory_of_the_description_counts() -> None:
     small, as_measured = profiles_for([Device("cpu", 500), Device("cpu")], [profile("cpu")])
     assert (small.room_bytes, as_measured.room_bytes) == (460, 1000)
+
+
+@pytest.mark.parametrize("room", [1, 22, 23, 24, 92, 99, 4710198083, 2**40 + 1, 10**15 + 7])
+def test_a_room_that_is_described_as_memory_comes_back(room: int) -> None:
+    text = write_cluster(Cluster("x", (Node("n", (Device("cpu", memory_with(room)),)),), (), ()))
+    (found,) = profiles_for(devices_of(read_cluster(text)), [profile("cpu")])
+    assert found.room_bytes == room
 
 
 @pytest.mark.parametrize(
