@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,8 @@ def demo(
     Example: mimatrix demo --picture demo.png
     """
     if picture == _PICTURE:
-        picture.parent.mkdir(exist_ok=True)
+        with suppress(OSError):  # that there is no folder is said below
+            picture.parent.mkdir(exist_ok=True)
     check_file(picture, (".png", ".svg", ".pdf"))
     if epochs < 2:
         raise UserError(f"{epochs} epochs are too few to measure; use --epochs 2 or more")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mimatrix.cli.run import Arguments, Memory, Module, Ranks, Script, SlowBy, Speeds, Threads, Timeout, asked, say
-from mimatrix.cli.screen import check_file, plain_console, print_json, save_picture
+from mimatrix.cli.screen import check_file, plain_console, print_json, save_picture, write_text
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_bytes, format_seconds
 
@@ -56,7 +56,7 @@ def profile(
     launch = asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
     launches.check(launch)
     found = _measured(launch, script, cluster, fresh=fresh)
-    output.write_text(found.to_text(), encoding="utf-8")
+    write_text(found.to_text(), output)
     if picture:
         from mimatrix.planner.drawing import draw_measurements
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -57,18 +58,39 @@ def check_file(path: Path, endings: tuple[str, ...]) -> None:
     """Refuse a file that could not be written, before the work is done."""
     if path.suffix.lower() not in endings:
         raise UserError(f'"{path}" has no ending that can be written here; use {" or ".join(endings)}')
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UserError(f'the folder of "{path}" does not exist; make it first, or choose another')
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise UserError(f'"{path}" cannot be written; choose another file')
+    with _writing(path):
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise UserError(f'the folder of "{path}" {what}; make it first, or choose another')
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise UserError(f'"{path}" cannot be written; choose another file')
+        if not path.exists():
+            # Root may write everywhere, yet some folders take no files.
+            TemporaryFile(dir=folder).close()
 
 
 def save_picture(figure: "Figure", path: Path) -> None:
     """Write the picture in the format that the name of the file asks for."""
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    with _writing(path):
+        figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def write_json(value: object, path: Path) -> None:
     """One JSON value in a file."""
-    path.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+    write_text(json.dumps(value, allow_nan=False), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Text in a file."""
+    with _writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the system has against a file is a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f'"{path}" cannot be written ({error.strerror or error}); choose another file') from None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,11 +121,34 @@ def test_algorithms_lists_the_catalog() -> None:
         (["topology", "bigraph:4"], "bigraph:4x4"),
         (["topology", "star:4", "--toml", "--json"], "--toml"),
         (["topology", "star:4", "--picture", "tests.png/x.png"], "does not exist"),
+        (["topology", "star:4", "--picture", "README.md/x.png"], "is a file; make it first, or choose another"),
+        (["topology", "star:4", "--picture", f"{'x' * 300}.png"], "cannot be written (File name too long); choose"),
         (["algorithms", "--ranks", "1"], "two ranks or more"),
     ],
 )
 def test_bad_input_gets_one_sentence(words: list[str], sentence: str) -> None:
     assert sentence in refused(*words)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology", "star:4", "--picture", "/proc/x.png"),
+        ("simulate", "--cluster", "star:4", "--algorithm", "ring", "--trace", "/proc/x.json"),
+        ("plan", "--profiles", "examples/lab_profiles.json", "--global-batch", "8", "-o", "/proc/x.json"),
+        ("demo", "--picture", "/proc/x.png"),
+    ],
+)
+def test_a_folder_that_takes_no_files_gets_one_sentence(words: tuple[str, ...]) -> None:
+    assert re.search(r'"/proc/x\.\w+" cannot be written.*; choose another file', refused(*words))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_gets_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").symlink_to("/dev/full")
+    words = ("plan", "--profiles", "examples/lab_profiles.json", "--global-batch", "8")
+    assert "(No space left on device); choose another" in refused(*words, "-o", str(tmp_path / "plan.json"))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,13 @@ def heard(steps: int = WARM_UP + 10) -> Board:
     return board
 
 
+def test_a_file_where_the_folder_of_the_picture_should_be(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    done = subprocess.run(COMMAND, cwd=tmp_path, env=PLAIN, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == 'mimatrix: the folder of "out/demo.png" is a file; make it first, or choose another\n'
+
+
 def test_figures() -> None:
     found = result(heard(), SPEEDS, 60.0)
     assert found.ideal_samples_per_s == pytest.approx(3500)
