@@ -35,7 +35,9 @@ def profile(
     cluster: Annotated[
         Path | None, typer.Option(help="Measure the links between workers, too, and store them as a cluster here.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw time and throughput against the batch here.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw time, throughput and memory against the batch here.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     sizes: Annotated[bool, typer.Option("--sizes", help="Print every batch size that was timed, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
@@ -60,7 +62,7 @@ def profile(
     if picture:
         from mimatrix.planner.drawing import draw_measurements
 
-        save_picture(draw_measurements(found), picture)
+        save_picture(draw_measurements(found, launch.speeds), picture)
     if as_json:
         print_json(json.loads(found.to_text()))
         return

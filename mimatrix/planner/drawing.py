@@ -1,6 +1,6 @@
 """Pictures of plans and of measurements."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogFormatter
 
 from mimatrix.core.units import format_seconds
+from mimatrix.planner.curve import Curve, Floats
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements, Profile
 from mimatrix.planner.reports import lanes, rate_text, steps_text
@@ -52,19 +53,24 @@ def draw_plan(plan: Plan, profiles: Sequence[Profile], title: str = "", equal_co
     return figure
 
 
-def draw_measurements(found: Measurements) -> Figure:
-    """Time and throughput against the batch, a line for each device: points as measured, lines as fitted."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    times, rates = figure.subplots(1, 2)
-    for index, (label, profile) in enumerate(_distinct(found)[:_MOST_LINES]):
-        sizes = np.unique(np.geomspace(profile.seconds.points[0][0], profile.seconds.most, 200).round().astype(int))
-        fitted = profile.seconds.table[sizes]
-        points = np.array(profile.seconds.points)
-        colour = f"C{index}"
-        times.plot(sizes, fitted * 1e3, color=colour, label=label)
-        times.plot(points[:, 0], points[:, 1] * 1e3, "o", color=colour, markersize=4)
-        rates.plot(sizes, sizes / fitted, color=colour, label=label)
-        rates.plot(points[:, 0], points[:, 0] / points[:, 1], "o", color=colour, markersize=4)
+def draw_measurements(found: Measurements, speeds: Sequence[float] = ()) -> Figure:
+    """Time, throughput and memory against the batch, a line for each rank: points as measured, lines as fitted.
+
+    Memory only where some was found; `speeds` are the ranks', where they are emulated.
+    """
+    lines = list(zip(_labels(found, speeds), found.profiles, strict=True))[:_MOST_LINES]
+    held = max(value for _, profile in lines for _, value in profile.memory.points)
+    scale, unit = (1e9, "GB") if held >= 1e9 else (1e6, "MB")
+    figure = Figure(figsize=(16 if held else 11, 4.4), layout="constrained")
+    times, rates, *memories = figure.subplots(1, 3 if held else 2)
+    for index, (label, profile) in enumerate(lines):
+        _plot(times, profile.seconds, lambda _, seconds: seconds * 1e3, index, label)
+        _plot(rates, profile.seconds, lambda sizes, seconds: sizes / seconds, index, label)
+        for axes in memories:
+            _plot(axes, profile.memory, lambda _, count: count / scale, index, label)
+    for axes in memories:
+        _label(axes, f"memory of a micro-batch at its peak [{unit}]")
+        axes.set_ylim(bottom=0)
     _label(times, "time forward and backward [ms]")
     _label(rates, "samples/s")
     times.set_yscale("log")
@@ -76,8 +82,18 @@ def draw_measurements(found: Measurements) -> Figure:
     return figure
 
 
-def _distinct(found: Measurements) -> list[tuple[str, Profile]]:
-    return [(f"rank {rank}: {profile.device}", profile) for rank, profile in enumerate(found.profiles)]
+def _labels(found: Measurements, speeds: Sequence[float]) -> list[str]:
+    emulated = [f", speed {speed:g}" for speed in speeds] or [""] * len(found.profiles)
+    ranks = zip(found.profiles, emulated, strict=True)
+    return [f"rank {rank}: {profile.device}{speed}" for rank, (profile, speed) in enumerate(ranks)]
+
+
+def _plot(axes: Axes, curve: Curve, shown: Callable[[Floats, Floats], Floats], index: int, label: str) -> None:
+    """A curve as a line and its points; `shown` makes of (batch sizes, values) what is drawn."""
+    sizes = np.unique(np.geomspace(curve.points[0][0], curve.most, 200).round().astype(int))
+    points = np.array(curve.points)
+    axes.plot(sizes, shown(sizes, curve.table[sizes]), color=f"C{index}", label=label)
+    axes.plot(points[:, 0], shown(points[:, 0], points[:, 1]), "o", color=f"C{index}", markersize=4)
 
 
 def _label(axes: Axes, what: str) -> None:

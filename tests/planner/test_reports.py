@@ -1,7 +1,9 @@
 """Plans as rows and as lanes: what is drawn adds up to what is promised."""
 
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from mimatrix.planner.curve import Curve
@@ -69,5 +71,18 @@ def test_rows_and_pictures() -> None:
     assert [row.largest_batch for row in profile_rows(found)] == [32] * 3
     assert profile_rows(found)[0].samples_per_s == pytest.approx(32 / (0.01 + 0.032))
     assert len(size_rows(found)) == 3 * len(SIZES)
-    times, rates = draw_measurements(found).axes
-    assert len(times.lines) == len(rates.lines) == 6
+
+
+def test_the_picture_of_measurements_tells_alike_ranks_apart() -> None:
+    times, rates, memory = draw_measurements(Measurements(MODEL, PROFILES), (1.0, 0.5, 0.25)).axes
+    assert len(times.lines) == len(rates.lines) == len(memory.lines) == 6
+    _, names = rates.get_legend_handles_labels()
+    assert names == ["rank 0: cpu, speed 1", "rank 1: cpu, speed 0.5", "rank 2: cpu, speed 0.25"]
+    assert memory.get_ylabel().endswith("[MB]")
+    assert np.asarray(memory.lines[1].get_ydata()).tolist() == pytest.approx(SIZES)
+
+
+def test_memory_that_was_not_measured_is_not_drawn() -> None:
+    blank = tuple(replace(each, memory=Curve.of([(1, 0.0), (4, 0.0)])) for each in PROFILES)
+    _, rates = draw_measurements(Measurements(MODEL, blank)).axes
+    assert rates.get_legend_handles_labels()[1][0] == "rank 0: cpu"
