@@ -171,7 +171,7 @@ def misfit(plan: Plan, devices: Sequence[str]) -> str:
 def _other_number(plan: Plan, here: int) -> str:
     ranks = plan.split.ranks
     count = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    if not plan.left_out:
+    if not plan.left_out or ranks + len(plan.left_out) != here:
         return f"is for {count} and there are {here}; make another with mimatrix plan"
     left = f"leaves out {_listed([each.name for each in plan.left_out])}"
     stay = _listed([part.name for part in plan.parts])

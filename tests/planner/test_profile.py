@@ -167,8 +167,9 @@ def test_whoever_was_left_out_is_named() -> None:
         "is for 2 ranks and there are 3, since it leaves out c; start only a and b (-n 2), or plan with all: "
         "mimatrix plan --keep-all"
     )
-    whole = replace(PLAN, left_out=())
-    assert misfit(whole, ["x"]) == "is for 2 ranks and there are 1; make another with mimatrix plan"
+    for plan, here in ((replace(PLAN, left_out=()), 3), (PLAN, 1), (PLAN, 5)):
+        said = f"is for 2 ranks and there are {here}; make another with mimatrix plan"
+        assert misfit(plan, ["x"] * here) == said
     many = replace(PLAN, left_out=tuple(LeftOut(str(rank), "") for rank in range(12)))
     assert "leaves out 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;" in misfit(many, ["x"] * 14)
 
