@@ -106,7 +106,7 @@ largest distance from the optimum of the cost model that the search could not ru
 
 {table(headings, rows)}
 Times have a fixed part and a knee; devices are up to ten times as fast as one another. Up to 64 devices the search also
-looks for one that the job would be better off without, which plans anew without each (above 16, each kind).
+looks for those that the job would be better off without, and plans anew without each kind or set that could be worth it.
 """,
     )
 

@@ -39,6 +39,8 @@ from mimatrix.profiler import (
 )
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+_FOR_EVERYONE = 0.05
+"""The part of a step that it is worth that all ranks come by in the loop: then it may evaluate there."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def problem_of(ground: Ground, found: Measurements) -> Problem:
         stages=_stages(ground),
         shares=settings.shares_for(ground.ranks) if settings.shares is not None else None,
         equal_counts=found.equal_counts,
+        for_everyone=_FOR_EVERYONE,
     )
 
 

@@ -55,8 +55,12 @@ class Drift:
     """What is known of the ranks' speeds beside what was measured before, as factors on that."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        # States stay where they are: another stage or other shares would move them.
-        self._problem = replace(problem, stages=(plan.stage,), shares=plan.shares, may_leave_out=False)
+        # States stay where they are: another stage or other shares would move them. And ranks that came by in the loop
+        # go on doing so.
+        for_everyone = math.inf if all(plan.split.batches) else problem.for_everyone
+        self._problem = replace(
+            problem, stages=(plan.stage,), shares=plan.shares, may_leave_out=False, for_everyone=for_everyone
+        )
         self.plan = plan
         self._recent = [deque[float](maxlen=_MOST_SEEN) for _ in plan.parts]
         self.factors = [1.0] * len(plan.parts)

@@ -57,6 +57,9 @@ def _tried(fabric: Fabric, model_bytes: int, members: Sequence[int]) -> Iterator
 def _candidates(fabric: Fabric, members: Sequence[int]) -> list[tuple[str, str, Request]]:
     """Those worth a replay: with few moves, or the least if all have many."""
     ranks, what = len(members), Collective.ALL_REDUCE
+    if ranks == 2:
+        # All of them come to the same: half of the data there, and half of it back.
+        return [("gdraa", "gdraa", Request(what, ranks))]
     found = [
         ("halving_doubling", "halving_doubling", Request(what, ranks)),
         ("gdraa", "gdraa", Request(what, ranks)),

@@ -7,13 +7,14 @@ import numpy as np
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.planner.cost import cost_of, meets
+from mimatrix.planner.brakes import MOST, Removal, removals
+from mimatrix.planner.cost import Cost, cost_of, meets
 from mimatrix.planner.micro_steps import Alone
 from mimatrix.planner.plan import LeftOut, Part, Plan
 from mimatrix.planner.problem import Priced, Problem
-from mimatrix.planner.profile import STAGES, Communication, Profile
+from mimatrix.planner.profile import STAGES, Communication, ModelSize, Profile
 from mimatrix.planner.reasons import left_out_reason, reasons
-from mimatrix.planner.room import by_room, fits, lacks
+from mimatrix.planner.room import by_room, fits, listed, nothing_fits
 from mimatrix.planner.rounds import Together
 from mimatrix.planner.search import Choice, choose, with_shares
 from mimatrix.planner.split import Split
@@ -21,16 +22,11 @@ from mimatrix.planner.tables import Floats, Tables
 
 __all__ = ["Problem", "make_plan", "predicted"]
 
-# A higher stage must be better than this to be worth its traffic; a device must cost more to be worth leaving out.
+# A higher stage must be better than this to be worth its traffic.
 _SAME = 1e-3
 # States may lie where most room is left, if the step is not longer by more than this.
 _NEARLY = 2e-3
-_GAIN = 1e-2
-# Up to so many ranks the advice looks for devices to leave out; up to so many it asks
-# what each costs on the network, above that it tries one of each kind.
-_ADVISED = 64
 _MOST_SAMPLES = 1 << 24
-_EACH = 16
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -39,18 +35,20 @@ def make_plan(problem: Problem) -> Plan:
     members = tuple(range(len(problem.profiles)))
     priced = _price(problem, members)
     if not priced and not problem.may_leave_out:
-        raise UserError(_nothing_fits(problem))
-    left: tuple[LeftOut, ...] = ()
-    advice = ""
-    if len(members) <= _ADVISED and problem.shares is None:
-        better, left = _without_brakes(problem, priced, problem.may_leave_out)
-        if problem.may_leave_out:
-            priced = better
-        elif left:
-            advice = f"advice: leave out {left[0].name}: {left[0].reason}"
-    if not priced:
-        raise UserError(_nothing_fits(problem))
-    return _plan(problem, priced, left if problem.may_leave_out else (), advice)
+        raise UserError(nothing_fits(problem))
+    taken: list[Removal] = []
+    if problem.shares is None and (len(members) <= MOST or not priced):
+        taken = removals(problem, priced, partial(_price, problem))
+    if not priced and not taken:
+        raise UserError(nothing_fits(problem))
+    if not taken or not problem.may_leave_out:
+        return _plan(problem, priced, (), _advice(problem, priced, taken))
+    left = tuple(
+        LeftOut(problem.names[rank], left_out_reason(each.ranks, each.before, each.after, problem))
+        for each in taken
+        for rank in each.ranks
+    )
+    return _plan(problem, taken[-1].after, left, "")
 
 
 def predicted(problem: Problem, stage: int, split: Split, shares: Shares) -> float:
@@ -83,13 +81,13 @@ def _check(problem: Problem) -> None:
 
 def _price(problem: Problem, members: tuple[int, ...], below_s: float = np.inf) -> tuple[Priced, ...]:
     """The best of every stage that fits, the one to take first; stages that soon show `below_s` or more are left."""
-    communication = problem.network(members)
     profiles = tuple(problem.profiles[rank] for rank in members)
     found: list[Priced] = []
     for stage in sorted(set(problem.stages)):
         tables = Tables.of(stage, problem.model, profiles)
         given = _given_shares(problem, stage, len(members))
         if fits(tables, given):
+            communication = problem.network(members)
             beaten_s = min((each.cost.step_s for each in found), default=np.inf)
             choice = _choice(problem, stage, tables, given, communication, (below_s, beaten_s))
             if choice is not None:
@@ -140,48 +138,53 @@ def _priced(
     communication: Communication,
 ) -> Priced:
     split = Split(choice.micro)
-    price = partial(cost_of, stage, split, model=problem.model, profiles=profiles, communication=communication)
     shares = Shares(choice.shares) if problem.shares is None else problem.shares
-    cost = price(shares, equal_counts=problem.equal_counts)
+
+    def price(split: Split, shares: Shares) -> Cost:
+        return cost_of(stage, split, shares, problem.model, profiles, communication, problem.equal_counts)
+
+    cost = price(split, shares)
     # What the search did not look at, it paid in full: the bound may be that much lower, and no more.
     bound = cost.step_s - (choice.seconds - choice.bound_s)
+    if problem.for_everyone:
+        for_all = _shared_out(split, stage, shares, problem.model, profiles)
+        other = price(for_all, shares)
+        if other.step_s <= cost.step_s * (1 + problem.for_everyone):
+            split, cost = for_all, other
     if problem.shares is None and stage:
         roomy = by_room(stage, split, problem.model, profiles)
-        other = price(roomy, equal_counts=problem.equal_counts)
+        other = price(split, roomy)
         if other.step_s <= cost.step_s * (1 + _NEARLY):
             shares, cost = roomy, other
     return Priced(members, stage, split, shares, cost, bound)
 
 
-def _without_brakes(
-    problem: Problem, priced: tuple[Priced, ...], repeatedly: bool
-) -> tuple[tuple[Priced, ...], tuple[LeftOut, ...]]:
-    """The plan without devices that make it slower, one after the other; and which these are."""
-    left: list[LeftOut] = []
-    members = tuple(range(len(problem.profiles)))
-    while len(members) > 1 and (repeatedly or not left):
-        below_s = priced[0].cost.step_s / (1 + _GAIN) if priced else np.inf
-        tries = [_price(problem, rest, below_s) for rest in _tried(problem, members)]
-        better = [each for each in tries if each and each[0].cost.step_s < below_s]
-        if not better:
-            break
-        shortest = min(better, key=lambda each: each[0].cost.step_s)
-        (rank,) = set(members) - set(shortest[0].members)
-        why = left_out_reason(rank, priced, shortest, problem)
-        left.append(LeftOut(problem.names[rank], why))
-        priced, members = shortest, shortest[0].members
-    return priced, tuple(left)
+def _shared_out(split: Split, stage: int, shares: Shares, model: ModelSize, profiles: Sequence[Profile]) -> Split:
+    """A sample for each rank that has none and has room for one, from whoever has most.
+
+    Where ranks meet once a step, no split in which all have some is better: others get less, and who gets one cannot
+    do with less.
+    """
+    micro = list(split.micro)
+    for rank, (share, profile) in enumerate(zip(shares.fractions, profiles, strict=True)):
+        most = max(range(len(micro)), key=lambda each: sum(micro[each]))
+        if micro[rank] or sum(micro[most]) < 2:
+            continue
+        if profile.room_bytes < model.kept_bytes(stage, share) + float(profile.memory.table[1]):
+            continue
+        *others, last = micro[most]
+        micro[most] = (*others, last - 1) if last > 1 else tuple(others)
+        micro[rank] = (1,)
+    return Split(tuple(micro))
 
 
-def _tried(problem: Problem, members: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The members without one, for each that is unlike the others: as a device, and with few also on the network."""
-    rests = [tuple(each for each in members if each != rank) for rank in members]
-    few = len(members) <= _EACH
-    kinds = {
-        (problem.profiles[rank], problem.network(rest) if few else None): rest
-        for rank, rest in zip(reversed(members), reversed(rests), strict=True)
-    }
-    return list(kinds.values())
+def _advice(problem: Problem, priced: tuple[Priced, ...], taken: Sequence[Removal]) -> str:
+    """Whom to leave out, where all are kept."""
+    if not taken:
+        return ""
+    ranks = tuple(sorted(rank for each in taken for rank in each.ranks))
+    names = listed([problem.names[rank] for rank in ranks])
+    return f"advice: leave out {names}: {left_out_reason(ranks, priced, taken[-1].after, problem)}"
 
 
 def _plan(problem: Problem, priced: tuple[Priced, ...], left: tuple[LeftOut, ...], advice: str) -> Plan:
@@ -206,15 +209,3 @@ def _plan(problem: Problem, priced: tuple[Priced, ...], left: tuple[LeftOut, ...
         within if within > 1e-9 else 0.0,
         problem.model.fingerprint,
     )
-
-
-def _nothing_fits(problem: Problem) -> str:
-    said = {
-        stage: lacks(stage, problem.model, problem.profiles, problem.names, problem.shares)
-        for stage in sorted(set(problem.stages))
-    }
-    stage = max(said)
-    start = f"no stage fits: in stage {stage}" if len(said) > 1 else f"stage {stage} does not fit:"
-    fix = "add devices" if "together" in said[stage] or len(problem.profiles) == 1 else "leave it out"
-    higher = "" if stage == max(STAGES) or problem.shares is not None else "allow a higher stage, "
-    return f"{start} {said[stage]}; {higher}{fix}, or use a smaller model"

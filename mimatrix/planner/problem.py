@@ -29,6 +29,8 @@ class Problem:
     """Batch norm: ranks meet in every micro-step, also in stages 0 and 1."""
     may_leave_out: bool = False
     """Whether devices that slow the job may be left out."""
+    for_everyone: float = 0.0
+    """By which part a step may be longer so that each rank has a sample, without which it would not come by in a loop."""
 
 
 @dataclass(frozen=True)

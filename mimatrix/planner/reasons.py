@@ -20,15 +20,18 @@ def reasons(problem: Problem, priced: tuple[Priced, ...]) -> tuple[str, ...]:
     )
 
 
-def left_out_reason(rank: int, before: tuple[Priced, ...], after: tuple[Priced, ...], problem: Problem) -> str:
-    """Why the job is better off without `rank`."""
+def left_out_reason(
+    ranks: tuple[int, ...], before: tuple[Priced, ...], after: tuple[Priced, ...], problem: Problem
+) -> str:
+    """Why the job is better off without `ranks`, one or several that were tried together."""
     without_s = after[0].cost.step_s
+    them = "it" if len(ranks) == 1 else f"these {len(ranks)}"
     if not before:
-        return f"nothing fits with it, and the step takes {seconds_shown(without_s)} without"
+        return f"nothing fits with {them}, and the step takes {seconds_shown(without_s)} without"
     with_s = before[0].cost.step_s
     return (
-        f"the step takes {seconds_shown(with_s)} with it and {seconds_shown(without_s)} without: "
-        f"{_brake(rank, before[0], after[0], problem)}"
+        f"the step takes {seconds_shown(with_s)} with {them} and {seconds_shown(without_s)} without: "
+        f"{_brake(ranks, before, after[0], problem)}"
     )
 
 
@@ -39,16 +42,20 @@ def seconds_shown(seconds: float) -> str:
     return f"{digits} {text[len(digits) :]}"
 
 
-def _brake(rank: int, before: Priced, after: Priced, problem: Problem) -> str:
-    """What makes a device a brake: what it adds to moving data, or to computing."""
+def _brake(ranks: tuple[int, ...], priced: tuple[Priced, ...], after: Priced, problem: Problem) -> str:
+    """What makes devices a brake: what they add to moving data, or to computing."""
+    one, before = len(ranks) == 1, priced[0]
     saved = before.cost.communication_s - after.cost.communication_s
     if saved > (before.cost.step_s - after.cost.step_s) / 2:
-        return f"moving data takes {seconds_shown(saved)} longer with it"
-    if after.stage != before.stage:
-        return f"its {bytes_shown(problem.profiles[rank].room_bytes)} of memory force stage {before.stage}"
-    if before.stage == 0 and problem.profiles[rank].optimizer_s > after.cost.step_s / 2:
-        return f"its optimizer step alone takes {seconds_shown(problem.profiles[rank].optimizer_s)}"
-    return "it holds the others up for longer than it helps"
+        return f"moving data takes {seconds_shown(saved)} longer with {'it' if one else 'them'}"
+    if after.stage < before.stage and after.stage not in {each.stage for each in priced}:
+        room = bytes_shown(min(problem.profiles[rank].room_bytes for rank in ranks))
+        return f"{'its' if one else 'as little as'} {room} of memory force{'' if one else 's'} stage {before.stage}"
+    slowest_s = max(problem.profiles[rank].optimizer_s for rank in ranks)
+    if before.stage == 0 and slowest_s > after.cost.step_s / 2:
+        takes = "its optimizer step alone takes" if one else "an optimizer step there takes up to"
+        return f"{takes} {seconds_shown(slowest_s)}"
+    return f"{'it holds' if one else 'they hold'} the others up for longer than {'it helps' if one else 'they help'}"
 
 
 def _winner(priced: tuple[Priced, ...]) -> str:

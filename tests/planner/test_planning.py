@@ -2,7 +2,10 @@
 
 import os
 import random
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import brute_force
@@ -17,6 +20,7 @@ from mimatrix.planner.curve import Curve
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.planning import Problem, make_plan, predicted
 from mimatrix.planner.profile import Communication, ModelSize, Profile
+from mimatrix.planner.reasons import seconds_shown
 
 CASES = int(os.environ.get("MIMATRIX_CASES", "60"))
 MB = 1_000_000
@@ -220,16 +224,50 @@ def test_equal_counts_meet_in_every_micro_step() -> None:
 @pytest.mark.parametrize(
     ("room", "said"),
     [
-        (5, "rank 1 (node/1) lacks 1 MB even if it owns nothing; leave it out, or use a smaller model"),
-        (40, "all ranks together lack 92 MB; add devices, or use a smaller model"),
-        (84, "all ranks together lack 4 MB; add devices, or use a smaller model"),
-        (88, "rank 0 (node/0) lacks 6 MB for one sample at a time; leave it out, or use a smaller model"),
+        (5, "rank 1 (node/1) lacks 1 MB even if it owns nothing; use devices with more"),
+        (40, "all ranks together lack 92 MB; add devices or"),
+        (84, "all ranks together lack 4 MB; add devices or"),
+        (88, "rank 0 (node/0) lacks 6 MB for one sample at a time; use devices with more"),
     ],
 )
-def test_what_cannot_fit_says_who_lacks_what(room: float, said: str) -> None:
+def test_what_cannot_fit_says_who_lacks_what_and_what_would_do(room: float, said: str) -> None:
+    for may_leave_out in (False, True):
+        with pytest.raises(UserError) as caught:
+            make_plan(problem(device(room=max(room, 40)), device(room=room), may_leave_out=may_leave_out))
+        assert str(caught.value) == (
+            f"no stage fits: in stage 3 {said} memory (2 with room for 91 MB each would fit), or use a smaller model"
+        )
+
+
+@pytest.mark.parametrize("stages", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_the_room_that_is_said_to_be_enough_is_enough_and_a_little_less_is_not(
+    count: int, stages: tuple[int, ...]
+) -> None:
     with pytest.raises(UserError) as caught:
-        make_plan(problem(device(room=max(room, 40)), device(room=room)))
-    assert str(caught.value) == f"no stage fits: in stage 3 {said}"
+        make_plan(problem(*[device(room=3)] * count, stages=stages))
+    found = re.search(r"room for ([\d.]+) MB( each)? would fit", str(caught.value))
+    assert found
+    assert "leave" not in str(caught.value)
+    assert "higher" not in str(caught.value)
+    assert make_plan(problem(*[device(room=float(found[1]))] * count, stages=stages))
+    assert plan_or_none(problem(*[device(room=float(found[1]) - 1.1)] * count, stages=stages)) is None
+
+
+def test_those_that_cannot_hold_a_thing_are_left_out_together() -> None:
+    wanted = problem(device(), device(room=2), device(room=3), device())
+    with pytest.raises(UserError, match=r"rank 1 \(node/1\) lacks 4 MB .*; leave out ranks 1 and 2, or use"):
+        make_plan(wanted)
+    plan = make_plan(replace(wanted, may_leave_out=True))
+    assert [each.name for each in plan.left_out] == ["node/1", "node/2"]
+    assert all(each.reason.startswith("nothing fits with these 2, and the step takes") for each in plan.left_out)
+    assert [part.name for part in plan.parts] == ["node/0", "node/3"]
+
+
+def test_those_that_cannot_hold_a_thing_are_left_out_of_many() -> None:
+    tiny = device(room=2)
+    plan = make_plan(problem(*[device()] * 99, tiny, tiny, batch=10_000, may_leave_out=True))
+    assert [each.name for each in plan.left_out] == ["node/99", "node/100"]
 
 
 def test_what_does_not_fit_in_the_only_stage_says_that_others_may() -> None:
@@ -269,6 +307,79 @@ def test_a_device_on_a_slow_link_is_left_out_with_the_figure() -> None:
     assert "moving data takes" in plan.left_out[0].reason
     assert plan.step_s < advised.step_s / 1.01
     assert plan.split.total == 64
+
+
+def unlike_links(slow: frozenset[int]) -> Callable[[tuple[int, ...]], Communication]:
+    """A step pays for its slowest link."""
+    return lambda members: Communication.of(*((2.0, 1.0, 1.0) if slow & set(members) else (0.02, 0.01, 0.01)))
+
+
+@pytest.mark.parametrize(("count", "slow"), [(6, {0, 1}), (6, {1, 4}), (7, {2, 3, 6}), (30, {3, 4, 17, 29})], ids=str)
+def test_brakes_that_hide_one_another_are_left_out_together(count: int, slow: set[int]) -> None:
+    """Without one of them the step still waits for the others."""
+    wanted = problem(*[device()] * count, network=unlike_links(frozenset(slow)), batch=512)
+    plan = make_plan(replace(wanted, may_leave_out=True))
+    assert {each.name for each in plan.left_out} == {f"node/{rank}" for rank in slow}
+    kept = make_plan(wanted)
+    assert len(kept.parts) == count
+    with_s, without_s = seconds_shown(kept.step_s), seconds_shown(plan.step_s)
+    figure = f"the step takes {with_s} with these {len(slow)} and {without_s} without: moving data takes"
+    assert all(each.reason.startswith(figure) for each in plan.left_out)
+    (advice,) = (reason for reason in kept.reasons if reason.startswith("advice"))
+    assert figure in advice
+    assert all(f"node/{rank}" in advice for rank in slow)
+
+
+def test_who_does_no_harm_is_not_left_out_with_those_that_do() -> None:
+    """The kind has two on slow links and one on a fast one."""
+    kinds = [device(slope=0.02 if rank < 3 else 0.01) for rank in range(6)]
+    plan = make_plan(problem(*kinds, network=unlike_links(frozenset({0, 1})), batch=512, may_leave_out=True))
+    assert [each.name for each in plan.left_out] == ["node/0", "node/1"]
+
+
+def test_two_slow_optimizers_hide_one_another_as_well() -> None:
+    slow = device(optimizer_s=5.0)
+    plan = make_plan(problem(device(), slow, device(), slow, stages=(0,), may_leave_out=True))
+    assert [each.name for each in plan.left_out] == ["node/1", "node/3"]
+    assert "an optimizer step there takes up to 5 s" in plan.left_out[0].reason
+
+
+def test_islands_with_a_slow_link_between_them() -> None:
+    """Either is better than both, and the faster one is best."""
+    east = {0, 2, 4}
+
+    def network(members: tuple[int, ...]) -> Communication:
+        both = bool(east & set(members)) and bool(set(members) - east)
+        return Communication.of(*((20.0, 10.0, 10.0) if both else (0.02, 0.01, 0.01)))
+
+    kinds = [device(slope=0.02 if rank in east else 0.01) for rank in range(6)]
+    plan = make_plan(problem(*kinds, network=network, batch=512, may_leave_out=True))
+    assert [part.name for part in plan.parts] == ["node/1", "node/3", "node/5"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whom_to_leave_out_is_near_to_what_trying_every_set_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = [device(draw.choice((0.01, 0.03)), optimizer_s=draw.choice((0.004, 1.0))) for _ in range(5)]
+    slow_s = [draw.choice((0.01, 0.01, 1.0, 2.0)) for _ in kinds]
+
+    def network(members: tuple[int, ...]) -> Communication:
+        paid = max(slow_s[rank] for rank in members) if len(members) > 1 else 0.0
+        return Communication.of(2 * paid, paid, paid)
+
+    wanted = problem(*kinds, network=network, batch=400)
+    every = (kept for size in range(1, 6) for kept in combinations(range(5), size))
+    best_s = min(make_plan(_only(wanted, kept)).step_s for kept in every)
+    assert make_plan(replace(wanted, may_leave_out=True)).step_s <= best_s * 1.03
+
+
+def _only(asked: Problem, kept: tuple[int, ...]) -> Problem:
+    return replace(
+        asked,
+        profiles=tuple(asked.profiles[rank] for rank in kept),
+        names=tuple(asked.names[rank] for rank in kept),
+        network=lambda members: asked.network(tuple(kept[each] for each in members)),
+    )
 
 
 def test_who_has_no_room_at_all_is_left_out_where_that_is_allowed() -> None:
