@@ -36,6 +36,10 @@ _SURELY, _SOON = 0.5, 8
 """A change in speed beyond the one is not kept waiting for more steps than the other."""
 
 
+_COME_BY = 1.0
+"""The part of a step that it may cost that ranks which came by in the loop go on doing so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Keep:
     """The plan stays."""
@@ -55,9 +59,8 @@ class Drift:
     """What is known of the ranks' speeds beside what was measured before, as factors on that."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        # States stay where they are: another stage or other shares would move them. And ranks that came by in the loop
-        # go on doing so.
-        for_everyone = math.inf if all(plan.split.batches) else problem.for_everyone
+        # States stay where they are: another stage or other shares would move them.
+        for_everyone = _COME_BY if all(plan.split.batches) else problem.for_everyone
         self._problem = replace(
             problem, stages=(plan.stage,), shares=plan.shares, may_leave_out=False, for_everyone=for_everyone
         )

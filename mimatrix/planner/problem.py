@@ -30,7 +30,7 @@ class Problem:
     may_leave_out: bool = False
     """Whether devices that slow the job may be left out."""
     for_everyone: float = 0.0
-    """By which part a step may be longer so that each rank has a sample, without which it would not come by in a loop."""
+    """By which part a step may be longer so that each rank has a sample: one without does not come by in a loop."""
 
 
 @dataclass(frozen=True)

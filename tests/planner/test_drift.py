@@ -124,6 +124,13 @@ def test_a_rank_that_recovers_gets_its_samples_back() -> None:
     assert world.longest((1.0, 1.0)) < 1.06 * optimum((1.0, 1.0))
 
 
+def test_a_slow_rank_keeps_a_sample_while_that_does_not_double_the_step() -> None:
+    world = followed((1.0, 1.0))
+    for _ in range(10):
+        world.step((1.0, 0.01))
+    assert world.drift.plan.split.batches == (BATCH - 1, 1)
+
+
 def test_a_rank_without_samples_is_tried_again() -> None:
     world = followed((1.0, 1.0))
     for _ in range(10):

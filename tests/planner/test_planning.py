@@ -51,6 +51,27 @@ def plan_or_none(problem: Problem) -> Plan | None:
         return None
 
 
+@pytest.mark.parametrize("stages", [(0,), (1,), (0, 1, 2, 3)], ids=str)
+def test_a_sample_for_everyone_costs_what_it_may(stages: tuple[int, ...]) -> None:
+    """Each rank that has room has one, unless the step would be longer by more than what was allowed."""
+    fewer = 0
+    for seed in range(CASES):
+        case = random_case(seed)
+        if not (plain := plan_or_none(asked(case, stages=stages))) or case.global_batch < len(case.ranks):
+            continue
+        found = make_plan(asked(case, stages=stages, for_everyone=0.5))
+        assert found.global_batch == case.global_batch
+        assert found.step_s <= plain.step_s * 1.5 * (1 + 1e-9)
+        assert all(part.memory_bytes <= part.room_bytes for part in found.parts)
+        generous = make_plan(asked(case, stages=stages, for_everyone=1e9))
+        assert all(
+            batch or part.room_bytes < part.memory_bytes + rank.memory[1]
+            for batch, part, rank in zip(generous.split.batches, generous.parts, case.ranks, strict=True)
+        )
+        fewer += not all(plain.split.batches)
+    assert fewer > 0
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stages", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
 def test_never_above_what_trying_everything_finds(stages: tuple[int, ...]) -> None:
