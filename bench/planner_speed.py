@@ -40,6 +40,8 @@ CASES = [
     Case("1,024 devices of 4 kinds", 1_024, 4, 1_000_000, (24, 40, 80)),
     Case("1,024 devices, all different", 1_024, 1_024, 1_000_000, (24, 40, 80)),
     Case("1,024 of 4 kinds, micro-batches up to 512", 1_024, 4, 1_000_000, (60, 100, 200), 512),
+    Case("3 devices, micro-batches up to 16,384", 3, 3, 16_384, (5_000,), 16_384),
+    Case("16 devices, micro-batches up to 65,536", 16, 16, 1_000_000, (20_000,), 65_536),
     Case("8 devices, memory short", 8, 4, 1_024, (3.6, 5, 8)),
     Case("1,024 devices, all different, memory short", 1_024, 1_024, 1_000_000, (5.6, 6, 9)),
     Case("16 devices, filled by states", 16, 16, 16_384, (8, 9, 10), optimizer_gb=16 * 1.5),
@@ -62,7 +64,7 @@ def problem(case: Case, seed: int) -> Problem:
 def _profile(draw: random.Random, case: Case) -> Profile:
     speed = draw.uniform(1, 10)
     knee = draw.randint(4, 32)
-    sizes = sorted({1, 2, 3, 4, 6, *(2**power for power in range(3, 12) if 2**power <= case.sizes), case.sizes})
+    sizes = sorted({1, 2, 3, 4, 6, *(2**power for power in range(3, 17) if 2**power <= case.sizes), case.sizes})
     seconds = [(size, (0.02 + 0.01 * max(size, knee) + 0.002 * knee) / speed) for size in sizes]
     memory = [(size, (0.2 + 0.25 * size) * GB) for size in sizes]
     room = round(draw.choice(case.rooms_gb) * draw.uniform(0.9, 1.1) * GB)

@@ -8,7 +8,9 @@ from itertools import combinations
 import numpy as np
 
 from mimatrix.planner.problem import Priced, Problem
+from mimatrix.planner.profile import Profile
 from mimatrix.planner.room import able
+from mimatrix.planner.tables import Floats
 
 Members = tuple[int, ...]
 Price = Callable[[Members, float], tuple[Priced, ...]]
@@ -60,7 +62,7 @@ class _Brakes:
         found: list[tuple[Priced, ...]] = []
         for rest in self._rests(members):
             shortest_s = min(map(_seconds, found), default=np.inf)
-            found.append(self._tried(rest, min(below_s, shortest_s * (1 + _SAME))))
+            found.append(self._tried(rest, min(below_s, shortest_s * (1 + _SAME)), priced))
             found = [each for each in found if each]
         if not found:
             return ()
@@ -68,13 +70,33 @@ class _Brakes:
         near = [each for each in found if _seconds(each) <= shortest_s * (1 + _SAME)]
         return self._taken_back(members, max(near, key=lambda each: len(each[0].members)))
 
-    def _tried(self, rest: Members, below_s: float) -> tuple[Priced, ...]:
+    def _tried(self, rest: Members, below_s: float, instead: tuple[Priced, ...] = ()) -> tuple[Priced, ...]:
+        """The plan of `rest` if it takes less than `below_s`; none where it is sure to gain nothing over `instead`."""
         # Computing at their best all the time, and moving what two of them would pay: mostly that is too long already.
         paid_s = max((paid for pair, paid in self._paid.items() if set(pair) <= set(rest)), default=0.0)
-        if self._problem.global_batch >= (below_s - paid_s) * sum(self._rates[rank] for rank in rest):
+        rates = self._rates(below_s)
+        if self._problem.global_batch >= (below_s - paid_s) * sum(rates[rank] for rank in rest):
+            return ()
+        if self._is_vain(rest, instead):
             return ()
         priced = self._price(rest, below_s)
         return priced if priced and _seconds(priced) < below_s else ()
+
+    def _is_vain(self, rest: Members, priced: tuple[Priced, ...]) -> bool:
+        """Whether it is sure that `rest` alone gain nothing: the others could stay with no samples and no share.
+
+        So they could unless they make moving data longer, or a stage too large, or the optimizer's step, where all do
+        all of it.
+        """
+        if {each.stage for each in priced} != set(self._problem.stages):
+            return False
+        now, then = self._problem.network(priced[0].members), self._problem.network(rest)
+        both = zip((*now.once_s, *now.round_s), (*then.once_s, *then.round_s), strict=True)
+        stepping = [self._problem.profiles[rank].optimizer_s for rank in priced[0].members]
+        slowest_s = max(self._problem.profiles[rank].optimizer_s for rank in rest)
+        return all(before <= after for before, after in both) and (
+            0 not in self._problem.stages or max(stepping) <= slowest_s
+        )
 
     def _taken_back(self, members: Members, best: tuple[Priced, ...]) -> tuple[Priced, ...]:
         """With those again that were in the set but do no harm."""
@@ -99,7 +121,9 @@ class _Brakes:
             sets[able(self._problem.model, stage, self._problem.profiles, members)] = None
         if len(members) <= MOST:
             sets |= dict.fromkeys((*self._ordered(members), *self._kinds(members)))
-            sets |= dict.fromkeys(self._unlike(members, partial(_without, members)))
+            rates = self._rates(np.inf)
+            slowest = members if len(members) <= _EACH else sorted(members, key=lambda rank: rates[rank])[:_EACH]
+            sets |= dict.fromkeys(self._unlike(slowest, partial(_without, members)))
         return [rest for rest in sets if 0 < len(rest) < len(members)]
 
     def _unlike(self, ranks: Iterable[int], then: Callable[[int], Members]) -> list[Members]:
@@ -111,7 +135,7 @@ class _Brakes:
         """The fastest, those with most room, those that step the optimizer soonest: so many of them."""
         profiles = self._problem.profiles
         for worth in (
-            self._rates,
+            self._rates(np.inf),
             [float(profile.room_bytes) for profile in profiles],
             [-profile.optimizer_s for profile in profiles],
         ):
@@ -155,14 +179,22 @@ class _Brakes:
         few = len(paid) <= _EACH
         return [tuple(sorted(each)[: None if few else 1]) for each in paid]
 
+    def _rates(self, limit_s: float) -> list[float]:
+        """The most samples a second of each rank, with whatever micro-batches that take no longer."""
+        found = {
+            profile: float(rates[np.searchsorted(profile.seconds.table, limit_s, side="right") - 1])
+            for profile, rates in self._best_rates.items()
+        }
+        return [found[profile] for profile in self._problem.profiles]
+
     @cached_property
-    def _rates(self) -> list[float]:
-        """The most samples a second of each rank, with whatever micro-batches."""
+    def _best_rates(self) -> dict[Profile, Floats]:
+        """By the largest micro-batch of each kind."""
         found = {}
         for profile in set(self._problem.profiles):
-            times = profile.seconds.table[1:]
-            found[profile] = float(np.max(np.arange(1, len(times) + 1) / np.maximum(times, 1e-15)))
-        return [found[profile] for profile in self._problem.profiles]
+            times = profile.seconds.table
+            found[profile] = np.maximum.accumulate(np.arange(len(times)) / np.maximum(times, 1e-15))
+        return found
 
 
 def _seconds(priced: tuple[Priced, ...]) -> float:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mimatrix.collectives.shares import Shares
 from mimatrix.planner.curve import Curve
 from mimatrix.planner.plan import Plan
@@ -145,9 +147,9 @@ class Drift:
 
     def _best_rate(self, rank: int) -> float:
         """Samples in a second, with the micro-batches that suit the rank best."""
-        seconds = self._problem.profiles[rank].seconds
+        times = self._problem.profiles[rank].seconds.table[1:]
         handling = self._problem.profiles[rank].handling_s[self.plan.stage]
-        return max(size / (float(took) + handling) for size, took in enumerate(seconds.table) if size)
+        return float(np.max(np.arange(1, len(times) + 1) / (times + handling)))
 
     def _problem_now(self) -> Problem:
         profiles = zip(self._problem.profiles, self.factors, strict=True)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from mimatrix.planner.rough import Rough
 from mimatrix.planner.tables import Floats, Integers, Tables
 
 Micro = tuple[tuple[int, ...], ...]
@@ -15,6 +16,10 @@ _WORK = 120_000_000
 # And how long a table may be: each line takes its moment, however short it is.
 LINES = 10_000
 _HALVINGS = 60
+# Tables are so many times as long as their largest micro-batch, at the least; beyond so many sizes rows are wide.
+_REACH = 4
+_WIDE = 256
+_AROUND = 1e-2
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,24 @@ class Shortest:
         """By samples and row."""
 
     def _table(self) -> Floats:
+        rows, width = self.seconds.shape
+        return self._by_row() if width > max(_WIDE, 32 * rows) else self._by_line()
+
+    def _by_row(self) -> Floats:
+        """Row after row: what is added and compared lies side by side."""
+        found = np.full((len(self.seconds), int(self.lengths.max()) + 1), np.inf)
+        found[:, 0] = 0.0
+        width = self.seconds.shape[1]
+        sums = np.empty(width)
+        for times, row, length in zip(found, self.seconds, self.lengths.tolist(), strict=True):
+            backwards = np.ascontiguousarray(row[:0:-1])
+            for line in range(1, length + 1):
+                count = min(line, width - 1)
+                np.add(times[line - count : line], backwards[width - 1 - count :], out=sums[:count])
+                times[line] = sums[:count].min()
+        return found.T
+
+    def _by_line(self) -> Floats:
         rows, width = self.seconds.shape
         longest = int(self.lengths.max())
         # Before the first line stand as many infinite ones as the largest micro-batch reaches back. Rows with the
@@ -104,10 +127,29 @@ class Shortest:
             same = np.abs(taken - self.times[samples, rows]) <= 1e-12 * taken
         return np.where(same, turns, 0)
 
+    def at_most(self, limits: Floats) -> Integers:
+        """No more samples of each row can be done within its limit of time."""
+        counts = self.within(limits)
+        by_rate = np.floor(np.maximum(limits, 0.0) / self.rates * (1 + 1e-12))
+        return np.where(counts <= self.lengths, counts, np.minimum(by_rate, self.most)).astype(np.int64)
+
+    def exact(self, rows: Integers, samples: Integers) -> bool:
+        """Whether what is said of so many samples is the least time."""
+        return bool((samples <= self.lengths[rows]).all())
+
+
+def shortest_of(seconds: Floats, most: Integers) -> Shortest | Rough:
+    """The least times, exactly where that is not too much work, else from both sides."""
+    width = seconds.shape[1]
+    lines = np.minimum(most, _REACH * width).astype(np.float64)
+    if float(lines @ np.minimum(lines, width)) <= _WORK or width <= _WIDE:
+        return Shortest(seconds, most)
+    return Rough(seconds, most, *best_rates(seconds))
+
 
 def _longest(most: Integers, width: int) -> int:
     """How long a table may be that is worth its work, and never so short that the best micro-batch reaches beyond."""
-    low, high = 4 * width, max(4 * width, min(LINES, int(most.max())))
+    low, high = _REACH * width, max(_REACH * width, min(LINES, int(most.max())))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if int(np.minimum(most, middle).sum()) * width <= _WORK else (low, middle - 1)
@@ -140,9 +182,11 @@ class Alone:
         seconds = _limited(self.tables.seconds[rows[:, 0]], rows[:, 1])
         ahead = self.ahead_s[rows[:, 0]]
         low, high = _bracket(seconds, ahead, counts, self.samples)
-        rates, _ = best_rates(seconds)
+        # Nobody has a micro-batch that takes longer than all may.
+        seconds = seconds[:, : 1 + max(1, int((seconds <= high - ahead[:, None]).sum(axis=1).max()) - 1)]
+        rates, _ = best_rates(_limited(seconds, (seconds <= high - ahead[:, None]).sum(axis=1) - 1))
         most = np.clip(np.ceil((high - ahead) / rates), 1, self.samples).astype(np.int64)
-        shortest = Shortest(seconds, most)
+        shortest = shortest_of(seconds, most)
         limit = least(lambda t: int(counts @ shortest.within(t - ahead)) >= self.samples, low, high)
         full = shortest.within(limit - ahead)[row_of]
         wanted = np.stack([row_of, trimmed(full, self.samples)], axis=1)
@@ -151,8 +195,13 @@ class Alone:
         taken = max(
             float(ahead[row] + seconds[row, list(sizes)].sum()) for row, sizes in zip(pairs[:, 0], cuts, strict=True)
         )
-        # Where the tables were long enough it is the optimum.
-        bound = taken if (full <= shortest.lengths[row_of]).all() else min(taken, low)
+        # Where the tables were long enough and not too wide it is the optimum.
+        bound = taken
+        if isinstance(shortest, Rough) or not shortest.exact(row_of, full):
+            enough = least(
+                lambda t: int(counts @ shortest.at_most(t - ahead)) >= self.samples, low, max(low, limit), lower=True
+            )
+            bound = min(taken, max(low, enough))
         return Found(tuple(cuts[pair] for pair in pair_of.reshape(-1)), taken, bound)
 
 
@@ -244,9 +293,16 @@ def _bracket(seconds: Floats, ahead: Floats, counts: Integers, samples: int) -> 
     def by_whole(limit: float) -> bool:
         return float(weights @ (np.maximum(np.floor((limit - start) / (rates * best)), 0) * best)) >= samples
 
+    def with_rest(limit: float) -> bool:
+        turns = np.maximum(np.floor((limit - start) / (rates * best)), 0)
+        left = np.maximum(limit - start, 0) - turns * rates * best
+        rest = [np.searchsorted(row, time, side="right") - 1 for row, time in zip(seconds[able], left, strict=True)]
+        return float(weights @ (turns * best + rest)) >= samples
+
     floor = float(ahead.max())
     low = least(by_rate, floor, top, lower=True)
-    return low, least(by_whole, low, top)
+    high = least(by_whole, low, top)
+    return low, least(with_rest, low, high, _AROUND) if seconds.shape[1] > _WIDE else high
 
 
 def least(enough: Callable[[float], bool], low: float, high: float, close: float = 1e-13, lower: bool = False) -> float:

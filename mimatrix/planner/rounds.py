@@ -60,10 +60,11 @@ class Together:
         """
         rounds: list[Integers] = []
         left = self.samples
+        most = {size: (seconds <= levels[size - 1]).sum(axis=1) for size in set(sizes)}
         for size in sizes:
             if left <= 0:
                 break
-            full = (seconds <= levels[size - 1]).sum(axis=1)
+            full = most[size]
             rounds.append(full if full.sum() <= left else trimmed(full, left))
             left -= int(rounds[-1].sum())
         return tuple(tuple(size for size in column if size) for column in np.stack(rounds, axis=1).tolist())

@@ -19,6 +19,7 @@ from mimatrix.planner.tables import SLACK, Floats, Integers, Tables
 # Near enough to what is possible at all: small problems, where trying everything is quick, and large ones.
 _CLOSE = 1e-4
 _NEAR = 5e-3
+_SURELY = 1e-9
 # How often the search may try, and what that is worth in entries of tables: large problems try less often.
 _TRIES = 24
 _ENTRIES = 400_000
@@ -64,7 +65,7 @@ def choose(work: Alone | Together, tables: Tables, below_s: float = np.inf, beat
     if choice.bound_s >= below_s:
         return None
     # Without memory in the way computing and stepping are shortest at once, and there is nothing to trade.
-    if _is_near(choice, _CLOSE):
+    if _is_near(choice, _CLOSE) or choice.seconds <= free.seconds + least_s * (1 + _SURELY):
         return choice
     tried = all_caps(work, tables)
     if tried is not None:

@@ -202,6 +202,27 @@ def test_larger_problems_are_proven_within_a_percent(seed: int) -> None:
             assert plan.within <= 0.01
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("stages", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(("count", "most", "batch"), [(2, 16_384, 16_384), (5, 65_536, 200_000)])
+@pytest.mark.parametrize("fixed", [0.0, 4.0, 40.0])
+def test_large_micro_batches_are_planned_in_time_and_within_a_percent(
+    stages: tuple[int, ...], count: int, most: int, batch: int, fixed: float
+) -> None:
+    found = [_wide(most, fixed, 1 + 0.3 * rank) for rank in range(count)]
+    wanted = problem(*found, batch=batch, stages=stages)
+    plan = make_plan(wanted)
+    check(wanted, plan)
+    assert plan.within <= 0.01
+
+
+def _wide(most: int, fixed: float, slower: float) -> Profile:
+    """As it is measured: in powers of two, each off by a little."""
+    sizes = [1, *(1 << power for power in range(1, most.bit_length()))]
+    seconds = [(size, slower * (fixed + 0.001 * size) * (1 + 0.05 * (size % 3))) for size in sizes]
+    return Profile("d", "m", Curve.of(seconds), Curve.of([(1, 1.0), (most, 1.0)]), 1000 * MB, 0.004)
+
+
 def test_a_faster_device_gets_more_and_the_reason_says_so() -> None:
     plan = make_plan(problem(device(slope=0.01, fixed=0), device(slope=0.04, fixed=0), batch=100))
     assert plan.split.batches == (80, 20)
