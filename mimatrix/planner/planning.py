@@ -48,7 +48,8 @@ def make_plan(problem: Problem) -> Plan:
         for each in taken
         for rank in each.ranks
     )
-    return _plan(problem, taken[-1].after, left, "")
+    # Stages that were left because others had been better are priced to the end, to be shown.
+    return _plan(problem, _price(problem, taken[-1].after[0].members), left, "")
 
 
 def predicted(problem: Problem, stage: int, split: Split, shares: Shares) -> float:

@@ -1,10 +1,13 @@
 """Sentences that say why a plan is as it is."""
 
+import numpy as np
+
 from mimatrix.core.units import format_seconds
 from mimatrix.planner.problem import Priced, Problem
-from mimatrix.planner.room import bytes_shown, lacks
+from mimatrix.planner.room import bytes_shown, lacks, named
+from mimatrix.planner.tables import Floats
 
-# From here on a rank's speed explains its samples; below, memory has a part in it.
+# So near to its samples a rank's speed explains them; otherwise overhead, the optimizer or memory has a part in it.
 _EXPLAINS = 0.9
 
 
@@ -93,31 +96,46 @@ def _unfit(problem: Problem, priced: tuple[Priced, ...]) -> list[str]:
 
 
 def _uneven(problem: Problem, best: Priced) -> list[str]:
-    """The rank with most and the one with fewest samples, and how much faster the one is."""
+    """The rank with most and the one with fewest samples, and how much faster the one is with equal micro-batches."""
     batches = best.split.batches
     most, fewest = batches.index(max(batches)), batches.index(min(batches))
     if batches[most] <= batches[fewest] + 1:
         return []
     names = [problem.names[rank] for rank in best.members]
-    high, low = (f"rank {rank} ({names[rank]})" for rank in (most, fewest))
+    high, low = (named(rank, names) for rank in (most, fewest))
     if not batches[fewest]:
         return [f"{low} gets no samples: the others are done before it would be"]
     times = batches[most] / batches[fewest]
-    faster = _rate(problem, best, most) / _rate(problem, best, fewest)
-    gets = f"{high} gets {times:.1f} times the samples of {low}"
-    if faster >= _EXPLAINS * times:
-        return [f"{gets}: it is {faster:.1f} times as fast"]
+    size = min(max(best.split.micro[most]), *(_times(problem, best, rank).size - 1 for rank in (most, fewest)))
+    faster = float(_times(problem, best, fewest)[size] / max(_times(problem, best, most)[size], 1e-15))
+    gets = f"{high} gets {times:.1f} times the samples of {low}: {_faster(faster)} with micro-batches of {size}"
+    if _EXPLAINS * times <= faster <= times / _EXPLAINS:
+        return [gets]
+    busy = [seconds_shown(best.cost.busy_s[rank]) for rank in (most, fewest)]
     return [
-        f"{gets} and is {faster:.1f} times as fast: micro-batches of {max(best.split.micro[fewest])} suit {low} best"
+        f"{gets}, and it computes for {busy[0]}, optimizer included, {low} for {busy[1]}"
+        f"{_suited(problem, best, fewest)}"
     ]
 
 
-def _rate(problem: Problem, best: Priced, rank: int) -> float:
-    """Samples a second of a rank at work on what the plan gives it."""
+def _times(problem: Problem, best: Priced, rank: int) -> Floats:
+    """Of micro-batches of each size, from 0."""
     profile = problem.profiles[best.members[rank]]
-    handling = profile.handling_s[best.stage]
-    taken = sum(float(profile.seconds.table[size]) + handling for size in best.split.micro[rank])
-    return best.split.batches[rank] / max(taken, 1e-15)
+    times: Floats = profile.seconds.table + profile.handling_s[best.stage]
+    return times
+
+
+def _faster(factor: float) -> str:
+    return f"it is {factor:.1f} times as fast" if f"{factor:.1f}" != "1.0" else "it is as fast"
+
+
+def _suited(problem: Problem, best: Priced, rank: int) -> str:
+    """That a rank's micro-batches are its fastest by the sample, where all of them are."""
+    times = _times(problem, best, rank)[1:]
+    fastest = int(np.argmin(times / np.arange(1, len(times) + 1))) + 1
+    if set(best.split.micro[rank]) != {fastest}:
+        return ""
+    return f", in micro-batches of {fastest}, its fastest by the sample"
 
 
 def _shaped(problem: Problem, best: Priced) -> list[str]:

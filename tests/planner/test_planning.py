@@ -232,6 +232,39 @@ def test_a_faster_device_gets_more_and_the_reason_says_so() -> None:
     assert sum(reason.startswith("stage") for reason in plan.reasons) == 4
 
 
+def said_of_samples(plan: Plan) -> str:
+    (said,) = (reason for reason in plan.reasons if "times the samples of" in reason)
+    return said
+
+
+def test_speeds_are_compared_at_the_same_size() -> None:
+    """With few samples the fixed part of its curve makes a rank seem slower than it is."""
+    found = device(fixed=0.5, optimizer_s=0.01), device(fixed=0.5, slope=0.02, optimizer_s=0.1)
+    plan = make_plan(problem(*found, stages=(0,), batch=18))
+    most, fewest = plan.split.batches
+    assert most > 2 * fewest
+    size = plan.split.micro[0][0]
+    faster = found[1].seconds.at(size) / found[0].seconds.at(size)
+    assert said_of_samples(plan) == (
+        f"rank 0 (node/0) gets {most / fewest:.1f} times the samples of rank 1 (node/1): it is {faster:.1f} times as "
+        f"fast with micro-batches of {size}, and it computes for {seconds_shown(plan.parts[0].busy_s)}, optimizer "
+        f"included, rank 1 (node/1) for {seconds_shown(plan.parts[1].busy_s)}"
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_only_what_is_fastest_by_the_sample_is_said_to_be(seed: int) -> None:
+    draw = random.Random(seed)
+    low = device(fixed=draw.uniform(0, 1), slope=draw.uniform(0.02, 0.05), most=draw.randint(2, 12))
+    steep = replace(low, seconds=Curve.of([(1, 0.03), (4, 0.06), (8, 0.5), (16, 2.0)])) if seed % 2 else low
+    plan = make_plan(problem(device(), steep, batch=draw.randint(20, 90), stages=(draw.choice((0, 1)),)))
+    said = [reason for reason in plan.reasons if "fastest by the sample" in reason]
+    rates = [float(time) / size for size, time in enumerate(steep.seconds.table) if size]
+    for each in said:
+        assert set(plan.split.micro[1]) == {rates.index(min(rates)) + 1}
+        assert f"in micro-batches of {plan.split.micro[1][0]}, its" in each
+
+
 def test_states_go_where_there_is_room() -> None:
     """A quarter of the memory: the small device gets smaller micro-batches and a smaller share."""
     plan = make_plan(problem(device(room=400), device(room=60), stages=(3,), batch=64))
