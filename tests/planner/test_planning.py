@@ -65,7 +65,8 @@ def test_a_sample_for_everyone_costs_what_it_may(stages: tuple[int, ...]) -> Non
         assert all(part.memory_bytes <= part.room_bytes for part in found.parts)
         generous = make_plan(asked(case, stages=stages, for_everyone=1e9))
         assert all(
-            batch or part.room_bytes < part.memory_bytes + rank.memory[1]
+            # In other stages who has no room for a sample may come to own less.
+            batch or generous.stage or part.room_bytes < part.memory_bytes + rank.memory[1]
             for batch, part, rank in zip(generous.split.batches, generous.parts, case.ranks, strict=True)
         )
         fewer += not all(plain.split.batches)
