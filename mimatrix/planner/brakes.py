@@ -9,7 +9,7 @@ import numpy as np
 
 from mimatrix.planner.problem import Priced, Problem
 from mimatrix.planner.profile import Profile
-from mimatrix.planner.room import able
+from mimatrix.planner.room import able, lacks
 from mimatrix.planner.tables import Floats
 
 Members = tuple[int, ...]
@@ -88,7 +88,8 @@ class _Brakes:
         So they could unless they make moving data longer, or a stage too large, or the optimizer's step, where all do
         all of it.
         """
-        if {each.stage for each in priced} != set(self._problem.stages):
+        unfit = set(self._problem.stages) - {each.stage for each in priced}
+        if not priced or not all(self._lacks(stage, rest) for stage in unfit):
             return False
         now, then = self._problem.network(priced[0].members), self._problem.network(rest)
         both = zip((*now.once_s, *now.round_s), (*then.once_s, *then.round_s), strict=True)
@@ -97,6 +98,10 @@ class _Brakes:
         return all(before <= after for before, after in both) and (
             0 not in self._problem.stages or max(stepping) <= slowest_s
         )
+
+    def _lacks(self, stage: int, members: Members) -> bool:
+        profiles = [self._problem.profiles[rank] for rank in members]
+        return bool(lacks(stage, self._problem.model, profiles, self._problem.names, None))
 
     def _taken_back(self, members: Members, best: tuple[Priced, ...]) -> tuple[Priced, ...]:
         """With those again that were in the set but do no harm."""
