@@ -85,8 +85,12 @@ class Course:
         self._asked = False
         """Whether the loop has called the optimizer."""
         self._ended = self._backs = 0
-        self._began = 0
-        """The epoch in which the loop over the loader began."""
+        self._number = self._began = 0
+        """The epoch that the loop is in, as far as it has said so; the one in which the loop over the loader began."""
+        self._skipped = 0
+        """Samples of steps that were left out, of which other groups know nothing."""
+        self._has_met = True
+        """Whether ranks have told each other all since the last global batch."""
         self._is_behind = False
         """Whether others were in the loop's body after the last global batch, where this rank had no data."""
         self._leader: int | None = None
@@ -101,7 +105,9 @@ class Course:
     @property
     def epoch(self) -> int:
         """Where groups share their parameters, an epoch is as many samples as there are, whoever had them."""
-        return self.position.epoch if self._outer is None else self._outer.samples // self.feed.samples
+        if self._outer is None:
+            return self.position.epoch
+        return (self._outer.samples + self._skipped) // self.feed.samples
 
     # What the user's loop does
 
@@ -132,12 +138,19 @@ class Course:
         if self.cycle.may_end:
             self.end_batch()
 
-    def end_epoch_early(self) -> None:
-        """The loader was not run to its end; all ranks left it at the same step."""
-        self.position = Position(self.position.epoch + 1, 0)
-        messages = self._world.exchange.all(self._tell(before=True))
-        self._join_logs(messages)
-        self._hear(messages)
+    def run_epochs(self, count: int) -> Iterator[int]:
+        """The numbers of epochs up to `count`, each once; one that was left early is over, too."""
+        self.epochs, number = count, self.epoch
+        while number < count:
+            self._number = number
+            yield number
+            self.check_left()
+            self._leave_word()
+            if not self._has_met:
+                self._meet()
+            if self._outer is None and self.position.epoch == number:
+                self.position = Position(number + 1, 0)
+            number = self.epoch if self._outer is None else max(number + 1, self.epoch)
 
     def load(self, folder: str) -> bool:
         """Go on from a checkpoint, if there is one."""
@@ -191,10 +204,11 @@ class Course:
     def begin_epoch(self) -> None:
         """A loop over the loader begins."""
         self.check_left()
+        self._leave_word()
         check_frozen(self.cycle.sharding.units)
         self.cycle.sharding.check_places()
         self._world.watch.restart()
-        self._began = self.epoch
+        self._began = max(self.epoch, self._number)
 
     def drawn(self, parts: Iterator[tuple[Micro, Any]]) -> tuple[Micro, Any] | None:
         """The next part, the time for which counts as waiting for the loader."""
@@ -214,22 +228,12 @@ class Course:
         """Whether the loop goes on after a global batch; a rank without data in it does as the others do."""
         if self._leaving:
             self._leave_when_due(self._leaving)
-        if self._outer and self._began != self.epoch:
+        if not self._others_go_on():
             return False
-        leader, self._leader = self._leader, None
-        if leader is None or self._word is None:
-            return True
-        if self._world.rank == leader:
-            self._word.leave(self._ended, {"goes": True})
-        micro = self.cycle.micro
-        if micro is None or micro.count:
-            return True
-        found = self._word.find(self._ended, leader)
-        if "asks" in found:
-            raise _not_all_come(str(found["asks"]), self._world.rank)
-        if not found["goes"]:
-            self._catch_up([found])
-        return bool(found["goes"])
+        if self._outer and self._began < self.epoch:
+            self._meet()
+            return False
+        return True
 
     def enter(self, micro: Micro) -> bool:
         """The next micro-step; False if this rank has no data in its global batch, which then is done."""
@@ -254,6 +258,9 @@ class Course:
         self.step += 1
         self._ended += 1
         self._is_behind = not micro.count
+        self._has_met = False
+        if self._outer and not outcome.stepped:
+            self._skipped += micro.total
         busy = [rank for rank, samples in enumerate(batches) if samples]
         self._leader = busy[0] if len(busy) < self._world.ranks else None
         if self._leaving and self._leaving.ends:
@@ -263,9 +270,7 @@ class Course:
     def leave_loop(self) -> None:
         """The loop over the loader has ended, however it did."""
         self._world.precision.end()
-        leader, self._leader = self._leader, None
-        if self._word and leader == self._world.rank and not self.cycle.is_open:
-            self._word.leave(self._ended, {**self._tell(before=True), "logs": {}, "goes": False})
+        self._leave_word()
 
     def end_epoch(self, epoch: int) -> None:
         """The loader has come to its end."""
@@ -280,12 +285,43 @@ class Course:
             )
         self._join_logs(messages)
         self._hear(messages)
+        self._has_met = True
 
     def begins_again(self) -> bool:
         """Whether the loop goes through the samples once more: until all groups together have had so many."""
-        return self._outer is not None and self._began == self.epoch
+        return self._outer is not None and self._began >= self.epoch
 
     # What ranks tell each other
+
+    def _meet(self) -> None:
+        """Between two global batches, all ranks: whatever they have not told yet."""
+        messages = self._world.exchange.all(self._tell(before=True))
+        self._join_logs(messages)
+        self._hear(messages)
+        self._has_met = True
+
+    def _others_go_on(self) -> bool:
+        """Whether those that run the loop's body do: a rank without data finds the word that one of them leaves."""
+        leader, self._leader = self._leader, None
+        if leader is None or self._word is None:
+            return True
+        if self._world.rank == leader:
+            self._word.leave(self._ended, {"goes": True})
+        micro = self.cycle.micro
+        if micro is None or micro.count:
+            return True
+        found = self._word.find(self._ended, leader)
+        if "asks" in found:
+            raise _not_all_come(str(found["asks"]), self._world.rank)
+        if not found["goes"]:
+            self._catch_up([found])
+        return bool(found["goes"])
+
+    def _leave_word(self) -> None:
+        """That the loop was left, for ranks without data, unless that was said: a loader that is kept does not end."""
+        leader, self._leader = self._leader, None
+        if self._word and leader == self._world.rank and not self.cycle.is_open:
+            self._word.leave(self._ended, {**self._tell(before=True), "logs": {}, "goes": False})
 
     def _tell(self, *, before: bool) -> Message:
         """What this rank has to say where it meets the others. Alone nothing is looked at: a GPU need not wait.

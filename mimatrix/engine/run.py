@@ -137,14 +137,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of epochs up to `count`, from where the run stands."""
-        course = self._ready()
-        course.epochs = count
-        while course.epoch < count:
-            before = course.position.epoch
-            yield course.epoch
-            course.check_left()
-            if course.position.epoch == before and self._outer is None:
-                course.end_epoch_early()
+        yield from self._ready().run_epochs(count)
 
     def log(self, **values: Any) -> None:
         """Figures of this micro-batch. Their weighted means over all ranks are in `history`, step by step."""
