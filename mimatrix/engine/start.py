@@ -1,5 +1,6 @@
 """`mimatrix.init`: a run under `mimatrix run`, under torchrun, or alone, whatever the process finds around it."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -76,6 +77,11 @@ def init(
     torch.manual_seed(seed)
     if mode != "sync":
         return _observed(_mode(mode).run(settings, where, timeout_s))
+    if len(json.loads(os.environ.get("MIMATRIX_GROUPS") or "[]")) > 1:
+        raise UserError(
+            'the job was started with --groups, and in mode="sync" there are none; use mode="hybrid", or leave out '
+            "--groups"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         return _observed(Run(settings, device=where))
     register()

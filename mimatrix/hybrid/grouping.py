@@ -17,6 +17,8 @@ def by_host(hosts: Sequence[str]) -> Groups:
 
 def checked(groups: Sequence[Sequence[int]], ranks: int) -> Groups:
     """As given, with every rank in one group."""
+    if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
+        raise UserError(f"groups = {groups!r} is no list of lists of ranks; give one such as [[0, 1], [2]]")
     given = sorted(rank for group in groups for rank in group)
     if given != list(range(ranks)) or not all(groups):
         raise UserError(

@@ -9,6 +9,7 @@ local     groups step by themselves for long, and push how far they came (local 
 backup    all step together, but the last few of each round are not waited for (Chen et al. 2016)
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,40 +51,82 @@ def policy(name: str, global_batch: int, options: Mapping[str, Any], groups: int
     for option in options:
         if option not in _OPTIONS[name]:
             raise UserError(f'the policy "{name}" has no option "{option}"{nearest(option, _OPTIONS[name])}')
+    given = _Options(options)
     plain = Rules(global_batch, **PLAIN)  # type: ignore[arg-type]
     if name == "large":
-        return Policy(Rules(**{"reference": global_batch, **options}))
+        return Policy(_large(global_batch, given))
     if name == "backup":
-        backups = int(options.get("backups", 1))
-        if not 0 <= backups < groups:
-            raise UserError(
-                f"backups is {backups} of {groups} groups; give how many are not waited for, 0 to {groups - 1}"
-            )
+        most = "give how many groups are not waited for"
+        backups = given.whole("backups", 1, most, 0)
+        if backups >= groups:
+            raise UserError(f"backups is {backups} of {groups} groups; {most}, 0 to {groups - 1}")
         return Policy(replace(plain, together=groups - backups))
     if name == "elastic":
-        drawn = float(options.get("drawn", 0.1))
+        drawn = given.figure("drawn", 0.1, "give a part of the way, above 0 and below 1", 0, 1)
         if not 0 < drawn < 1:
             raise UserError(f"drawn is {drawn:g}; give a part of the way, above 0 and below 1")
         outer = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
-        return Policy(plain, local_steps=_steps(options, 8), outer=outer, drawn=drawn)
+        return Policy(plain, local_steps=given.steps(8), outer=outer, drawn=drawn)
     if name == "local":
-        return _local(global_batch, options, groups)
-    return Policy(plain, most_ahead=int(options.get("most_ahead", 3)) if name == "bounded" else None)
+        return _local(global_batch, given, groups)
+    ahead = given.whole("most_ahead", 3, "give by how many pushes a group may be ahead, 0 or more", 0)
+    return Policy(plain, most_ahead=ahead if name == "bounded" else None)
 
 
-def _local(global_batch: int, options: Mapping[str, Any], groups: int) -> Policy:
+def _large(global_batch: int, given: "_Options") -> Rules:
+    return Rules(
+        given.whole("reference", global_batch, "give the samples that the learning rate was chosen for, at least 1", 1),
+        given.flag("scales", True),
+        given.whole("warm_up", 0, "give a number of samples, or 0 for none", 0),
+        given.damping(0.75),
+        given.flag("corrects", False),
+    )
+
+
+def _local(global_batch: int, given: "_Options", groups: int) -> Policy:
     """With momentum, groups that come at their own pace go astray (docs/hybrid.md): it is for rounds."""
-    rounds = bool(options.get("rounds", False))
-    momentum = float(options.get("momentum", 0.9 if rounds else 0.0))
-    outer = {"lr": float(options.get("lr", 0.7)), "momentum": momentum, "nesterov": momentum > 0}
+    rounds = given.flag("rounds", False)
+    momentum = given.figure("momentum", 0.9 if rounds else 0.0, "give a number from 0 to below 1", 0, 0.999999)
+    lr = given.figure("lr", 0.7, "give a learning rate above 0, such as 0.7", 1e-12)
+    outer = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
     # In a round the mean of all groups counts once: at their own pace each counts for its part.
-    damping = float(options.get("damping", 0.0 if rounds else 1.0))
+    damping = given.damping(0.0 if rounds else 1.0)
     rules = Rules(global_batch, scales=False, damping=damping, together=groups if rounds else 0)
-    return Policy(rules, local_steps=_steps(options, 50), outer=outer)
+    return Policy(rules, local_steps=given.steps(50), outer=outer)
 
 
-def _steps(options: Mapping[str, Any], usual: int) -> int:
-    found = int(options.get("local_steps", usual))
-    if found < 1:
-        raise UserError(f"local_steps is {found}; give how many steps a group makes between pushes, at least 1")
-    return found
+class _Options:
+    """Options as a script gives them, each asked for as what it must be."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def figure(self, name: str, usual: float, wanted: str, least: float, most: float = math.inf) -> float:
+        """A number; `wanted` says which."""
+        found = self._given.get(name, usual)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
+            raise UserError(f"{name} is {found!r}; {wanted}")
+        return float(found)
+
+    def whole(self, name: str, usual: int, wanted: str, least: int) -> int:
+        """A whole one."""
+        found = self.figure(name, usual, wanted, least)
+        if found != int(found):
+            raise UserError(f"{name} is {found!r}; {wanted}")
+        return int(found)
+
+    def flag(self, name: str, usual: bool) -> bool:
+        """Yes or no."""
+        found = self._given.get(name, usual)
+        if not isinstance(found, bool):
+            raise UserError(f"{name} is {found!r}; use True or False")
+        return found
+
+    def damping(self, usual: float) -> float:
+        """How much late pushes count less."""
+        return self.figure("damping", usual, "give an exponent from 0 (none) to 2", 0, 2)
+
+    def steps(self, usual: int) -> int:
+        """That a group makes by itself."""
+        wanted = "give how many steps a group makes between pushes, at least 1"
+        return self.whole("local_steps", usual, wanted, 1)

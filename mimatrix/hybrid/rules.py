@@ -7,9 +7,9 @@ pushed meanwhile. The step that the service makes of it is `lr * factor`, where 
     warm-up      (1 + (n/B - 1) * min(1, s/W)) / (n/B)   where n > B: from no scaling to all of it within W samples
     damping      (1 + t) ** -p                  t pushes of others since the group took its parameters
 
-Where the factor changes, what momentum has gathered keeps the size that it had: buffers are multiplied by
-`before / now` (Goyal et al. 2017 do the same when a learning rate changes). Kim et al. publish no formulas: these are
-our reconstruction.
+With `corrects`, what momentum has gathered keeps the size that it had where the factor changes: buffers are multiplied
+by `before / now`. It is off by default: momentum of torch's kind gathers gradients and not steps, so that it needs no
+correction as in Goyal et al. (2017). Kim et al. publish no formulas: these are our reconstruction.
 """
 
 from dataclasses import dataclass

@@ -60,6 +60,8 @@ class Hybrid:
         self.check(settings)
         rank, ranks = place_in_job()
         store = store_of_job(rank, ranks, timeout_s)
+        if not returns():
+            self._check_same(store, rank)
         seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
         return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
 
@@ -91,12 +93,35 @@ class Hybrid:
 
     def found(self, store: Store, rank: int, ranks: int) -> Groups:
         """Who is with whom."""
+        given = groups_given(ranks)
         if self.groups is not None:
-            return checked(self.groups, ranks)
-        if given := groups_given(ranks):
+            own = checked(self.groups, ranks)
+            if given and own != given:
+                raise UserError(
+                    f"the script has groups {_listed(own)} and the job was started with {_listed(given)}; give one of "
+                    "them"
+                )
+            return own
+        if given:
             return given
         store.set(f"hybrid/host/{rank}", own_host())
         return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
+
+    def _check_same(self, store: Store, rank: int) -> None:
+        """All ranks must ask for the same, or each shard would go by other rules."""
+        mine = json.dumps(
+            {"groups": self.groups, "policy": self.policy, "options": dict(self.options), "overlaps": self.overlaps},
+            sort_keys=True,
+            default=str,
+        )
+        store.set(f"hybrid/asked/{rank}", mine)
+        first = store.get("hybrid/asked/0").decode()
+        if first != mine:
+            raise UserError(f"rank {rank} was given the mode {mine} and rank 0 {first}; give all ranks the same")
+
+
+def _listed(groups: Groups) -> str:
+    return "/".join(",".join(map(str, group)) for group in groups)
 
 
 def groups_given(ranks: int) -> Groups:

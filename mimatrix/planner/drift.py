@@ -158,10 +158,10 @@ class Drift:
     def _because(self, before_s: float, after_s: float) -> str:
         changed = [now / known for now, known in zip(self.factors, self._known, strict=True)]
         rank = max(range(len(changed)), key=lambda each: abs(math.log(changed[each])))
-        return (
-            f"rank {rank} takes {changed[rank]:.2f} times as long as the plan says, so a step would take "
-            f"{before_s * 1e3:.0f} ms and takes {after_s * 1e3:.0f} ms with another split"
-        )
+        why = f"rank {rank} takes {changed[rank]:.2f} times as long as the plan says, so a"
+        if abs(math.log(changed[rank])) < _LEAST_GAIN:
+            why = "by what ranks have taken so far a"  # nothing was measured before
+        return f"{why} step would take {before_s * 1e3:.0f} ms and takes {after_s * 1e3:.0f} ms with another split"
 
 
 def learned(busy_s: Sequence[float], split: Split, most: Sequence[int], stage: int, shares: Shares) -> Drift:

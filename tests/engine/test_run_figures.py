@@ -226,6 +226,23 @@ def test_leaving_the_loop_at_the_end_of_a_batch(cut: dict[str, Any], stage: int)
         same(state, model.state_dict(), 1e-10)
 
 
+def test_a_loader_that_is_kept_does_not_keep_others_waiting() -> None:
+    def each(run: Run) -> list[int]:
+        model, optimizer = made()
+        _, _, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
+        kept = []
+        for _ in run.epochs(2):
+            kept.append(iter(loader))
+            for batch in kept[-1]:
+                run.backward(squared(model, batch))
+                optimizer.step()
+                if run.step % 2 == 0 and not run.in_batch:
+                    break
+        return [run.step]
+
+    assert in_runs(3, each, stage=1, **THREE) == [[4]] * 3
+
+
 @in_stages
 def test_learning_rates_set_by_hand(stage: int) -> None:
     """A rank without data does not run the body of the loop, and steps with them all the same."""

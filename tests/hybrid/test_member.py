@@ -15,13 +15,16 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import default_collate
 from towns import BATCH, SAMPLES, model_of, town
 
+import mimatrix
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.run import Run
+from mimatrix.hybrid.grouping import checked
 from mimatrix.hybrid.layout import cut
 from mimatrix.hybrid.meeting import Meeting
 from mimatrix.hybrid.policies import Policy, policy
 from mimatrix.hybrid.rules import Rules
 from mimatrix.hybrid.shard import Piece
+from mimatrix.hybrid.start import Hybrid
 
 
 def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict[str, torch.Tensor]:
@@ -241,12 +244,128 @@ def test_nobody_is_further_ahead_than_allowed() -> None:
 def test_what_is_no_policy() -> None:
     with pytest.raises(UserError, match=r'there is no policy "loca".*local'):
         policy("loca", BATCH, {})
-    with pytest.raises(UserError, match="backups is 3 of 3 groups; give how many are not waited for, 0 to 2"):
+    with pytest.raises(UserError, match="backups is 3 of 3 groups; give how many groups are not waited for, 0 to 2"):
         policy("backup", 8, {"backups": 3}, 3)
     with pytest.raises(UserError, match='"plain" has no option "damping"'):
         policy("plain", BATCH, {"damping": 1.0})
     with pytest.raises(UserError, match="local_steps is 0"):
         policy("local", BATCH, {"local_steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("large", {"damping": "x"}, "damping is 'x'; give an exponent from 0"),
+        ("large", {"damping": None}, "damping is None"),
+        ("large", {"warm_up": "a"}, "warm_up is 'a'; give a number of samples"),
+        ("large", {"reference": 0}, "reference is 0; give the samples that the learning rate was chosen for"),
+        ("large", {"scales": "no"}, "scales is 'no'; use True or False"),
+        ("bounded", {"most_ahead": "3x"}, "most_ahead is '3x'; give by how many pushes"),
+        ("bounded", {"most_ahead": -1}, "most_ahead is -1"),
+        ("backup", {"backups": None}, "backups is None"),
+        ("local", {"momentum": "a"}, "momentum is 'a'; give a number from 0 to below 1"),
+        ("local", {"lr": -1}, "lr is -1; give a learning rate above 0"),
+        ("elastic", {"local_steps": 2.7}, "local_steps is 2.7"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        policy(name, BATCH, options, 2)
+
+
+def test_groups_that_are_none() -> None:
+    with pytest.raises(UserError, match=r"groups = \[0\] is no list of lists of ranks"):
+        checked([0], 1)  # type: ignore[list-item]
+
+
+def test_ranks_that_ask_for_different_modes() -> None:
+    store = HashStore()
+    Hybrid(policy="plain")._check_same(store, 0)
+    Hybrid(policy="plain")._check_same(store, 1)
+    with pytest.raises(UserError, match=r"rank 1 was given the mode .*local.* and rank 0 .*plain.*give all ranks"):
+        Hybrid(policy="local")._check_same(store, 1)
+    with pytest.raises(UserError, match="give all ranks the same"):
+        Hybrid(groups=[[0], [1]], policy="plain")._check_same(store, 1)
+
+
+def test_the_script_and_who_started_it_have_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_GROUPS", "[[0, 1], [2]]")
+    assert Hybrid(groups=[[0, 1], [2]]).found(HashStore(), 0, 3) == ((0, 1), (2,))
+    with pytest.raises(UserError, match="the script has groups 0/1,2 and the job was started with 0,1/2"):
+        Hybrid(groups=[[0], [1, 2]]).found(HashStore(), 0, 3)
+    with pytest.raises(UserError, match='started with --groups, and in mode="sync" there are none'):
+        mimatrix.init(BATCH)
+
+
+def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> Any:
+    """What `each` gives on the ranks of one group."""
+    with town(Policy(Rules(BATCH))) as found:
+        return in_runs(len(batches), each, outer=lambda rank: found.member(0, rank), batch=list(batches), **more)
+
+
+@pytest.mark.parametrize("batches", [(6,), (6, 0), (4, 2)])
+def test_all_is_told_at_the_end_of_an_epoch(batches: tuple[int, ...], tmp_path: Any) -> None:
+    """What was logged, the scheduler's last step, and a checkpoint in the last step: also to a rank without data."""
+    models = [model_of() for _ in batches]
+
+    def each(run: Run) -> tuple[list[int], list[float]]:
+        made = momentum(models[run.rank])
+        halving = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
+        model, stepper, loader, scheduler = run.prepare(
+            models[run.rank], made, vectors(2 * BATCH), halving, loss=squared
+        )
+        for _ in run.epochs(2):
+            for batch in loader:
+                run.backward(squared(model, batch))
+                stepper.step()
+                scheduler.step()
+                run.log(loss=1.0)
+                if run.step == 4 and not run.in_batch:
+                    run.save(tmp_path)
+        found = [step for step, _ in run.history], [group["lr"] for group in stepper.param_groups]
+        run.close()
+        return found
+
+    (steps, rates), *others = in_a_group(each, batches, stage=1)
+    assert steps == [0, 1, 2, 3]
+    assert all(other == (steps, rates) for other in others)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_an_epoch_that_was_left_is_over() -> None:
+    def each(run: Run) -> tuple[list[int], int, list[int]]:
+        model = model_of()
+        model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
+        seen = []
+        for number in run.epochs(3):
+            seen.append(number)
+            for batch in loader:
+                run.backward(squared(model, batch))
+                stepper.step()
+                run.log(loss=1.0)
+                if run.step >= 2:
+                    break
+        found = seen, run.step, [step for step, _ in run.history]
+        run.close()
+        return found
+
+    assert in_a_group(each) == [([0, 1, 2], 4, [0, 1, 2, 3])]
+
+
+def test_steps_that_are_left_out_count() -> None:
+    def each(run: Run) -> int:
+        model = model_of()
+        model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
+        for _ in run.epochs(2):
+            for batch in loader:
+                run.backward(squared(model, batch) * float("nan"))
+                stepper.step()
+                assert run.step < 100
+        found = run.step
+        run.close()
+        return found
+
+    assert in_a_group(each, clip_norm=1.0) == [14]
 
 
 def test_shards_cut_parameters() -> None:
