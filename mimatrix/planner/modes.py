@@ -313,8 +313,11 @@ class _Ways:
 
 def _why_apart(problem: Problem, together: Plan, apart: Apart) -> str:
     size, rate = bytes_shown(problem.model.gradient_bytes), format_rate(apart.slowest_bytes_per_s)
+    moved_s = problem.model.gradient_bytes / apart.slowest_bytes_per_s
+    # The network is to blame only where it takes the time.
+    what = f"moving {size} at {rate}" if 2 * moved_s > together.communication_s else f"meeting to exchange {size}"
     return (
-        f"hybrid: all together would make {rate_text(together.samples_per_s)} samples/s, since moving {size} at {rate} "
+        f"hybrid: all together would make {rate_text(together.samples_per_s)} samples/s, since {what} "
         f"takes {seconds_shown(together.communication_s)} of each {seconds_shown(together.step_s)} step; "
         f"{_groups_make(apart)}"
     )

@@ -1,5 +1,6 @@
 """Modes: prices that follow what they are made from, and a choice that says why."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 
@@ -12,7 +13,7 @@ from mimatrix.planner.curve import Curve
 from mimatrix.planner.modes import MESSAGE_S, Choice, choose_mode, price_apart, worth
 from mimatrix.planner.networks import simulated
 from mimatrix.planner.problem import Problem
-from mimatrix.planner.profile import ModelSize, Profile
+from mimatrix.planner.profile import Communication, ModelSize, Profile
 
 MBIT, MB = 1e6 / 8, 1_000_000
 BATCH = 64
@@ -51,6 +52,15 @@ def test_slow_links_between_many_are_for_groups() -> None:
     assert found.apart
     assert found.apart.worth_per_s > found.together.samples_per_s
     assert "since moving 1 MB at 20Mbit takes" in found.reason
+
+
+def test_the_network_is_not_blamed_for_what_meeting_takes() -> None:
+    cluster = star([10_000 * MBIT] * 2)
+    slow = Communication((0.05,) * 4)
+    problem = replace(asked(cluster, [1e-5] * 2, MB), network=lambda _: slow)
+    found = choose_mode(problem, [[0], [1]], cluster)
+    assert found.mode == "hybrid"
+    assert "since meeting to exchange 1 MB takes 50 ms of each" in found.reason
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4])
