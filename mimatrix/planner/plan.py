@@ -9,6 +9,7 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.planner.fields import Fields
 from mimatrix.planner.profile import STAGES
+from mimatrix.planner.room import listed
 from mimatrix.planner.split import Split
 
 VERSION = 1
@@ -164,7 +165,7 @@ def misfit(plan: Plan, devices: Sequence[str]) -> str:
     rank = next(rank for rank in range(ranks) if meant[rank] != devices[rank])
     return (
         f"has {meant[rank]} as rank {rank}, which is {devices[rank]} here; start the ranks in the plan's order "
-        f"({_listed(meant)}), or make another with mimatrix plan"
+        f"({listed(meant, _LISTED)}), or make another with mimatrix plan"
     )
 
 
@@ -173,18 +174,12 @@ def _other_number(plan: Plan, here: int) -> str:
     count = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if not plan.left_out or ranks + len(plan.left_out) != here:
         return f"is for {count} and there are {here}; make another with mimatrix plan"
-    left = f"leaves out {_listed([each.name for each in plan.left_out])}"
-    stay = _listed([part.name for part in plan.parts])
+    left = f"leaves out {listed([each.name for each in plan.left_out], _LISTED)}"
+    stay = listed([part.name for part in plan.parts], _LISTED)
     return (
         f"is for {count} and there are {here}, since it {left}; start only {stay} (-n {ranks}), or plan with all: "
         f"mimatrix plan --keep-all"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _LISTED} more"] if len(names) > _LISTED else []
-    *most, last = [*names[:_LISTED], *more]
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _part(fields: Fields) -> Part:

@@ -11,8 +11,6 @@ from mimatrix.planner.profile import STAGES, ModelSize, Profile
 from mimatrix.planner.split import Split
 from mimatrix.planner.tables import SLACK, Floats, Tables
 
-_LISTED = 4
-
 
 def lacks(
     stage: int, model: ModelSize, profiles: Sequence[Profile], names: Sequence[str], shares: Shares | None
@@ -54,10 +52,10 @@ def fits(tables: Tables, shares: Floats | None) -> bool:
     return bool(((hold[:, 1] >= 0) & (hold[:, 1] + beside >= 1.0 - SLACK)).any())
 
 
-def listed(names: Sequence[str]) -> str:
-    """`a, b and c`; of many the first and how many more."""
-    if len(names) > _LISTED:
-        names = [*names[: _LISTED - 1], f"{len(names) - _LISTED + 1} more"]
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """`a, b and c`; of many the first `most` and how many more."""
+    if len(names) > most + 1:
+        names = [*names[:most], f"{len(names) - most} more"]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
