@@ -36,7 +36,9 @@ def main(out: Path, models: list[str]) -> None:
         for model in models:
             rounds = [{way: ranks_of(settings, model, way) for way in WAYS} for _ in range(ROUNDS)]
             rows.append(summary(model, rounds))
-            out.write_text(json.dumps({"percent": PERCENT, "memory": MEMORY, "models": rows}, indent=1) + "\n")
+            out.write_text(
+                json.dumps({"rounds": ROUNDS, "percent": PERCENT, "memory": MEMORY, "models": rows}, indent=1) + "\n"
+            )
     print(json.dumps(rows, indent=1))
 
 

@@ -148,16 +148,18 @@ def _gpu(found: dict[str, Any]) -> str:
             " / ".join(f"{sum(sizes)} in {len(sizes)}" for sizes in row["micro"]),
             f"{row['predicted_step_s']:.3f} / {row['measured_step_s']:.3f}",
             f"{row['planning_s']:.0f}",
+            str(row["changes"]),
         ]
         for row in found["models"]
     ]
     headings = ["model", "global batch", "alone, samples/s", "even", "planned", "of the ideal", "x even", "stage"]
-    headings += ["samples in micro-steps", "step predicted / measured [s]", "planning [s]"]
+    headings += ["samples in micro-steps", "step predicted / measured [s]", "planning [s]", "changes"]
     return f"""## 4. Three parts of one GPU
 
 Made by `python -m bench.planned_gpu docs/measurements/heterogeneous/gpu.json` on an NVIDIA H200 under CUDA MPS: three processes with
 {", ".join(f"{percent} % and {memory}B" for percent, memory in parts)}. *Alone*: the three side by side, none exchanging anything, each at the better of two batch
-sizes; their sum is the ideal. *Even*: the same engine with equal batches, in micro-batches that fit the smallest part. One round.
+sizes; their sum is the ideal. *Even*: the same engine with equal batches, in micro-batches that fit the smallest part.
+*Changes*: how often batches followed what steps really took; predicted is a step of the plan in force at the end. Medians of rounds: {found["rounds"]}.
 
 {table(headings, body)}
 """

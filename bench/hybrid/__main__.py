@@ -5,6 +5,7 @@ Two sites are measured by `python -m bench.hybrid.sites`, what `mode="auto"` cho
 
 import json
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -21,8 +22,16 @@ _PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+class What(StrEnum):
+    """What can be asked for here."""
+
+    ACCURACY = "accuracy"
+    STALLS = "stalls"
+    PAGE = "page"
+
+
 def main(
-    what: Annotated[str, typer.Argument(help="accuracy, stalls or page.")],
+    what: Annotated[What, typer.Argument(help="To measure, or only to write the page.")],
     rounds: Annotated[int, typer.Option(help="Of stalls.")] = 6,
     seeds: Annotated[int, typer.Option(help="Of accuracy: pairs of runs.")] = 20,
     first: Annotated[int, typer.Option(help="Of accuracy: the first seed; others are for trying out.")] = 0,
@@ -30,14 +39,14 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures and write the page.")] = False,
 ) -> None:
     """Measure one thing, or only write the page."""
-    if what != "page":
+    if what is not What.PAGE:
         chosen = tuple(way for way in accuracy.WAYS if any(part in way for part in ways.split(",")))
-        found = stalls.measured(rounds) if what == "stalls" else accuracy.measured(seeds, first, chosen)
+        found = stalls.measured(rounds) if what is What.STALLS else accuracy.measured(seeds, first, chosen)
         print(json.dumps(found, indent=1))
         if keep:
             _KEPT.mkdir(parents=True, exist_ok=True)
             (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
-    if keep or what == "page":
+    if keep or what is What.PAGE:
         write()
 
 

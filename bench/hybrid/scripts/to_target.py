@@ -1,4 +1,4 @@
-"""Trains digits and notes parameters as time goes by: `to_target.py MODE SEED FOLDER`.
+"""Trains digits and notes parameters as time goes by: `to_target.py MODE EPOCHS SEED FOLDER`.
 
 Every rank says in FOLDER which process it is, and waits for the file `slowed`; says that it is ready, and waits for `go`.
 What rank 0 has noted is looked at afterwards, so that looking takes no time from training.
@@ -16,9 +16,9 @@ from torch import nn
 import mimatrix
 from bench.hybrid.data import digits
 
-EPOCHS, BATCH, NOTED, PATIENCE_S = 30, 64, 4, 120.0
+BATCH, NOTED, PATIENCE_S = 64, 4, 120.0
 WORK = 16
-mode, seed, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+mode, epochs, seed, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 me = os.environ.get("RANK", "0")
 torch.set_num_threads(1)
 
@@ -56,7 +56,7 @@ model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(
 said("ready", "go")
 noted: list[tuple[float, dict[str, torch.Tensor]]] = []
 began, steps = time.monotonic(), 0
-for _ in run.epochs(EPOCHS):
+for _ in run.epochs(epochs):
     for batch in loader:
         run.backward(loss_fn(model, batch))
         optimizer.step()
