@@ -32,7 +32,8 @@ def measured(stage: int, shares: tuple[float, ...], limit: int = 0) -> tuple[int
     return done.returncode, sorted(said, key=lambda each: int(each["rank"])), done.stderr
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in range(3)), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", range(4))
 def test_a_rank_keeps_what_its_stage_says(stage: int) -> None:
     code, said, errors = measured(stage, SHARES)
     assert code == 0, errors
