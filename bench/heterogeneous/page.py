@@ -12,6 +12,10 @@ from bench.markdown import MEASUREMENTS, machine, table, write_page
 
 FOLDER = MEASUREMENTS / "heterogeneous"
 SPEEDS, DRIFT, MEMORY, GPU = "speeds", "drift", "memory", "gpu"
+_STEADY = 20
+"""So many steps at the end of a run that was disturbed are those of its last plan."""
+_HOUR_S, _SHARE = 3600.0, 0.02
+"""What measuring and planning take is told as a share of a run so long, and as how long a run it is this share of."""
 
 
 def keep(name: str, value: object) -> None:
@@ -37,7 +41,8 @@ def write() -> None:
     """The page and its pictures anew, from all that is kept."""
     parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory, GPU: _gpu}
     found = {name: _kept(name) for name in parts}
-    sections = [*(part(found[name]) for name, part in parts.items() if found[name]), _predictions(found)]
+    sections = [part(found[name]) for name, part in parts.items() if found[name]]
+    sections += [_predictions(found), _planning(found)]
     task = Task("", (1.0,))
     write_page(
         "heterogeneous.md",
@@ -177,6 +182,9 @@ def _predictions(found: dict[str, Any]) -> str:
         for row in found[MEMORY] or []
         if not row["died"]
     }
+    if found[DRIFT]:
+        plan, rates = found[DRIFT]["plan"], found[DRIFT]["samples_per_s"][-_STEADY:]
+        pairs["a worker that slows down"] = [[plan["step_s"], plan["global_batch"] / statistics.median(rates)]]
     if found[GPU]:
         pairs |= {row["name"]: [[row["predicted_step_s"], row["measured_step_s"]]] for row in found[GPU]["models"]}
     errors = [abs(predicted / measured - 1) for steps in pairs.values() for predicted, measured in steps]
@@ -192,6 +200,21 @@ Steps in seconds, predicted / measured, of every run above with a plan (one pair
 median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(errors):.1f} %, over {len(errors)} runs.
 
 {table(["run", "predicted / measured"], body)}
+"""
+
+
+def _planning(found: dict[str, Any]) -> str:
+    """What measuring and planning take, of how long a run."""
+    took = {f"speeds {row['speeds']}": row["planning_s"] for row in found[SPEEDS] or [] if row["planning_s"]}
+    took |= {row["case"]: row["planning_s"] for row in found[MEMORY] or [] if not row["died"]}
+    took |= {row["name"]: row["planning_s"] for row in (found[GPU] or {"models": []})["models"]}
+    body = [[name, f"{each:.0f}", f"{each / _HOUR_S:.1%}", f"{each / _SHARE / 60:.0f}"] for name, each in took.items()]
+    return f"""## 6. What planning takes
+
+Measuring every rank and its collectives with an empty cache, and planning: seconds before the first step of the runs above, and, worked out from them, the share of a run
+of an hour and how long a run is of which it is {_SHARE:.0%}. The runs above last only until their speed is known: shares of them would say nothing.
+
+{table(["run", "planning [s]", "of an hour", f"{_SHARE:.0%} of a run of [min]"], body)}
 """
 
 

@@ -137,7 +137,9 @@ def section(found: dict[str, Any]) -> str:
     rows = []
     for mode in MODES:
         times = [run["to_target_s"] or inf for run in found[mode]]
-        ratios = [each / (other["to_target_s"] or inf) for each, other in zip(times, found["sync"], strict=True)]
+        # Who never came there has taken at least its whole run.
+        whole = [run["to_target_s"] or run["seconds"] for run in found["sync"]]
+        ratios = [each / other for each, other in zip(times, whole, strict=True)]
         fast = {key: statistics.median(run[key][0] for run in found[mode]) for key in ("waiting", "moving")}
         rows.append(
             [
