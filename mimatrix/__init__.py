@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mimatrix.hybrid.auto import Hybrid as Hybrid
-    from mimatrix.hybrid.auto import init as init
+    from mimatrix.hybrid.auto_mode import Hybrid as Hybrid
+    from mimatrix.hybrid.auto_mode import init as init
 
 _ON_TORCH = ("init", "Hybrid")
 
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> Any:
     if name in _ON_TORCH:
         from importlib import import_module
 
-        return getattr(import_module("mimatrix.hybrid.auto"), name)
+        return getattr(import_module("mimatrix.hybrid.auto_mode"), name)
     raise AttributeError(f"module 'mimatrix' has no attribute {name!r}")

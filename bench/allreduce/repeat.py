@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimatrix.comm.plans import Plan
+from mimatrix.comm.tuning.choice import Plan
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import mimatrix
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.auto import Undecided, as_priced
+from mimatrix.hybrid.auto_mode import Undecided, as_priced
 
 _CLASSES, _TRAIN, _TEST = 10, 8192, 1000
 _TARGET = 0.9

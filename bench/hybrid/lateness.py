@@ -16,9 +16,9 @@ from torch import nn
 
 from bench.hybrid.data import TASKS, Task
 from bench.markdown import table
-from mimatrix.hybrid.ledger import Push
 from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.push_log import Push
+from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
 from mimatrix.planner.modes import LATE, worth
 
 BATCH = 64

@@ -131,8 +131,8 @@ def predicted(way: Way, size: int) -> dict[str, float]:
         # comes in: the mirror of the other's shard, which is here, and the pull of that shard.
         each = size / (BATCH * way.steps)
         return {"bytes": each, "samples_per_s": rate / each}
-    from mimatrix.comm.forecast import Forecast
-    from mimatrix.comm.plans import Plan
+    from mimatrix.comm.tuning.choice import Plan
+    from mimatrix.comm.tuning.forecast import Forecast
     from mimatrix.netsim import replay
 
     schedule = Forecast(CLUSTER).schedule(Plan("messages", way.algorithm), Collective.ALL_REDUCE)

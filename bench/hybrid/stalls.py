@@ -111,7 +111,7 @@ def _services(parents: list[int]) -> list[int]:
             )
         except OSError:
             continue
-        if b"mimatrix.hybrid.host" in words and parent in parents:
+        if b"mimatrix.hybrid.server.process" in words and parent in parents:
             found.append(int(path.name))
     return found
 

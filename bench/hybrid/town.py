@@ -19,13 +19,13 @@ from bench.hybrid.data import TASKS
 from mimatrix.collectives.shares import Shares
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
-from mimatrix.hybrid.layout import Layout
-from mimatrix.hybrid.link import Link
-from mimatrix.hybrid.member import Member
+from mimatrix.hybrid.client.client import Link
+from mimatrix.hybrid.client.group_optimizer import Member
+from mimatrix.hybrid.flat_layout import Layout
 from mimatrix.hybrid.places import Place
-from mimatrix.hybrid.policies import policy
-from mimatrix.hybrid.service import Service
-from mimatrix.hybrid.shard import Shard
+from mimatrix.hybrid.policy import policy
+from mimatrix.hybrid.server.server import Service
+from mimatrix.hybrid.server.shard import Shard
 from mimatrix.launch.quotas import quotas
 
 _TOKEN = "bench"

@@ -112,7 +112,7 @@ def _against(text: str) -> list[str]:
 
 def _all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
     """Start all ranks here and read what rank 0 says."""
-    command = [sys.executable, "-m", "mimatrix.comm.measure", json.dumps(request)]
+    command = [sys.executable, "-m", "mimatrix.comm.bench_rank", json.dumps(request)]
     settings = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1")),
@@ -133,7 +133,7 @@ def _all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
 
 def _one_rank(request: dict[str, Any]) -> dict[str, Any] | None:
     """One rank of a job that somebody else started; rank 0 has the answer."""
-    command = [sys.executable, "-m", "mimatrix.comm.measure", json.dumps(request)]
+    command = [sys.executable, "-m", "mimatrix.comm.bench_rank", json.dumps(request)]
     with _started([(command, dict(os.environ))]) as (process,):
         if os.environ["RANK"] == "0":
             return _read(process, lambda _: None, 1)

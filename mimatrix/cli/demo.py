@@ -62,7 +62,7 @@ def _trained(epochs: int, slow_by: str) -> Result:
     from mimatrix.cli.watching import Told, watched
 
     board, began_s = Board(len(SPEEDS)), time.monotonic()
-    words = launches.module_words("mimatrix.worker.digits", ["--epochs", str(epochs)])
+    words = launches.module_words("mimatrix.worker.demo", ["--epochs", str(epochs)])
     launch = launches.Launch(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
     launches.check(launch)
     with watched(board, SPEEDS) as show:

@@ -40,7 +40,7 @@ def export(
 
 def _exported(checkpoint: Path, file: Path) -> dict[str, Any]:
     """By a process of its own: the command itself knows nothing of torch."""
-    command = [sys.executable, "-m", "mimatrix.engine.export", str(checkpoint), str(file)]
+    command = [sys.executable, "-m", "mimatrix.engine.checkpoint.export", str(checkpoint), str(file)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603 (our own)
     if done.returncode:
         raise WorldError(f"the export failed (exit code {done.returncode}); its own words are above")

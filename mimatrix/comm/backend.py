@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm import stages
+from mimatrix.comm.c10d import Native
 from mimatrix.comm.calls import DTYPES, Kind
 from mimatrix.comm.endpoint import Endpoint, own_host
+from mimatrix.comm.endpoint_registry import fresh, join, shared_name
+from mimatrix.comm.execution import staging as stages
 from mimatrix.comm.group import Group, on_own_stream
-from mimatrix.comm.halves import Gather, Scatter
-from mimatrix.comm.joining import fresh, join, shared_name
-from mimatrix.comm.native import Native
-from mimatrix.comm.plans import NATIVE, Plan
-from mimatrix.comm.windows import WindowKind
-from mimatrix.comm.windows.cuda_ipc import CudaIpcWindows
-from mimatrix.comm.windows.mapped import MappedWindows
-from mimatrix.comm.windows.nixl import NixlWindows, nixl_available
+from mimatrix.comm.memory import WindowKind
+from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
+from mimatrix.comm.memory.memfd import MappedWindows
+from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
+from mimatrix.comm.out_of_place import Gather, Scatter
+from mimatrix.comm.tuning.choice import NATIVE, Plan
 from mimatrix.comm.work import Task, Work
 from mimatrix.core.errors import UserError
 

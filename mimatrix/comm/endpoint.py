@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mimatrix.comm.arena import Arena
-from mimatrix.comm.control import Control
-from mimatrix.comm.coordinator import Coordinator
-from mimatrix.comm.windows import PeerWindow, WindowKind
+from mimatrix.comm.control.client import Control
+from mimatrix.comm.control.coordinator import Coordinator
+from mimatrix.comm.memory import PeerWindow, WindowKind
+from mimatrix.comm.memory.arena import Arena
 from mimatrix.comm.work import Worker
 from mimatrix.core.units import parse_bytes
 

@@ -17,21 +17,21 @@ import torch
 from mimatrix.collectives.catalog import Request, build
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
-from mimatrix.comm import stages
-from mimatrix.comm.arena import Slot
+from mimatrix.comm.c10d import Native
 from mimatrix.comm.calls import DTYPES, OPS, Call, Kind
-from mimatrix.comm.coordinated import CoordinatorSync
 from mimatrix.comm.endpoint import Endpoint
-from mimatrix.comm.executor import Sync, WindowsExecutor
-from mimatrix.comm.fetching import FarWindow, FetchingExecutor
-from mimatrix.comm.flags import PAGE_BYTES, Flags, Release
-from mimatrix.comm.forecast import forecast_for
-from mimatrix.comm.messages import MessagesExecutor
-from mimatrix.comm.native import Native
-from mimatrix.comm.plans import NATIVE, Path, Plan, default_plan
-from mimatrix.comm.program import Compiler
-from mimatrix.comm.tuner import SizeClass, Tuner
-from mimatrix.comm.windows.mapped import MappedWindow
+from mimatrix.comm.execution import staging as stages
+from mimatrix.comm.execution.one_sided import Sync, WindowsExecutor
+from mimatrix.comm.execution.program import Compiler
+from mimatrix.comm.execution.remote_read import FarWindow, FetchingExecutor
+from mimatrix.comm.execution.send_recv import MessagesExecutor
+from mimatrix.comm.memory.arena import Slot
+from mimatrix.comm.memory.memfd import MappedWindow
+from mimatrix.comm.sync.coordinator_sync import CoordinatorSync
+from mimatrix.comm.sync.flag_sync import PAGE_BYTES, Flags, Release
+from mimatrix.comm.tuning.choice import NATIVE, Path, Plan, default_plan
+from mimatrix.comm.tuning.forecast import forecast_for
+from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.comm.work import Task, Work, Worker
 from mimatrix.core.errors import UnsuitedError, UserError, WorldError
 

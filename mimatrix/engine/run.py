@@ -10,26 +10,26 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mimatrix.comm.control import Waiting
+from mimatrix.comm.control.client import Waiting
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine import evaluating
-from mimatrix.engine.checkpoint import KEPT
-from mimatrix.engine.course import Course
-from mimatrix.engine.disk import Saved
-from mimatrix.engine.feed import Feed, Position, check_loading
-from mimatrix.engine.leaving import Leaving
-from mimatrix.engine.loader import Loader
-from mimatrix.engine.outer import Outer, Pushing
-from mimatrix.engine.passing import ParametersCut
-from mimatrix.engine.plans import Plans
-from mimatrix.engine.preparing import Whole, agreed, check_prepared, cut, ground_of, patch, units_to_cut
-from mimatrix.engine.schedulers import Scheduler
+from mimatrix.engine.checkpoint.manager import KEPT
+from mimatrix.engine.checkpoint.state import persistent_buffers
+from mimatrix.engine.checkpoint.storage import Saved
+from mimatrix.engine.data.source import Feed, Position, check_loading
+from mimatrix.engine.loop import evaluation as evaluating
+from mimatrix.engine.loop.loader import Loader
+from mimatrix.engine.loop.lr_scheduler import Scheduler
+from mimatrix.engine.loop.preemption import Leaving
+from mimatrix.engine.loop.train_loop import Course
+from mimatrix.engine.outer_optimizer import Outer, Pushing
+from mimatrix.engine.planning.measure import Ground, Loss
+from mimatrix.engine.planning.plan_follower import Plans
+from mimatrix.engine.prepare import Whole, agreed, check_prepared, cut, ground_of, patch, units_to_cut
 from mimatrix.engine.settings import Settings
-from mimatrix.engine.snapshot import persistent_buffers
-from mimatrix.engine.stats import StepStats
-from mimatrix.engine.surveying import Ground, Loss
+from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
+from mimatrix.engine.zero.zero3 import ParametersCut
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split

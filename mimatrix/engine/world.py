@@ -6,10 +6,10 @@ import torch
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine.exchange import Exchange
-from mimatrix.engine.precision import Precision
+from mimatrix.engine.modules.precision import Precision
+from mimatrix.engine.rank_exchange import Exchange
 from mimatrix.engine.settings import Settings
-from mimatrix.engine.stats import Watch
+from mimatrix.engine.step_timer import Watch
 from mimatrix.planner.split import Split, resolve_batches
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from mimatrix.cluster import Cluster, Device
 from mimatrix.core.errors import UserError
-from mimatrix.engine.binding import check_elementwise
-from mimatrix.engine.linking import described_cluster, measured_cluster
-from mimatrix.engine.moving import ending_s
-from mimatrix.engine.surveying import Ground, problem_of, say, survey, timed_communication, together
+from mimatrix.engine.planning.cluster_discovery import described_cluster, measured_cluster
+from mimatrix.engine.planning.communication import ending_s
+from mimatrix.engine.planning.measure import Ground, problem_of, say, survey, timed_communication, together
+from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.hybrid.grouping import Groups
 from mimatrix.planner.modes import Choice, choose_mode
 from mimatrix.planner.networks import simulated

@@ -4,7 +4,7 @@ import socket
 from dataclasses import dataclass
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.frames import Stream, own_side
+from mimatrix.hybrid.net import Stream, own_side
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from mimatrix.profiler.cache import cached_measure
 from mimatrix.profiler.cgroups import limiting_group
+from mimatrix.profiler.device import Limits, measure_device
 from mimatrix.profiler.fingerprints import (
     code_fingerprint,
     device_fingerprint,
@@ -11,11 +12,10 @@ from mimatrix.profiler.fingerprints import (
     model_size,
 )
 from mimatrix.profiler.links import Links, measure_links
-from mimatrix.profiler.measure import Limits, measure_device
+from mimatrix.profiler.links_to_cluster import remarks, to_cluster
 from mimatrix.profiler.memory import give_back_at_once
-from mimatrix.profiler.network import remarks, to_cluster
-from mimatrix.profiler.passes import Subject
-from mimatrix.profiler.room import is_limited, room
+from mimatrix.profiler.memory_budget import is_limited, room
+from mimatrix.profiler.trial import Subject
 
 __all__ = [
     "Limits",

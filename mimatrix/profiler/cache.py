@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from mimatrix import __version__
-from mimatrix.comm.tuner import cache_folder
+from mimatrix.comm.tuning.tuner import cache_folder
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.planner.profile import VERSION, Profile
+from mimatrix.profiler.device import Limits, measure_device, room_for
 from mimatrix.profiler.fingerprints import device_fingerprint
-from mimatrix.profiler.measure import Limits, measure_device, room_for
-from mimatrix.profiler.passes import Subject
+from mimatrix.profiler.trial import Subject
 
 _NOISY = 0.25
 """Where times differ so much, something else was going on: good enough for now, not for another time."""

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.c10d import Native
 from mimatrix.comm.group import Group
-from mimatrix.comm.native import Native
 from mimatrix.core.errors import PeerLost
 
 Pair = tuple[int, int]

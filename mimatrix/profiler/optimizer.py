@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mimatrix.profiler.room import in_segments
+from mimatrix.profiler.memory_budget import in_segments
 from mimatrix.profiler.timing import Timing, timed
 
 TWIN_ELEMENTS = 4 << 20

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mimatrix.profiler.batch_search import SLOW_S, WINDOW_S
 from mimatrix.profiler.cgroups import cpu_quota
-from mimatrix.profiler.search import SLOW_S, WINDOW_S
 
 _GPU_WINDOW_S = 0.02
 # Workers may be stopped and let go on in periods of up to 40 ms: shorter windows would see a part of one.

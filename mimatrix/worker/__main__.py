@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from mimatrix.core.errors import MiMatrixError, UserError
-from mimatrix.engine.mistakes import BAD_INPUT, told
+from mimatrix.engine.excepthook import BAD_INPUT, told
 from mimatrix.engine.observers import OBSERVERS
 from mimatrix.wire.client import Client
-from mimatrix.worker.gauges import link_gauge
-from mimatrix.worker.joining import Belonging, enter, join, own_address
+from mimatrix.worker.device_metrics import link_gauge
+from mimatrix.worker.rendezvous import Belonging, enter, join, own_address
 from mimatrix.worker.reporting import Reporter
 
 GAVE_WAY = 1

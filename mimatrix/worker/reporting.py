@@ -24,8 +24,8 @@ from mimatrix.wire.messages import (
     Traffic,
     Waiting,
 )
-from mimatrix.worker.gauges import gauge
-from mimatrix.worker.joining import Belonging
+from mimatrix.worker.device_metrics import gauge
+from mimatrix.worker.rendezvous import Belonging
 from mimatrix.worker.tensorboard import Board
 
 _AGAIN_S = 1.0

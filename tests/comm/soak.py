@@ -21,7 +21,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from mimatrix.comm import Endpoint, Group, Native, Plan
-from mimatrix.comm.windows.mapped import MappedWindows
+from mimatrix.comm.memory.memfd import MappedWindows
 from mimatrix.core.errors import PeerLost
 
 DEADLINE_S = 2.0

@@ -6,16 +6,16 @@ import time
 
 import pytest
 import torch
-from ranks import ARENA_BYTES, in_groups, together
+from support.ranks import ARENA_BYTES, in_groups, together
 from torch._C._distributed_c10d import HashStore
 
 from mimatrix.comm import Endpoint, Group, Plan
-from mimatrix.comm.blame import Ask, Blamed, Search
-from mimatrix.comm.control import Control
-from mimatrix.comm.coordinator import Coordinator
-from mimatrix.comm.frames import Inbox, Kind, Message
-from mimatrix.comm.windows.in_process import InProcessWindow, InProcessWindows
-from mimatrix.comm.windows.viewed import ViewedPeer
+from mimatrix.comm.control.client import Control
+from mimatrix.comm.control.coordinator import Coordinator
+from mimatrix.comm.control.messages import Inbox, Kind, Message
+from mimatrix.comm.control.wait_graph import Ask, Blamed, Search
+from mimatrix.comm.memory.in_process import InProcessWindow, InProcessWindows
+from mimatrix.comm.memory.mapped_view import ViewedPeer
 from mimatrix.core.errors import MismatchError, PeerLost, WorldError
 
 GDRAA = Plan("windows", "gdraa")

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import in_groups
+from support.ranks import in_groups
 
 from mimatrix.collectives import Collective, Shares
 from mimatrix.comm import Group, Plan
-from mimatrix.comm.plans import Path
-from mimatrix.comm.stages import STAGE_BYTES
+from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.tuning.choice import Path
 from mimatrix.core.errors import MismatchError, PeerLost, UserError, WorldError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -285,7 +285,8 @@ def test_a_tensor_in_the_arena_may_be_written_after_each_call() -> None:
 
 def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counter would otherwise go on with the next call, and peers take that for the end of this one."""
-    from mimatrix.comm import arithmetic, executor
+    from mimatrix.comm.execution import one_sided as executor
+    from mimatrix.comm.execution import reduce as arithmetic
 
     whole = arithmetic.reduce_into
 

@@ -8,15 +8,15 @@ from typing import TypeVar
 
 import pytest
 import torch
-from ranks import together
+from support.ranks import together
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from mimatrix.collectives import Collective
 from mimatrix.comm import Endpoint, Group, Native
-from mimatrix.comm.plans import NATIVE, Plan, candidates
-from mimatrix.comm.plans import Path as DataPath
-from mimatrix.comm.tuner import SizeClass, Tuner
-from mimatrix.comm.windows.in_process import InProcessWindows
+from mimatrix.comm.memory.in_process import InProcessWindows
+from mimatrix.comm.tuning.choice import NATIVE, Plan, candidates
+from mimatrix.comm.tuning.choice import Path as DataPath
+from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.core.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

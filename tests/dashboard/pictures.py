@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS / "server"))
+sys.path.insert(0, str(TESTS))
 
-from browsers import DESK, PHONE, Visit, browser, visit  # noqa: E402
-from clusters import node  # noqa: E402
-from houses import SCRIPTS, Server, server  # noqa: E402
 from playwright.sync_api import Browser  # noqa: E402
+from support.browsers import DESK, PHONE, Visit, browser, visit  # noqa: E402
+from support.clusters import node  # noqa: E402
+from support.servers import SCRIPTS, Server, server  # noqa: E402
 
 from mimatrix.wire.messages import JobState  # noqa: E402
 

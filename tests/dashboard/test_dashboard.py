@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import DESK, PHONE, browser, needs_browser, visit
-from clusters import node
-from houses import Server, server
 from playwright.sync_api import Browser, Page, Route, expect
+from support.browsers import DESK, PHONE, browser, needs_browser, visit
+from support.clusters import node
+from support.servers import Server, server
 
 from mimatrix.wire.messages import ACTIVE, ENDED, JobState, Role, TokenWanted
 

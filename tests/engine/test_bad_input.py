@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from features import PAIR, THREE
-from models import Perceptron, squared, vectors
-from runs import in_runs
+from support.features import PAIR, THREE
+from support.models import Perceptron, squared, vectors
+from support.runs import in_runs
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.checkpoint import checkpoint
 
 from mimatrix.core.errors import MiMatrixError, UserError
-from mimatrix.engine import sharding
 from mimatrix.engine.run import Run
+from mimatrix.engine.zero import sharding
 
 in_stages = pytest.mark.parametrize("stage", [0, 3])
 Act = Callable[[Run], Any]

@@ -12,14 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from models import Perceptron, Residual, Transformer, adamw, by_tokens, momentum, pictures, sentences, squared, vectors
-from runs import in_runs
+from support.models import (
+    Perceptron,
+    Residual,
+    Transformer,
+    adamw,
+    by_tokens,
+    momentum,
+    pictures,
+    sentences,
+    squared,
+    vectors,
+)
+from support.runs import in_runs
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine import disk
-from mimatrix.engine.packing import pack, unpack
+from mimatrix.engine.checkpoint import storage as disk
+from mimatrix.engine.checkpoint.json_codec import pack, unpack
 from mimatrix.engine.run import Run
 
 pytestmark = pytest.mark.timeout(90)

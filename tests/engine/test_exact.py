@@ -9,15 +9,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import Perceptron, Residual, Transformer, adamw, by_tokens, momentum, pictures, sentences, squared, vectors
-from plain import plain_rounds, plain_run
-from runs import in_runs
+from support.models import (
+    Perceptron,
+    Residual,
+    Transformer,
+    adamw,
+    by_tokens,
+    momentum,
+    pictures,
+    sentences,
+    squared,
+    vectors,
+)
+from support.plain import plain_rounds, plain_run
+from support.runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 
-from mimatrix.comm.arena import ALIGNMENT
-from mimatrix.comm.stages import STAGE_BYTES
-from mimatrix.engine import preparing
+from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.memory.arena import ALIGNMENT
+from mimatrix.engine import prepare as preparing
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
 

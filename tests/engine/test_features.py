@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from features import ALONE, PAIR, STAGES, STEPS, THREE, Case, Parameters, check, in_one, on_ranks, same
-from models import Perceptron, pictures, squared, vectors
-from plain import plain_run
-from runs import in_runs
+from support.features import ALONE, PAIR, STAGES, STEPS, THREE, Case, Parameters, check, in_one, on_ranks, same
+from support.models import Perceptron, pictures, squared, vectors
+from support.plain import plain_run
+from support.runs import in_runs
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from mimatrix.engine import reading, sharding
-from mimatrix.engine.passing import ParametersCut
 from mimatrix.engine.run import Run
+from mimatrix.engine.zero import sharding
+from mimatrix.engine.zero import zero0_shared as reading
+from mimatrix.engine.zero.zero3 import ParametersCut
 
 in_stages = pytest.mark.parametrize("stage", STAGES)
 

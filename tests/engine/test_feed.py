@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.feed import Feed, Micro, Position
+from mimatrix.engine.data.source import Feed, Micro, Position
 from mimatrix.planner import Split
 
 Batches = list[list[int]]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Perceptron, adamw, squared, vectors
-from runs import in_runs
+from support.models import Perceptron, adamw, squared, vectors
+from support.runs import in_runs
 
-from mimatrix.engine.leaving import LEFT
+from mimatrix.engine.loop.preemption import LEFT
 from mimatrix.engine.run import Run
 
 pytestmark = pytest.mark.timeout(90)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import Perceptron, adamw, squared, vectors
-from plain import plain_run
-from runs import in_runs
+from support.models import Perceptron, adamw, squared, vectors
+from support.plain import plain_run
+from support.runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from features import PAIR, STEPS, THREE, Case, in_one, on_ranks, same
-from models import Perceptron, squared, vectors
-from runs import in_runs
+from support.features import PAIR, STEPS, THREE, Case, in_one, on_ranks, same
+from support.models import Perceptron, squared, vectors
+from support.runs import in_runs
 from torch import nn
 
 from mimatrix.engine.run import Run

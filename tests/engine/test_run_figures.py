@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from features import ALONE, PAIR, THREE, Case, in_one, same
-from models import Perceptron, momentum, squared, vectors
-from runs import in_runs
+from support.features import ALONE, PAIR, THREE, Case, in_one, same
+from support.models import Perceptron, momentum, squared, vectors
+from support.runs import in_runs
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from mimatrix.engine.feed import Position
+from mimatrix.engine.data.source import Position
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
 

@@ -164,7 +164,7 @@ def services(folder: Path) -> list[int]:
             words, variables = (path / "cmdline").read_bytes(), (path / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"mimatrix.hybrid.host" in words and f"MIMATRIX_SOAK={folder}".encode() in variables:
+        if b"mimatrix.hybrid.server.process" in words and f"MIMATRIX_SOAK={folder}".encode() in variables:
             found.append(int(path.name))
     return found
 

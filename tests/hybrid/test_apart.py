@@ -72,7 +72,9 @@ def services() -> list[int]:
             words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"mimatrix.hybrid.host" in words and f"TEST_APART={os.getpid()}".encode() in variables.split(b"\0"):
+        if b"mimatrix.hybrid.server.process" in words and f"TEST_APART={os.getpid()}".encode() in variables.split(
+            b"\0"
+        ):
             found.append(int(folder.name))
     return sorted(found)
 

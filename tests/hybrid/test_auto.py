@@ -13,7 +13,7 @@ import pytest
 import mimatrix
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.hybrid.auto import Returned
+from mimatrix.hybrid.auto_mode import Returned
 from mimatrix.planner.modes import Apart, Choice, Pushing
 from mimatrix.planner.plan import Part, Plan
 from mimatrix.planner.split import Split

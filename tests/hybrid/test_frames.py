@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mimatrix.comm.endpoint import own_host
-from mimatrix.comm.windows.nixl import nixl_available
+from mimatrix.comm.memory.nixl import nixl_available
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.frames import Stream
+from mimatrix.hybrid.net import Stream
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -7,20 +7,20 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from towns import mirror_round
+from support.hybrid_groups import mirror_round
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.holding import entry, furthest
-from mimatrix.hybrid.keeping import Kept
-from mimatrix.hybrid.ledger import Ledger, Push
-from mimatrix.hybrid.line import Line
-from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.client.checkpoint import Whole
+from mimatrix.hybrid.client.client import Link
+from mimatrix.hybrid.client.shard_client import Line
 from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.rules import PLAIN, Rules
-from mimatrix.hybrid.service import Service
-from mimatrix.hybrid.shard import Piece, Shard, Stepping
-from mimatrix.hybrid.whole import Whole
+from mimatrix.hybrid.server.hold import entry, furthest
+from mimatrix.hybrid.server.push_log import Ledger, Push
+from mimatrix.hybrid.server.server import Service
+from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.state import Kept
 
 COUNT, SHARES = 60, Shares((0.5, 0.2, 0.3))
 SIZES = list(SHARES.cut(COUNT))

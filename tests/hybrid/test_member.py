@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from models import adamw, momentum, squared, vectors
-from plain import plain_run
-from runs import in_runs
+from support.hybrid_groups import BATCH, SAMPLES, model_of, town
+from support.models import adamw, momentum, squared, vectors
+from support.plain import plain_run
+from support.runs import in_runs
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import default_collate
-from towns import BATCH, SAMPLES, model_of, town
 
 import mimatrix
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.run import Run
+from mimatrix.hybrid.flat_layout import cut
 from mimatrix.hybrid.grouping import checked
-from mimatrix.hybrid.layout import cut
-from mimatrix.hybrid.meeting import Meeting
-from mimatrix.hybrid.policies import Policy, policy
+from mimatrix.hybrid.mode import Hybrid
+from mimatrix.hybrid.policy import Policy, policy
+from mimatrix.hybrid.rendezvous import Meeting
 from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.shard import Piece
-from mimatrix.hybrid.start import Hybrid
+from mimatrix.hybrid.server.shard import Piece
 
 
 def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict[str, torch.Tensor]:

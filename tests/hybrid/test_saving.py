@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import adamw, momentum, squared, vectors
-from runs import in_runs
+from support.hybrid_groups import BATCH, SAMPLES, Town, model_of, town
+from support.models import adamw, momentum, squared, vectors
+from support.runs import in_runs
 from torch import nn
-from towns import BATCH, SAMPLES, Town, model_of, town
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine import disk
+from mimatrix.engine.checkpoint import storage as disk
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.member import Member
-from mimatrix.hybrid.policies import Policy, policy
+from mimatrix.hybrid.client.group_optimizer import Member
+from mimatrix.hybrid.policy import Policy, policy
 from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.shard import Shard
+from mimatrix.hybrid.server.shard import Shard
 
 STEPS, SAVED_AT = 19, 8
 """7 global batches in an epoch, the last one smaller."""

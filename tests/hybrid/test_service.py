@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from towns import mirror_round
+from support.hybrid_groups import mirror_round
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.keeping import Kept
-from mimatrix.hybrid.link import Link
+from mimatrix.hybrid.client.client import Link
 from mimatrix.hybrid.places import Place
 from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.service import Service
-from mimatrix.hybrid.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.server import Service
+from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.state import Kept
 
 COUNT, B = 1001, 16
 SHARES = Shares((0.5, 0.2, 0.3))
@@ -28,7 +28,7 @@ START = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are few here: on one host they go through windows only if they must."""
     if request.param == "through windows":
-        monkeypatch.setattr("mimatrix.hybrid.frames._LEAST_LAID", 1)
+        monkeypatch.setattr("mimatrix.hybrid.net._LEAST_LAID", 1)
 
 
 @contextmanager

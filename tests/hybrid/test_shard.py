@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.keeping import Kept
-from mimatrix.hybrid.ledger import Ledger, Push
 from mimatrix.hybrid.rules import PLAIN, Rules
-from mimatrix.hybrid.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.push_log import Ledger, Push
+from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.state import Kept
 
 LR, MOMENTUM, B = 0.05, 0.9, 32
 SETTINGS = {"lr": LR, "momentum": MOMENTUM}

@@ -6,7 +6,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from launcher_contract import POLITE, codes, eventually, pack, python, runs
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.launcher_contract import POLITE, codes, eventually, pack, python, runs
 
 from mimatrix.launch.launcher import Member, Phase, Team
 from mimatrix.launch.on_ray import RayLauncher

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launcher_contract import (
+from support.launcher_contract import (
     DEAF,
     FOREVER,
     TREE,
@@ -174,7 +174,7 @@ def test_a_number_that_came_back_is_not_signalled(ground: Ground) -> None:
 SERVER = """
 import os, signal, sys
 from pathlib import Path
-from launcher_contract import Ground
+from support.launcher_contract import Ground
 from test_local_launcher import local
 folder = Path(sys.argv[1])
 ground = Ground(lambda: local(folder), folder)
@@ -184,7 +184,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def serve(folder: Path) -> "subprocess.Popen[bytes]":
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     return subprocess.Popen([sys.executable, "-c", SERVER, str(folder)], env=os.environ | {"PYTHONPATH": path})
 
 

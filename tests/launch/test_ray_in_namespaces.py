@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_clusters import Machine, ray_cluster
+from support.ray_clusters import Machine, ray_cluster
 
 from mimatrix.cluster import load_cluster
 from mimatrix.lab import Lab, down, namespace, up

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launcher_contract import (
+from support.launcher_contract import (
     DEAF,
     FOREVER,
     Ground,
@@ -24,7 +24,7 @@ from launcher_contract import (
     eventually,
     runs,
 )
-from ray_clusters import RayCluster, ray_cluster
+from support.ray_clusters import RayCluster, ray_cluster
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.launch.launcher import Member, MemberState, Phase, Team

@@ -5,8 +5,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from naive import Outcome, simulate
 from numpy.typing import NDArray
+from support.naive_simulator import Outcome, simulate
 
 from mimatrix.cluster import Bus, BySource, Cluster, Device, Ecmp, Fabric, Link, Node, Routes, Switch, named
 from mimatrix.collectives import CATALOG, Collective, Request, Schedule, Shares, build, find

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-import brute_force
 import pytest
-from brute_force import Case, random_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import brute_force
+from support.brute_force import Case, random_case
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError

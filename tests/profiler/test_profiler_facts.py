@@ -12,7 +12,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.profiler import code_fingerprint, device_fingerprint, model_fingerprint, room
 from mimatrix.profiler.cgroups import cpu_quota, memory_left
 from mimatrix.profiler.memory import Overflow, attempted, resident_bytes
-from mimatrix.profiler.room import mps_limit
+from mimatrix.profiler.memory_budget import mps_limit
 
 CPU = torch.device("cpu")
 

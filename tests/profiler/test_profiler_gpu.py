@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from subjects import convolutions, mlp
+from support.profile_targets import convolutions, mlp
 
 from mimatrix.profiler import Limits, cached_measure, measure_device, room
 

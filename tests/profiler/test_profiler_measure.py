@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from subjects import convolutions, mlp, subject
+from support.profile_targets import convolutions, mlp, subject
 from torch import nn
 
 from mimatrix.core.errors import UserError

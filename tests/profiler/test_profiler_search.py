@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.planner.curve import Curve
-from mimatrix.profiler.search import Point, Search
+from mimatrix.profiler.batch_search import Point, Search
 
 MB = 1e6
 

@@ -13,7 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from houses import Server, end_all
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.servers import Server, end_all
 
 from mimatrix.wire.messages import ENDED, JobState, Submission
 

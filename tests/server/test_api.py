@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from databases import database, postgresql
-from houses import House, house
+from support.databases import database, postgresql
+from support.servers import House, house
 
 from mimatrix.server.life import move
 from mimatrix.server.tables import JobRow

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from databases import database, postgresql
 from sqlalchemy import inspect, text
+from support.databases import database, postgresql
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.server.database import address_in, opened

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from houses import House, house
+from support.servers import House, house
 
 from mimatrix.server.context import team_name
 from mimatrix.server.loop import _seen_speeds

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from houses import Server, server
+from support.servers import Server, server
 
 from bench.monitoring.house import process_of
 from mimatrix.wire.messages import ENDED, JobState

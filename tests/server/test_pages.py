@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from houses import House, house
+from support.servers import House, house
 
 from mimatrix.server.pages import FOLDER
 

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import pytest
-from houses import server
+from support.servers import server
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import schemathesis
-from houses import House, house
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import checks
+from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, JOB, worker
 
 CASES = int(os.environ.get("MIMATRIX_CASES", "3"))

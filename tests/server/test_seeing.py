@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from houses import House, house
 from sqlalchemy import func, select, update
+from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_loop import Clock, reasons
 

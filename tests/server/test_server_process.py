@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from houses import SCRIPTS, Server, server
+from support.servers import SCRIPTS, Server, server
 
 from mimatrix.core.errors import UserError
 from mimatrix.wire.client import Client

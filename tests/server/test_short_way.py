@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from houses import house
+from support.servers import house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 
 from mimatrix.server.short_way import ShortWay

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from houses import Server, server
+from support.servers import Server, server
 
 from bench.monitoring.house import process_of
 

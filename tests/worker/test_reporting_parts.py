@@ -12,7 +12,7 @@ import pytest
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, JobState, Report
-from mimatrix.worker import gauges
+from mimatrix.worker import device_metrics as gauges
 from mimatrix.worker.reporting import until_turn
 from mimatrix.worker.tensorboard import Board
 
@@ -22,7 +22,7 @@ REPORT = Report(protocol=PROTOCOL, generation=1, rank=0, state=JobState.TRAINING
 
 def test_gauges_are_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, asked = 0.0, []
-    monkeypatch.setattr("mimatrix.worker.gauges.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("mimatrix.worker.device_metrics.time.monotonic", lambda: now_s)
     told = gauges._now_and_then(lambda: asked.append(now_s) or len(asked))  # type: ignore[func-returns-value]
     for second in range(30):
         now_s = float(second)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from forks import forked, joined, require, say, world
 
-from mimatrix.comm.plans import NATIVE, Plan
+from mimatrix.comm.tuning.choice import NATIVE, Plan
 
 RANKS = 3
 Results = list[torch.Tensor]

@@ -13,7 +13,7 @@ from forks import forked, joined, say, world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mimatrix.comm.plans import NATIVE, Plan
+from mimatrix.comm.tuning.choice import NATIVE, Plan
 
 
 def told(scenario: str, rank: int, call: Callable[[], object]) -> None:

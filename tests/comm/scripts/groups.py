@@ -12,7 +12,7 @@ from forks import forked, joined, require, say, world
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from mimatrix.comm.plans import NATIVE
+from mimatrix.comm.tuning.choice import NATIVE
 
 
 def summed(rank: int, group: Any = None, count: int = 5) -> float:

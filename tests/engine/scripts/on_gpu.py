@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from models import (  # noqa: E402
+from support.models import (  # noqa: E402
     Perceptron,
     Residual,
     Transformer,
@@ -24,7 +24,7 @@ from models import (  # noqa: E402
     squared,
     vectors,
 )
-from plain import plain_rounds, plain_run  # noqa: E402
+from support.plain import plain_rounds, plain_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
 

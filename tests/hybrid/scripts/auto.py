@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mimatrix
-from mimatrix.hybrid.auto import Undecided
+from mimatrix.hybrid.auto_mode import Undecided
 
 torch.set_num_threads(1)
 run = mimatrix.init(128, mode="auto", timeout_s=60)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from subjects import convolutions
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from support.profile_targets import convolutions
 
 from mimatrix.core.errors import UserError
 from mimatrix.profiler import Limits, measure_device
-from mimatrix.profiler.passes import Passes
+from mimatrix.profiler.trial import Passes
 
 
 def main(megabytes: float, side: int) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from subjects import Counting, convolutions, mlp
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from support.profile_targets import Counting, convolutions, mlp
 
 from mimatrix.profiler.memory import _peak_of_saved, peak_bytes
-from mimatrix.profiler.passes import Passes
+from mimatrix.profiler.trial import Passes
 
 BATCHES = {"mlp": (1, 64, 512, 2048), "convolutions": (1, 32, 128, 512)}
 

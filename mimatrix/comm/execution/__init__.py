@@ -1,0 +1,1 @@
+"""Executors: a schedule's moves on tensors."""

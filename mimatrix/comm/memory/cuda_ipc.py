@@ -1,0 +1,168 @@
+"""CUDA IPC for GPU ranks of a host, also for ranks that share one GPU under MPS.
+
+The memory is allocated and exported with the CUDA runtime directly: torch's own sharing keeps reference counts in
+files, which a crash would leave behind. When the owner dies the driver gives the memory back.
+
+CUDA lets a handle be opened whose memory was freed or whose owner is dead. So every window has a lifeline, a small
+window in mapped memory that is opened first: it tells whether the owner is there and still offers the window.
+"""
+
+import base64
+import ctypes
+from functools import lru_cache
+from typing import NoReturn
+
+import torch
+
+from mimatrix.comm.memory.mapped_view import ViewedPeer, check_size
+from mimatrix.comm.memory.memfd import MappedWindow, MappedWindows
+from mimatrix.core.errors import UserError, WorldError
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_BLOCK_BYTES = 2 << 20
+
+
+class CudaIpcWindows:
+    """Windows in the memory of one GPU. CUDA opens a handle once in a process, and never an own one: both are kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise UserError("there is no GPU here that torch can use; use windows in mapped memory")
+        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self._lifelines = MappedWindows()
+        self._own: dict[str, CudaIpcWindow] = {}
+        self._opened: dict[str, _Mapping] = {}
+
+    def allocate(self, size: int) -> "CudaIpcWindow":
+        """A new window of `size` bytes, all zero."""
+        window = CudaIpcWindow(self.device, size, self._lifelines.allocate(1))
+        self._own[window.handle()] = window
+        return window
+
+    def open(self, handle: str) -> ViewedPeer:
+        """A peer's window."""
+        if handle in self._own:
+            return ViewedPeer(self._own[handle].bytes) if self._own[handle].bytes.numel() else _refuse("it is closed")
+        _, lifeline = handle.split("|")
+        self._lifelines.open(lifeline).close()
+        if handle not in self._opened or not self._opened[handle].users:
+            self._opened[handle] = _Mapping(self.device, handle)
+        return CudaIpcPeer(self._opened[handle])
+
+
+class CudaIpcWindow:
+    """Memory of this rank on its GPU."""
+
+    def __init__(self, device: torch.device, size: int, lifeline: MappedWindow) -> None:
+        check_size(size)
+        self._device, self._size, self._lifeline = device, size, lifeline
+        self._address = ctypes.c_void_p()
+        # Smaller ones would share a block of the driver's, which a peer can map only once.
+        room = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            _check(
+                _runtime().cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(room)), f"allocating {size} bytes"
+            )
+        self.bytes = _as_tensor(self._address, size, device)
+        self.bytes.zero_()
+        torch.cuda.synchronize(device)
+
+    def handle(self) -> str:
+        """The export handle and the size."""
+        exported = _IpcHandle()
+        with torch.cuda.device(self._device):
+            _check(_runtime().cudaIpcGetMemHandle(ctypes.byref(exported), self._address), "exporting a window")
+        return f"{self._size}:{base64.b64encode(bytes(exported.reserved)).decode()}|{self._lifeline.handle()}"
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._lifeline.close()
+        if self._address:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.device(self._device):
+                _check(_runtime().cudaFree(self._address), "freeing a window")
+            self._address = ctypes.c_void_p()
+            self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+
+class CudaIpcPeer(ViewedPeer):
+    """A peer's memory on a GPU of this host, mapped here."""
+
+    def __init__(self, mapping: "_Mapping") -> None:
+        super().__init__(mapping.bytes)
+        self._mapping: _Mapping | None = mapping
+        mapping.users += 1
+
+    def close(self) -> None:
+        """Let go of it; the last one unmaps it."""
+        super().close()
+        if self._mapping:
+            self._mapping.users -= 1
+            if not self._mapping.users:
+                self._mapping.close()
+            self._mapping = None
+
+
+class _Mapping:
+    """A peer's memory, opened once for all who look at it."""
+
+    def __init__(self, device: torch.device, handle: str) -> None:
+        size, exported = handle.split("|")[0].split(":")
+        self._device, self._address, self.users = device, ctypes.c_void_p(), 0
+        opened = _IpcHandle.from_buffer_copy(base64.b64decode(exported))
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            code = _runtime().cudaIpcOpenMemHandle(
+                ctypes.byref(self._address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS)
+            )
+        if code:
+            _runtime().cudaGetLastError()
+            _refuse(_error(code))
+        self.bytes = _as_tensor(self._address, int(size), device)
+
+    def close(self) -> None:
+        """Unmap it, when nothing uses it any more."""
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):
+            _runtime().cudaIpcCloseMemHandle(self._address)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise WorldError(f"the window on a GPU cannot be opened: {why}; is its rank still there?")
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class _Memory:
+    """Lets torch see an address as a tensor, without a copy and without owning it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _as_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> torch.Tensor:
+    assert address.value
+    return torch.as_tensor(_Memory(address.value, size), device=device)
+
+
+@lru_cache(maxsize=1)
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch itself has loaded."""
+    major = str(torch.version.cuda).split(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{major}")
+    runtime.cudaGetErrorString.restype = ctypes.c_char_p
+    return runtime
+
+
+def _error(code: int) -> str:
+    text: bytes = _runtime().cudaGetErrorString(code)
+    return text.decode()
+
+
+def _check(code: int, doing: str) -> None:
+    if code:
+        raise WorldError(f"{doing} on the GPU failed: {_error(code)}")

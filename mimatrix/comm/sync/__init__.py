@@ -1,0 +1,1 @@
+"""Synchronisation between ranks inside of one collective."""

@@ -1,0 +1,1 @@
+"""Which algorithm and transport carry a collective of a given size."""

@@ -1,0 +1,1 @@
+"""The training loop: global batch after global batch, on every rank."""

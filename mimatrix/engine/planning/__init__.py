@@ -1,0 +1,1 @@
+"""Plans at run time: measuring for them, agreeing on them, following them."""

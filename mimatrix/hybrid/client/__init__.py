@@ -1,0 +1,1 @@
+"""A group's side of hybrid training: pushes, pulls and checkpoints."""

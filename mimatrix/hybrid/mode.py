@@ -1,0 +1,190 @@
+"""`mimatrix.init(mode="hybrid")`: groups of ranks that do not wait for each other."""
+
+import hashlib
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from mimatrix.comm.endpoint import own_host
+from mimatrix.comm.registration import register
+from mimatrix.core.errors import UserError
+from mimatrix.engine.api import Further
+from mimatrix.engine.api import init as init
+from mimatrix.engine.outer_optimizer import MODES
+from mimatrix.engine.run import Run
+from mimatrix.engine.settings import Settings
+from mimatrix.hybrid.client.group_optimizer import Member
+from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
+from mimatrix.hybrid.policy import Policy, policy
+from mimatrix.hybrid.rendezvous import Meeting, Met
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a process needs to be a rank of its group's run."""
+
+    settings: Settings
+    further: Further | None
+    rank: int
+    ranks: int
+    member: Member
+
+
+MOST_GROUPS = 1 << 20
+"""Where it is not known yet how many there are."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Who is with whom, and how groups go together (`hybrid.policies`); `options` are the policy's own."""
+
+    groups: Sequence[Sequence[int]] | None = None
+    """Ranks of each; without, as `mimatrix run --groups` says, or those of a host are one."""
+    policy: str = "large"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    overlaps: bool = False
+    """Whether a group goes on computing while its push is under way: more samples a second, and all of them later."""
+
+    def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
+        """The part that this process has of its group's run."""
+        self.check(settings)
+        rank, ranks = place_in_job()
+        store = store_of_job(rank, ranks, timeout_s)
+        if not returns():
+            self._check_same(store, rank)
+        seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
+        return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
+
+    def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> Seat:
+        """The place of a rank of the job in its group, whose ranks know each other then."""
+        chosen = self.check(settings, len(groups))
+        number, me = place_in(groups, rank)
+        address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
+        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, word_file(), returns())
+        overlaps = self.overlaps and len(groups) > 1
+        member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
+        # Every group goes through the samples in an order of its own.
+        own = replace(settings, seed=settings.seed + number)
+        size = len(groups[number])
+        if size == 1:
+            return Seat(own, None, 0, 1, member)
+        register()
+        timeout = timedelta(seconds=timeout_s)
+        # A group that was started again must not find what the one before it has left in the store.
+        apart = PrefixStore(f"group/{number}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
+        return Seat(own, Further(timeout), me, size, member)
+
+    def check(self, settings: Settings, groups: int = MOST_GROUPS) -> Policy:
+        """The policy for so many groups; a sentence where what was asked for does not make one."""
+        if settings.global_batch is None:
+            raise UserError("a group pushes when it has done a global batch; set global_batch")
+        return policy(self.policy, settings.global_batch, self.options, groups)
+
+    def found(self, store: Store, rank: int, ranks: int) -> Groups:
+        """Who is with whom."""
+        given = groups_given(ranks)
+        if self.groups is not None:
+            own = checked(self.groups, ranks)
+            if given and own != given:
+                raise UserError(
+                    f"the script has groups {_listed(own)} and the job was started with {_listed(given)}; give one of "
+                    "them"
+                )
+            return own
+        if given:
+            return given
+        store.set(f"hybrid/host/{rank}", own_host())
+        return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
+
+    def _check_same(self, store: Store, rank: int) -> None:
+        """All ranks must ask for the same, or each shard would go by other rules."""
+        mine = json.dumps(
+            {"groups": self.groups, "policy": self.policy, "options": dict(self.options), "overlaps": self.overlaps},
+            sort_keys=True,
+            default=str,
+        )
+        store.set(f"hybrid/asked/{rank}", mine)
+        first = store.get("hybrid/asked/0").decode()
+        if first != mine:
+            raise UserError(f"rank {rank} was given the mode {mine} and rank 0 {first}; give all ranks the same")
+
+
+def _listed(groups: Groups) -> str:
+    return "/".join(",".join(map(str, group)) for group in groups)
+
+
+def groups_given(ranks: int) -> Groups:
+    """By whoever started the job; none where nobody did."""
+    said = os.environ.get("MIMATRIX_GROUPS")
+    return checked(json.loads(said), ranks) if said else ()
+
+
+def word_file() -> Path | None:
+    """Where groups leave word for those that come again; whoever starts them says where."""
+    said = os.environ.get("MIMATRIX_MEETING")
+    return Path(said) if said else None
+
+
+def returns() -> bool:
+    """Whether this is a group that was lost: whoever starts it says so, or else the others have met already."""
+    word = word_file()
+    if word is None:
+        return False
+    said = os.environ.get("MIMATRIX_RETURNS")
+    return said != "0" if said else word.exists()
+
+
+def place_in_job() -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
+    """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does; a group that returns has one of its own."""
+    if returns():
+        return _store_of_group(rank, ranks, timeout_s)
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        address,
+        port,
+        ranks,
+        is_master=rank == 0 and not by_agent,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def _store_of_group(rank: int, ranks: int, timeout_s: float) -> Store:
+    """Of the ranks of one group, which are on one host: a file of a name that no other run has."""
+    groups, word = groups_given(ranks), word_file()
+    number, _ = place_in(groups, rank)
+    if len(groups[number]) == 1:
+        return HashStore()
+    assert word, "whoever returns knows by this file that it does"
+    run = hashlib.sha256(Met.read(word).token.encode()).hexdigest()[:16]
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{life}")
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _own_address() -> str:
+    """By which the master is reached, and so, most likely, this host by the others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])
+
+
+MODES["hybrid"] = Hybrid

@@ -1,0 +1,1 @@
+"""Parameter shards and the processes that serve them."""

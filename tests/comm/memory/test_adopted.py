@@ -1,0 +1,112 @@
+"""Storages beside a mapped window: what peers see of them, and what is left when they are gone."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mimatrix.comm.memory.memfd import MappedPeer, MappedWindow, MappedWindows
+from mimatrix.comm.memory.shared_storage import BEYOND
+from mimatrix.core.errors import WorldError
+
+COUNT = 100_000
+TINY = """
+import torch
+from mimatrix.comm.memory.memfd import MappedWindows
+adopted, tensor = MappedWindows().allocate(4096).adopted, torch.arange(4.0).repeat(1 << 20)
+for _ in range(3):
+    adopted.adopt(tensor.untyped_storage())
+assert adopted.place_of(tensor.untyped_storage()) is None and tensor[-1] == 3
+print(adopted.refused)
+"""
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[MappedWindow, MappedPeer]]:
+    """A window and the same as a peer has it."""
+    kind = MappedWindows()
+    window = kind.allocate(4096)
+    yield window, kind.open(window.handle())
+    window.close()
+    kind.close()
+
+
+def adopted(window: MappedWindow, tensor: torch.Tensor) -> int:
+    """Its place, after it has come twice."""
+    for _ in range(2):
+        window.adopted.adopt(tensor.untyped_storage())
+    place = window.adopted.place_of(tensor.untyped_storage())
+    assert place is not None
+    return place
+
+
+def seen(peer: MappedPeer, place: int, start: int = 0, stop: int = COUNT) -> torch.Tensor:
+    return peer.view(place + 8 * start, place + 8 * stop).view(torch.float64)
+
+
+def open_storages() -> set[str]:
+    """Files under shared storages that this process has open; each has a name of its own."""
+    links = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return {link for link in links if link.startswith("/dev/shm/torch_")}
+
+
+def test_what_comes_once_stays_where_it_is(pair: tuple[MappedWindow, MappedPeer]) -> None:
+    tensor = torch.ones(COUNT, dtype=torch.float64)
+    before = tensor.data_ptr()
+    pair[0].adopted.adopt(tensor.untyped_storage())
+    assert pair[0].adopted.place_of(tensor.untyped_storage()) is None
+    assert tensor.data_ptr() == before
+
+
+def test_a_peer_sees_it_and_views_follow(pair: tuple[MappedWindow, MappedPeer]) -> None:
+    window, peer = pair
+    tensor = torch.arange(COUNT, dtype=torch.float64)
+    middle = tensor[10:20].view(2, 5)
+    place = adopted(window, tensor)
+    assert place >= BEYOND
+    assert torch.equal(seen(peer, place), torch.arange(COUNT, dtype=torch.float64))
+    middle.fill_(-1)
+    assert (seen(peer, place, 10, 20) == -1).all()
+    assert (tensor[10:20] == -1).all()
+    assert peer.view(0, 4096).sum() == 0  # the window itself is still there
+
+
+def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MappedWindow, MappedPeer]) -> None:
+    window, peer = pair
+    first = torch.full((COUNT,), 1.0, dtype=torch.float64)
+    others = open_storages()
+    place = adopted(window, first)
+    assert seen(peer, place)[0] == 1
+    files = open_storages() - others
+    assert len(files) == 1
+    del first
+    second = torch.full((COUNT,), 2.0, dtype=torch.float64)
+    other = adopted(window, second)
+    assert other != place
+    assert (other // BEYOND) % 256 == (place // BEYOND) % 256
+    assert seen(peer, other)[0] == 2
+    assert not files & open_storages()
+    with pytest.raises(WorldError, match="refused"):
+        seen(peer, place)
+
+
+def test_others_are_not_adopted(pair: tuple[MappedWindow, MappedPeer]) -> None:
+    tensor, other = (torch.ones(COUNT, dtype=torch.float64) for _ in range(2))
+    adopted(pair[0], tensor)
+    pair[0].adopted.adopt(tensor.untyped_storage())
+    assert len(pair[0].adopted) == 1
+    assert pair[0].adopted.place_of(other.untyped_storage()) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a small /dev/shm")
+def test_without_room_in_shared_memory_nothing_moves(tmp_path: Path) -> None:
+    script = tmp_path / "tiny.py"
+    script.write_text(TINY)
+    small = f"mount -t tmpfs -o size=1m none /dev/shm && {sys.executable} {script}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", small], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "unable to" in done.stdout

@@ -1,0 +1,1 @@
+"""What several tests share: ranks as threads, small models, servers, peers to compare with."""

@@ -1,0 +1,66 @@
+"""Ranks as threads (quick) and as processes (real)."""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
+
+from mimatrix.comm import Endpoint, Group, Native
+from mimatrix.comm.memory import WindowKind
+from mimatrix.comm.memory.in_process import InProcessWindows
+
+T = TypeVar("T")
+ARENA_BYTES = 32 << 20
+
+
+def together(size: int, each: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `each(rank)` on as many threads; their results, or the first error."""
+    results: list[T | None] = [None] * size
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = each(rank)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            errors.append((rank, error))
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        thread.join(timeout_s)
+        assert not thread.is_alive(), f"rank {rank} hangs"
+    if errors:
+        raise errors[0][1]
+    return results  # type: ignore[return-value]
+
+
+def in_groups(
+    size: int,
+    each: Callable[[Group], T],
+    *,
+    hosts: Sequence[str] | None = None,
+    kinds: Callable[[], dict[str, WindowKind]] | None = None,
+    timeout_s: float = 20.0,
+    native: bool = False,
+) -> list[T]:
+    """Run `each(group)` on threads that are the ranks of one group: over windows in this process, and Gloo if asked."""
+    store, shared = HashStore(), InProcessWindows()
+
+    def rank_alone(rank: int) -> T:
+        chosen = kinds() if kinds else {"host": shared}
+        host = hosts[rank] if hosts else "here"
+        endpoint = Endpoint(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
+        try:
+            gloo = {"cpu": Native(_gloo(store, rank, size), rank, size, timeout_s)} if native else None
+            return each(Group(endpoint, "all", range(size), natives=gloo, timeout_s=timeout_s, tune=False))
+        finally:
+            endpoint.close()
+
+    return together(size, rank_alone)
+
+
+def _gloo(store: HashStore, rank: int, size: int) -> ProcessGroupGloo:
+    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=20))

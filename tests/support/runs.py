@@ -1,0 +1,62 @@
+"""Runs with ranks as threads."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from mimatrix.comm import Endpoint, Group
+from mimatrix.comm.memory.in_process import InProcessWindows
+from mimatrix.comm.work import Worker
+from mimatrix.engine.outer_optimizer import Outer
+from mimatrix.engine.run import Run
+from mimatrix.engine.settings import Settings
+from support.ranks import together
+
+T = TypeVar("T")
+
+
+def in_runs(
+    ranks: int,
+    each: Callable[[Run], T],
+    *,
+    timeout_s: float = 15.0,
+    arena_bytes: int = 16 << 20,
+    own: Callable[[int], dict[str, Any]] | None = None,
+    outer: Callable[[int], Outer | None] = lambda _: None,
+    **settings: Any,
+) -> list[T]:
+    """Run `each(run)` on threads that are the ranks of one run; `own` are further settings of a rank."""
+    store, windows = HashStore(), InProcessWindows()
+    causes: list[BaseException] = []
+
+    def rank_alone(rank: int) -> T:
+        if ranks == 1:
+            return each(Run(Settings(quiet=True, **settings), outer=outer(0)))
+        endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
+        workers: list[Worker] = []
+
+        def group(name: str) -> Group:
+            if name != "reduce":
+                workers.append(Worker())
+            worker = workers[-1] if name != "reduce" else None
+            return Group(endpoint, name, range(ranks), timeout_s=timeout_s, worker=worker)
+
+        try:
+            given = {**settings, **(own(rank) if own else {})}
+            return each(Run(Settings(quiet=True, **given), group, rank=rank, ranks=ranks, outer=outer(rank)))
+        except BaseException as error:
+            causes.append(error)
+            raise
+        finally:
+            for worker in workers:
+                worker.close()
+            endpoint.close()
+
+    with torch.random.fork_rng():
+        try:
+            return together(ranks, rank_alone, timeout_s=60)
+        except BaseException as error:  # noqa: BLE001
+            # Not what the others said about it, but what happened first.
+            raise causes[0] if causes else error  # noqa: B904
