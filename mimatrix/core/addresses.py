@@ -1,0 +1,18 @@
+"""Which of this machine's addresses leads to another machine."""
+
+import socket
+
+
+def local_address(host: str, port: int = 9, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """Return the address of the interface from which packets to `host` would leave.
+
+    A connected datagram socket knows it without sending anything.
+
+    Raises:
+        OSError: `host` cannot be resolved, or there is no route to it.
+    """
+    found = socket.getaddrinfo(host, port, family, type=socket.SOCK_DGRAM)
+    chosen, kind, _, _, target = found[0]
+    with socket.socket(chosen, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
