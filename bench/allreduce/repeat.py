@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimatrix.comm.tuning.choice import Plan
+from mimatrix.comm.tuning.choice import AlgorithmChoice
 
 
 def main() -> None:
     """Run it, and nothing else that would count on the links."""
-    plan, size, times = Plan.parse(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    plan, size, times = AlgorithmChoice.parse(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("mimatrix")
     world: Any = dist.group.WORLD
     tensor = torch.ones(size // 4)

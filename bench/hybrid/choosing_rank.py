@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import mimatrix
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.auto_mode import Undecided, as_priced
+from mimatrix.hybrid.auto_mode import AutoRun, as_priced
 
 _CLASSES, _TRAIN, _TEST = 10, 8192, 1000
 _TARGET = 0.9
@@ -94,7 +94,7 @@ def learned(run: Run, words: str, seconds: float) -> None:
     task = made(words)
     sgd = torch.optim.SGD(task.net.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = run.prepare(task.net, sgd, task.train, loss=loss_of)
-    if isinstance(run, Undecided):
+    if isinstance(run, AutoRun):
         _say_choice(run)
     batch_size = run.settings.global_batch or 0
     noted: Noted = []
@@ -149,7 +149,7 @@ def _agreed(run: Run, steps: int) -> int:
     return int(store.get("bench/steps"))
 
 
-def _say_choice(run: Undecided) -> None:
+def _say_choice(run: AutoRun) -> None:
     choice = run.choice
     assert choice
     if int(os.environ["RANK"]) == 0:
@@ -180,7 +180,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)  # who waits, and where
     torch.set_num_threads(1)
     auto = mimatrix.init(batch, mode="auto", quiet=True)
-    assert isinstance(auto, Undecided)
+    assert isinstance(auto, AutoRun)
     learned(auto, words, seconds)
     assert auto.choice
     assert auto.choice.apart

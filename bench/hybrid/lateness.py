@@ -16,9 +16,9 @@ from torch import nn
 
 from bench.hybrid.data import TASKS, Task
 from bench.markdown import table
-from mimatrix.hybrid.rules import Rules
+from mimatrix.hybrid.rules import PushScaling
 from mimatrix.hybrid.server.push_log import Push
-from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
+from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.planner.modes import LATE, worth
 
 BATCH = 64
@@ -35,9 +35,9 @@ def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
     """(samples, accuracy) again and again, of pushes that are all so late."""
     model = task.model(seed)
     values = [parameter.detach().flatten() for parameter in model.parameters()]
-    pieces = tuple(Piece(number, 0, part.numel()) for number, part in enumerate(values))
-    stepping = Stepping(torch.optim.SGD, ({"lr": task.lr, "momentum": 0.9},), pieces)
-    shard = Shard(torch.cat(values), stepping, Rules(BATCH))
+    pieces = tuple(ParamSpan(number, 0, part.numel()) for number, part in enumerate(values))
+    stepping = OptimizerSpec(torch.optim.SGD, ({"lr": task.lr, "momentum": 0.9},), pieces)
+    shard = Shard(torch.cat(values), stepping, PushScaling(BATCH))
     known = deque([shard.pull()], maxlen=late + 1)
     inputs, targets = task.train
     generator, number = torch.Generator().manual_seed(seed), 0

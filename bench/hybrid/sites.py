@@ -131,11 +131,11 @@ def predicted(way: Way, size: int) -> dict[str, float]:
         # comes in: the mirror of the other's shard, which is here, and the pull of that shard.
         each = size / (BATCH * way.steps)
         return {"bytes": each, "samples_per_s": rate / each}
-    from mimatrix.comm.tuning.choice import Plan
+    from mimatrix.comm.tuning.choice import AlgorithmChoice
     from mimatrix.comm.tuning.forecast import Forecast
     from mimatrix.netsim import replay
 
-    schedule = Forecast(CLUSTER).schedule(Plan("messages", way.algorithm), Collective.ALL_REDUCE)
+    schedule = Forecast(CLUSTER).schedule(AlgorithmChoice("messages", way.algorithm), Collective.ALL_REDUCE)
     timeline = replay(schedule, CLUSTER, None, size)
     names = [channel.name for channel in timeline.traffic.fabric.channels]
     most = max(float(timeline.channel_bytes[names.index(name)]) for name in BETWEEN)

@@ -19,12 +19,12 @@ from bench.hybrid.data import TASKS
 from mimatrix.collectives.shares import Shares
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
-from mimatrix.hybrid.client.client import Link
-from mimatrix.hybrid.client.group_optimizer import Member
-from mimatrix.hybrid.flat_layout import Layout
-from mimatrix.hybrid.places import Place
+from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
+from mimatrix.hybrid.flat_layout import FlatLayout
+from mimatrix.hybrid.places import Address
 from mimatrix.hybrid.policy import policy
-from mimatrix.hybrid.server.server import Service
+from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.launch.quotas import quotas
 
@@ -87,7 +87,7 @@ class Town:
         shards, *_ = [_heard(line, _READY_S) for line in self._lines]
         rules = policy(wanted.policy, wanted.batch, wanted.options).rules
         made = {number: Shard(torch.from_numpy(values), how, rules) for number, (values, how) in shards.items()}
-        service = Service(made, _TOKEN, say=print)
+        service = ShardServer(made, _TOKEN, say=print)
         try:
             for line in self._lines:
                 line.send(service.place)
@@ -124,15 +124,15 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
     task = TASKS[wanted.task](wanted.seed)
     chosen = policy(wanted.policy, wanted.batch, wanted.options)
 
-    def connect(layout: Layout, row: torch.Tensor) -> Link:
+    def connect(layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         shares = Shares.equal(groups)
         parts, steppings = torch.split(row, list(shares.cut(layout.count))), layout.steppings(shares, chosen.outer)
         # As arrays: tensors would be sent by descriptors.
         line.send({each: (parts[each].numpy(), steppings[each]) for each in range(groups)} if number == 0 else {})
-        place: Place = _heard(line, _READY_S)
-        return Link(number, layout.count, shares, [[place]] * groups, _TOKEN)
+        place: Address = _heard(line, _READY_S)
+        return ShardsClient(number, layout.count, shares, [[place]] * groups, _TOKEN)
 
-    member = Member(connect, chosen, group=number, overlaps=wanted.overlaps)
+    member = GroupOptimizer(connect, chosen, group=number, overlaps=wanted.overlaps)
     run = Run(Settings(global_batch=wanted.batch, seed=wanted.seed * 100 + number, quiet=True), outer=member)
     net = task.model(wanted.seed)
     sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)

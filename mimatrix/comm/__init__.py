@@ -1,9 +1,9 @@
 """Collectives on tensors: windows, synchronisation, executors, the tuner, the c10d backend."""
 
-from mimatrix.comm.c10d import Native
+from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.group import Group
-from mimatrix.comm.tuning.choice import NATIVE, Plan
+from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
 from mimatrix.comm.work import Work
 
-__all__ = ["NATIVE", "Endpoint", "Group", "Native", "Plan", "Work"]
+__all__ = ["NATIVE", "AlgorithmChoice", "C10dBackend", "Endpoint", "Group", "Work"]

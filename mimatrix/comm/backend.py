@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.c10d import Native
-from mimatrix.comm.calls import DTYPES, Kind
+from mimatrix.comm.c10d import C10dBackend
+from mimatrix.comm.calls import DTYPES, CollectiveOp
 from mimatrix.comm.endpoint import Endpoint, own_host
 from mimatrix.comm.endpoint_registry import fresh, join, shared_name
 from mimatrix.comm.execution import staging as stages
 from mimatrix.comm.group import Group, on_own_stream
 from mimatrix.comm.memory import WindowKind
 from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
-from mimatrix.comm.memory.memfd import MappedWindows
+from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
-from mimatrix.comm.out_of_place import Gather, Scatter
-from mimatrix.comm.tuning.choice import NATIVE, Plan
+from mimatrix.comm.out_of_place import AllGatherInto, ReduceScatterInto
+from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
 from mimatrix.comm.work import Task, Work
 from mimatrix.core.errors import UserError
 
@@ -75,7 +75,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         self._timeout_s = seconds = timeout.total_seconds()
         self._joined, members = join(store, rank, size, partial(_kinds, store, rank, size))
         name = shared_name(store, rank, "group")
-        natives = {device: Native(backend, rank, size, seconds) for device, backend in self._natives.items()}
+        natives = {device: C10dBackend(backend, rank, size, seconds) for device, backend in self._natives.items()}
         self.mimatrix = Group(self._joined.endpoint, name, members, natives=natives, timeout_s=seconds)
         self._may_run_beside = _cores_for_each(self._joined.endpoint) >= 2
         self._is_open = True
@@ -111,13 +111,15 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         # Called by the backward pass itself, with no Python between: only DDP does that, for its buckets.
         caller = sys._getframe().f_back
         bucket = caller is not None and caller.f_code is _BACKWARD and not tensors[0].is_cuda
-        return self._whole(Kind(Collective.ALL_REDUCE, tensors[0].dtype, op, is_bucket=bucket), tensors[0], opts)
+        return self._whole(
+            CollectiveOp(Collective.ALL_REDUCE, tensors[0].dtype, op, is_bucket=bucket), tensors[0], opts
+        )
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """What the root has."""
         if not _suits(*tensors) or len(tensors) > 1:
             return self._pass_on("broadcast", "broadcast", tensors, *_given(opts))
-        kind = Kind(Collective.BROADCAST, tensors[0].dtype, root=opts.rootRank if opts else 0)
+        kind = CollectiveOp(Collective.BROADCAST, tensors[0].dtype, root=opts.rootRank if opts else 0)
         return self._whole(kind, tensors[0], opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -164,15 +166,17 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def _gather(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> dist.Work:
         if not _lie_flat(output, source):
             return self._pass_on("all_gather", "_allgather_base", output, source, *_given(opts))
-        return self._through(Gather(_moved(output), _moved(source), self.rank(), self.size()), opts, output)
+        return self._through(AllGatherInto(_moved(output), _moved(source), self.rank(), self.size()), opts, output)
 
     def _scatter(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> dist.Work:
         op = _op(opts)
         if op is None or not _suits(output, source) or not _lie_flat(output, source):
             return self._pass_on("reduce_scatter", "_reduce_scatter_base", output, source, *_given(opts))
-        return self._through(Scatter(output.view(-1), source.view(-1), op, self.rank(), self.size()), opts, output)
+        return self._through(
+            ReduceScatterInto(output.view(-1), source.view(-1), op, self.rank(), self.size()), opts, output
+        )
 
-    def _whole(self, kind: Kind, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    def _whole(self, kind: CollectiveOp, tensor: torch.Tensor, opts: Any) -> dist.Work:
         group = self.mimatrix
         group.check(kind, tensor)
         plan = group.known(kind, tensor)
@@ -186,7 +190,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         here = kind.is_bucket and not self._may_run_beside
         return self._submit(_described(kind, tensor), task, plan, opts, [tensor], here=here)
 
-    def _through(self, half: Gather | Scatter, opts: Any, output: torch.Tensor) -> dist.Work:
+    def _through(self, half: AllGatherInto | ReduceScatterInto, opts: Any, output: torch.Tensor) -> dist.Work:
         """A half of an all-reduce, between two tensors: over windows through stages, otherwise as the plan says."""
         group, kind, whole = self.mimatrix, half.kind, half.whole
         if whole.numel() != half.part.numel() * self.size():
@@ -215,7 +219,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         self,
         doing: str,
         task: Task,
-        plan: Plan | None,
+        plan: AlgorithmChoice | None,
         opts: Any,
         result: list[torch.Tensor],
         *,
@@ -356,7 +360,7 @@ class _Named(dist._Work):  # type: ignore[name-defined]
         return self._work._source_rank()
 
 
-def _described(kind: Kind, tensor: torch.Tensor) -> str:
+def _described(kind: CollectiveOp, tensor: torch.Tensor) -> str:
     return f"{kind.collective.value} of {tensor.numel()} {str(kind.dtype).removeprefix('torch.')}"
 
 
@@ -438,7 +442,7 @@ def _native_backends(store: Store, rank: int, size: int, timeout: timedelta) -> 
 
 def _kinds(store: Store, rank: int, size: int) -> dict[str, WindowKind]:
     """The windows that this process can have."""
-    kinds: dict[str, WindowKind] = {"host": MappedWindows()}
+    kinds: dict[str, WindowKind] = {"host": MemfdWindows()}
     if _is_spread(store, rank, size) and nixl_available():
         kinds["far"] = NixlWindows()
     if torch.cuda.is_available():

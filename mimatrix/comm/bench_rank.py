@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.calls import Kind
+from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.group import Group
-from mimatrix.comm.tuning.choice import Plan
+from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.core.errors import UserError
 
 BOUND = "bound: read and write once"
@@ -34,7 +34,7 @@ _BUS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """What is to be measured."""
 
     collective: str
@@ -49,7 +49,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One competitor at one size. `algbw` and `busbw` in bytes per second, as nccl-tests define them."""
 
     who: str
@@ -72,7 +72,7 @@ Runner = Callable[[torch.Tensor], None]
 class Bench:
     """The competitors of one rank."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: BenchRequest) -> None:
         self.request, self.collective = request, Collective(request.collective)
         self.mpi = _mpi() if "mpi" in request.against else None
         if self.mpi:
@@ -85,7 +85,7 @@ class Bench:
         if self.device == "cuda" and not self.group.has_nccl:
             raise UserError("nccl cannot be measured here, it needs a GPU for each rank; leave it out of --against")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[BenchRow]:
         """All sizes, one after the other."""
         for number, size in enumerate(self.request.sizes):
             self._say({"progress": f"{size} bytes ({number + 1} of {len(self.request.sizes)})"})
@@ -95,7 +95,7 @@ class Bench:
         """The tuner's table."""
         return self.group.tuner.table if self.group.tuner else {}
 
-    def _size(self, size: int) -> Iterator[Row]:
+    def _size(self, size: int) -> Iterator[BenchRow]:
         count = max(1, size // 4 // self.size) * self.size
         runners = self._runners(count)
         tensors = {who: self._tensor(who, count) for who in runners}
@@ -111,7 +111,7 @@ class Bench:
                 if forecast and plan and plan.path != "native"
                 else None
             )
-            yield Row(
+            yield BenchRow(
                 who,
                 self.collective.value,
                 self.size,
@@ -127,8 +127,8 @@ class Bench:
         for tensor in tensors.values():
             self._free(tensor)
 
-    def _plans(self, count: int) -> dict[str, Plan]:
-        given = {text: Plan.parse(text) for text in self.request.plans}
+    def _plans(self, count: int) -> dict[str, AlgorithmChoice]:
+        given = {text: AlgorithmChoice.parse(text) for text in self.request.plans}
         if not self.request.candidates or not self.group.tuner:
             return given
         like = self._tensor("windows" if "windows" in self.group.paths else "", count)
@@ -137,7 +137,7 @@ class Bench:
         return given | {str(plan): plan for plan in plans if plan.path != "native"}
 
     def _runners(self, count: int) -> dict[str, Runner]:
-        kind = Kind(self.collective, torch.float32)
+        kind = CollectiveOp(self.collective, torch.float32)
         runners: dict[str, Runner] = {}
         for who in self.request.against:
             runners[who] = self._by_mpi if who == "mpi" else partial(self._natively, who)
@@ -160,7 +160,7 @@ class Bench:
             if placed := arena.slot_of(tensor):
                 placed[0].free()
 
-    def _ours(self, kind: Kind, tensor: torch.Tensor, plan: Plan | None) -> None:
+    def _ours(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice | None) -> None:
         match kind.collective:
             case Collective.REDUCE_SCATTER:
                 self.group.reduce_scatter(tensor, plan=plan)
@@ -251,7 +251,7 @@ def _variables_from(mpi: Any) -> None:
 def main() -> None:
     """Measure what the request asks for."""
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    bench = Bench(Request(**json.loads(sys.argv[1])))
+    bench = Bench(BenchRequest(**json.loads(sys.argv[1])))
     rows = [asdict(row) for row in bench.rows()]
     bench._say({"rows": rows, "why": bench.why() if bench.request.explain else {}})
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ _OPS: dict[str, Any] = {
 }
 
 
-class Native:
+class C10dBackend:
     """Runs collectives of one group on `backend` (Gloo, NCCL), which is part of torch and has no stubs."""
 
     def __init__(self, backend: Any, me: int, ranks: int, timeout_s: float) -> None:

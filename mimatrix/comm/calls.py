@@ -28,7 +28,7 @@ _NUMBER, _OFFSET, _REST = slice(0, 8), slice(8, 16), slice(16, PACKED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CollectiveOp:
     """What is to be done, apart from the tensor and the way."""
 
     collective: Collective
@@ -41,7 +41,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallSignature:
     """One collective call as every rank must make it."""
 
     collective: Collective
@@ -55,7 +55,7 @@ class Call:
     """A checksum of the shares, where they are given."""
 
     @classmethod
-    def of(cls, kind: Kind, count: int, plan: object) -> "Call":
+    def of(cls, kind: CollectiveOp, count: int, plan: object) -> "CallSignature":
         """A kind of collective on so many elements, by a plan."""
         shares = zlib.crc32(repr(kind.shares.fractions).encode()) if kind.shares else 0
         return cls(kind.collective, kind.dtype, kind.op, count, str(plan), kind.root, shares)
@@ -73,7 +73,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class CallHeader:
     """A peer's call, as its header says."""
 
     number: int
@@ -87,16 +87,16 @@ class Announced:
     op: str
 
     @classmethod
-    def unpack(cls, data: bytes | memoryview) -> "Announced":
+    def unpack(cls, data: bytes | memoryview) -> "CallHeader":
         """Read a header."""
         number, offset, count, plan, root, shares, collective, dtype, op = _PACKED.unpack(data)
         return cls(number, offset, count, plan, root, shares, COLLECTIVES[collective], DTYPES[dtype], OPS[op])
 
-    def agrees(self, call: Call) -> bool:
+    def agrees(self, call: CallSignature) -> bool:
         """Whether the two ask for the same."""
         return self.asks_like(call) and self.plan == zlib.crc32(call.plan.encode())
 
-    def asks_like(self, call: Call) -> bool:
+    def asks_like(self, call: CallSignature) -> bool:
         """Whether they do, by whatever plan."""
         mine = (self.count, self.collective, self.dtype, self.op, self.root, self.shares)
         return mine == (call.count, call.collective, call.dtype, call.op, call.root, call.shares)
@@ -115,7 +115,7 @@ def offset_if_same(mine: bytes, theirs: bytes) -> int | None:
     return int.from_bytes(theirs[_OFFSET], "little")
 
 
-def disagreement(number: int, mine: str, call: Call, theirs: str, found: Announced) -> str:
+def disagreement(number: int, mine: str, call: CallSignature, theirs: str, found: CallHeader) -> str:
     """One sentence on two ranks that ask for different things; `mine` and `theirs` say who and where."""
     other = "the same by another algorithm" if found.asks_like(call) and found.number == number else str(found)
     return (

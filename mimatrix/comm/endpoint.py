@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mimatrix.comm.control.client import Control
+from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.control.coordinator import Coordinator
 from mimatrix.comm.memory import PeerWindow, WindowKind
 from mimatrix.comm.memory.arena import Arena
-from mimatrix.comm.work import Worker
+from mimatrix.comm.work import CollectiveThread
 from mimatrix.core.units import parse_bytes
 
 _PINNED_BYTES = 512 << 20
@@ -32,7 +32,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankLocation:
     """Where a rank is and how its memory is reached: the handle of its arena by the kind of windows."""
 
     host: str
@@ -64,12 +64,12 @@ class Endpoint:
             address = own_address()
             self.coordinator = Coordinator(address, generation)
             store.set("mimatrix/coordinator", f"{address} {self.coordinator.port} {self.coordinator.token}")
-        place = Place(host or own_host(), {name: arena.handle for name, arena in self.arenas.items()})
+        place = RankLocation(host or own_host(), {name: arena.handle for name, arena in self.arenas.items()})
         store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(place)))
-        self.places = [Place(**json.loads(store.get(f"mimatrix/rank/{other}"))) for other in range(size)]
+        self.places = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{other}"))) for other in range(size)]
         address, port, token = store.get("mimatrix/coordinator").decode().split()
-        self.control = Control(rank, [place.host for place in self.places], address, int(port), generation, token)
-        self.worker = Worker()
+        self.control = ControlClient(rank, [place.host for place in self.places], address, int(port), generation, token)
+        self.worker = CollectiveThread()
         self._windows: dict[tuple[str, int], PeerWindow] = {}
 
     def window(self, kind: str, rank: int) -> PeerWindow:

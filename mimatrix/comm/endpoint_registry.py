@@ -23,7 +23,7 @@ Kinds = Callable[[], Mapping[str, WindowKind]]
 
 
 @dataclass(slots=True)
-class Joined:
+class SharedEndpoint:
     """An endpoint of this process, the name by which its ranks know it, and how many groups are views on it."""
 
     name: str
@@ -46,7 +46,7 @@ class Joined:
             close()
 
 
-_joined: list[Joined] = []
+_joined: list[SharedEndpoint] = []
 """Of this process: c10d makes groups one by one and hands nothing from one to the next."""
 
 
@@ -59,7 +59,7 @@ def fresh(store: Store, size: int) -> Store:
     return PrefixStore(f"mimatrix/{times}", store)
 
 
-def join(store: Store, rank: int, size: int, kinds: Kinds) -> tuple[Joined, list[int]]:
+def join(store: Store, rank: int, size: int, kinds: Kinds) -> tuple[SharedEndpoint, list[int]]:
     """The endpoint of a group, and its members by their ranks there: one that all of them have, or a new one."""
     mine = {each.name: each.endpoint.rank for each in _joined}
     store.set(f"endpoints/{rank}", json.dumps(mine))
@@ -82,9 +82,11 @@ def shared_name(store: Store, rank: int, key: str) -> str:
     return store.get(key).decode()
 
 
-def _new(store: Store, rank: int, size: int, kinds: Mapping[str, WindowKind]) -> Joined:
+def _new(store: Store, rank: int, size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Joined(shared_name(store, rank, "endpoint"), Endpoint(store, rank, size, kinds, generation=generation))
+    return SharedEndpoint(
+        shared_name(store, rank, "endpoint"), Endpoint(store, rank, size, kinds, generation=generation)
+    )
 
 
 @atexit.register

@@ -17,22 +17,22 @@ import torch
 from mimatrix.collectives.catalog import Request, build
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
-from mimatrix.comm.c10d import Native
-from mimatrix.comm.calls import DTYPES, OPS, Call, Kind
+from mimatrix.comm.c10d import C10dBackend
+from mimatrix.comm.calls import DTYPES, OPS, CallSignature, CollectiveOp
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.execution import staging as stages
-from mimatrix.comm.execution.one_sided import Sync, WindowsExecutor
+from mimatrix.comm.execution.one_sided import OneSidedExecutor, Sync
 from mimatrix.comm.execution.program import Compiler
-from mimatrix.comm.execution.remote_read import FarWindow, FetchingExecutor
-from mimatrix.comm.execution.send_recv import MessagesExecutor
+from mimatrix.comm.execution.remote_read import RemoteReadExecutor, RemoteWindow
+from mimatrix.comm.execution.send_recv import SendRecvExecutor
 from mimatrix.comm.memory.arena import Slot
-from mimatrix.comm.memory.memfd import MappedWindow
+from mimatrix.comm.memory.memfd import MemfdWindow
 from mimatrix.comm.sync.coordinator_sync import CoordinatorSync
-from mimatrix.comm.sync.flag_sync import PAGE_BYTES, Flags, Release
-from mimatrix.comm.tuning.choice import NATIVE, Path, Plan, default_plan
+from mimatrix.comm.sync.flag_sync import PAGE_BYTES, FlagSync, Release
+from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice, Transport, default_plan
 from mimatrix.comm.tuning.forecast import forecast_for
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
-from mimatrix.comm.work import Task, Work, Worker
+from mimatrix.comm.work import CollectiveThread, Task, Work
 from mimatrix.core.errors import UnsuitedError, UserError, WorldError
 
 
@@ -51,11 +51,11 @@ class Group:
         name: str,
         members: Sequence[int],
         *,
-        natives: Mapping[str, Native] | None = None,
+        natives: Mapping[str, C10dBackend] | None = None,
         timeout_s: float = 300.0,
         tune: bool = True,
         lazily: bool = False,
-        worker: Worker | None = None,
+        worker: CollectiveThread | None = None,
     ) -> None:
         self.endpoint, self.name, self.members = endpoint, name, tuple(members)
         self.me, self.size = self.members.index(endpoint.rank), len(self.members)
@@ -65,7 +65,7 @@ class Group:
         """Bytes of the tensors of all calls, by collective."""
         self.worker = worker or endpoint.worker
         self._timeout_s, self._lazily = timeout_s, lazily
-        self._compilers: dict[tuple[Collective, Plan, Shares | None, int], Compiler] = {}
+        self._compilers: dict[tuple[Collective, AlgorithmChoice, Shares | None, int], Compiler] = {}
         self._stages: dict[tuple[str, int], list[Slot]] = {}
         self._pinned: list[Slot] = []
         self.sync = self._synchronisation()
@@ -83,10 +83,10 @@ class Group:
         return "cuda" in self.natives and self.natives["cuda"].backend is not self.natives["cpu"].backend
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[Transport, ...]:
         """The ways that data can take here."""
         far = len({self.endpoint.places[rank].host for rank in self.members}) > 1
-        found: tuple[Path, ...] = ("windows",) if self._executors else ()
+        found: tuple[Transport, ...] = ("windows",) if self._executors else ()
         return (*found, "messages", "native") if self.native and far else (*found, "native") if self.native else found
 
     def empty(self, count: int, dtype: torch.dtype = torch.float32, kind: str = "host") -> torch.Tensor:
@@ -130,9 +130,11 @@ class Group:
         if placed := self._placed(tensor):
             placed[1].free()
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, plan: Plan | None = None, wait: bool = True) -> Work:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", *, plan: AlgorithmChoice | None = None, wait: bool = True
+    ) -> Work:
         """Every rank ends with the sum (average, largest, least) of all."""
-        return self._start(Kind(Collective.ALL_REDUCE, tensor.dtype, op), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.ALL_REDUCE, tensor.dtype, op), tensor, plan, wait)
 
     def reduce_scatter(
         self,
@@ -140,21 +142,28 @@ class Group:
         op: str = "sum",
         *,
         shares: Shares | None = None,
-        plan: Plan | None = None,
+        plan: AlgorithmChoice | None = None,
         wait: bool = True,
     ) -> Work:
         """Every rank ends with the sum in its own part of `tensor`, cut by `shares`; the rest is left undefined."""
-        return self._start(Kind(Collective.REDUCE_SCATTER, tensor.dtype, op, shares), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.REDUCE_SCATTER, tensor.dtype, op, shares), tensor, plan, wait)
 
     def all_gather(
-        self, tensor: torch.Tensor, *, shares: Shares | None = None, plan: Plan | None = None, wait: bool = True
+        self,
+        tensor: torch.Tensor,
+        *,
+        shares: Shares | None = None,
+        plan: AlgorithmChoice | None = None,
+        wait: bool = True,
     ) -> Work:
         """Every rank ends with all parts of `tensor`, cut by `shares`, each from its owner."""
-        return self._start(Kind(Collective.ALL_GATHER, tensor.dtype, "sum", shares), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.ALL_GATHER, tensor.dtype, "sum", shares), tensor, plan, wait)
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, plan: Plan | None = None, wait: bool = True) -> Work:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int = 0, *, plan: AlgorithmChoice | None = None, wait: bool = True
+    ) -> Work:
         """Every rank ends with what member `root` has."""
-        return self._start(Kind(Collective.BROADCAST, tensor.dtype, "sum", root=root), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.BROADCAST, tensor.dtype, "sum", root=root), tensor, plan, wait)
 
     def barrier(self) -> None:
         """Back when every rank has come here."""
@@ -162,8 +171,8 @@ class Group:
 
     def start_barrier(self, *, wait: bool) -> Work:
         """The same beside the caller: done when every rank has come."""
-        kind = Kind(Collective.BROADCAST, torch.uint8)
-        return self.submit(partial(self.agree, kind, 0, Plan("windows", "barrier")), inline=wait)
+        kind = CollectiveOp(Collective.BROADCAST, torch.uint8)
+        return self.submit(partial(self.agree, kind, 0, AlgorithmChoice("windows", "barrier")), inline=wait)
 
     def part(self, count: int, shares: Shares | None = None, member: int | None = None) -> range:
         """The elements of a tensor of `count` that a member (by default this rank) owns under `shares`."""
@@ -177,23 +186,23 @@ class Group:
         self.worker.submit(work, inline=inline)
         return work
 
-    def known(self, kind: Kind, tensor: torch.Tensor) -> Plan | None:
+    def known(self, kind: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """The plan for a call, if that needs no measuring."""
         if self.size == 1:
             return NATIVE
         if self.tuner and not kind.shares:
             return self.tuner.known(self.size_class(kind.collective, tensor))
-        path: Path = "windows" if self._executors else "messages"
+        path: Transport = "windows" if self._executors else "messages"
         size = tensor.numel() * tensor.element_size() if self._placed(tensor) else 0
         return default_plan(kind.collective, size, self.size, path)
 
-    def choose(self, kind: Kind, tensor: torch.Tensor) -> Plan:
+    def choose(self, kind: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice:
         """The plan for a call; measured at the first of its size, on the worker's turn."""
         known = self.known(kind, tensor)
         if known is None:
             assert self.tuner
             # The real call first: while measuring, ranks that disagree would complain about the tuner's sizes.
-            self.agree(kind, tensor.numel(), Plan("windows", "to be measured"))
+            self.agree(kind, tensor.numel(), AlgorithmChoice("windows", "to be measured"))
             known = self.tuner.plan(self.size_class(kind.collective, tensor))
         return known
 
@@ -205,13 +214,13 @@ class Group:
         device = "cpu" if self._mixed else tensor.device.type
         return SizeClass.of(collective, tensor, where, device, placed=placed is not None)
 
-    def run(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+    def run(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
         """Run a call here and now, and count it; for whoever is on the worker's turn already."""
         self.counters[f"{kind.collective.value} {plan.path}"] += 1
         self.moved[kind.collective.value] += tensor.numel() * tensor.element_size()
         self.perform(kind, tensor, plan)
 
-    def perform(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+    def perform(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
         """The same without counting, for measurements."""
         if self.size == 1:
             return
@@ -226,9 +235,9 @@ class Group:
 
     def run_pieces(
         self,
-        kind: Kind,
-        pieces: Sequence[stages.Piece],
-        plan: Plan,
+        kind: CollectiveOp,
+        pieces: Sequence[stages.StagedChunk],
+        plan: AlgorithmChoice,
         slots: Sequence[Slot] | None = None,
         where: str = "host",
     ) -> None:
@@ -245,7 +254,7 @@ class Group:
         fill(0)
         for index, piece in enumerate(pieces):
             slot, program = turns[index % len(turns)], compiler.program(piece.count)
-            call = Call.of(kind, piece.count, plan)
+            call = CallSignature.of(kind, piece.count, plan)
             meanwhile = partial(fill, index + 1) if index + 1 < len(pieces) else None
             outside = piece.outside if program.direct is not None and may_be_direct else None
             release = executor.run(call, program, slot.offset, meanwhile, outside)
@@ -262,10 +271,10 @@ class Group:
         tensors that nobody else looks at so, as DDP's buckets.
         """
         window = self.endpoint.arenas["host"].window if "host" in self._executors else None
-        if isinstance(window, MappedWindow):
+        if isinstance(window, MemfdWindow):
             window.adopted.adopt(tensor.untyped_storage())
 
-    def check(self, kind: Kind, tensor: torch.Tensor) -> None:
+    def check(self, kind: CollectiveOp, tensor: torch.Tensor) -> None:
         """Refuse what cannot be done, before any rank waits for another."""
         if kind.op not in OPS:
             raise UserError(f'there is no "{kind.op}" of tensors; use {", ".join(OPS)}')
@@ -288,7 +297,7 @@ class Group:
             slot.arena.take_back(slot)
         self._stages.clear()
 
-    def guarded(self, kind: Kind, task: Task) -> None:
+    def guarded(self, kind: CollectiveOp, task: Task) -> None:
         """Run what waits inside torch: when it fails because a rank is gone, say which."""
         try:
             task()
@@ -301,7 +310,7 @@ class Group:
         """The windows that fit a tensor: its GPU's where all ranks have such, otherwise the host's."""
         return "cuda" if tensor.is_cuda and "cuda" in self._executors else next(iter(self._executors), "host")
 
-    def _start(self, kind: Kind, tensor: torch.Tensor, plan: Plan | None, wait: bool) -> Work:
+    def _start(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice | None, wait: bool) -> Work:
         self.check(kind, tensor)
 
         chosen = plan or self.known(kind, tensor)
@@ -316,7 +325,7 @@ class Group:
             work.wait()
         return work
 
-    def _run_native(self, kind: Kind, tensor: torch.Tensor) -> None:
+    def _run_native(self, kind: CollectiveOp, tensor: torch.Tensor) -> None:
         assert self.native
         self.agree(kind, tensor.numel(), NATIVE)
         flat = tensor.reshape(-1)
@@ -324,24 +333,26 @@ class Group:
         native.run(kind.collective, flat, kind.op, kind.root)
         _return(flat, tensor)
 
-    def _run_messages(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+    def _run_messages(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
         assert self._messages
         self.agree(kind, tensor.numel(), plan)
-        call = Call.of(kind, tensor.numel(), plan)
+        call = CallSignature.of(kind, tensor.numel(), plan)
         flat = tensor.reshape(-1)
         self._messages.run(call, self._compiler(kind, plan).program(tensor.numel()), flat)
         _return(flat, tensor)
 
-    def _run_in_place(self, kind: Kind, count: int, plan: Plan, where: str, slot: Slot, offset: int) -> None:
+    def _run_in_place(
+        self, kind: CollectiveOp, count: int, plan: AlgorithmChoice, where: str, slot: Slot, offset: int
+    ) -> None:
         slot.reuse()
-        call = Call.of(kind, count, plan)
+        call = CallSignature.of(kind, count, plan)
         release = self._executors[where].run(call, self._compiler(kind, plan).program(count), offset)
         if self._lazily:
             slot.read_until(partial(self.sync.wait_released, release))
         else:
             self.sync.wait_released(release)
 
-    def _run_staged(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> None:
+    def _run_staged(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
         flat, where = tensor.reshape(-1), self.where(tensor)
         room = self._piece_bytes(kind, where)
         cut = kind.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
@@ -355,30 +366,30 @@ class Group:
             self.run_pieces(kind, list(stages.in_pieces(flat, room)), plan, where=where)
         _return(flat, tensor)
 
-    def _run_adopted(self, kind: Kind, flat: torch.Tensor, plan: Plan, place: int) -> None:
+    def _run_adopted(self, kind: CollectiveOp, flat: torch.Tensor, plan: AlgorithmChoice, place: int) -> None:
         """In place, in the same pieces as by stages: each rank sees to its own side, whatever its peers do."""
         executor, compiler, size = self._executors["host"], self._compiler(kind, plan), flat.element_size()
         step = self._piece_bytes(kind, "host") // size
         release: Release = ()
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
-            call = Call.of(kind, piece.numel(), plan)
+            call = CallSignature.of(kind, piece.numel(), plan)
             release = executor.run(call, compiler.program(piece.numel()), place + start * size, within=piece)
         self.sync.wait_released(release)  # whoever has let go of the last piece has let go of all
 
     def _adopted_place(self, flat: torch.Tensor) -> int | None:
         """Where peers find an adopted tensor."""
         window = self.endpoint.arenas["host"].window if self.where(flat) == "host" and not flat.is_cuda else None
-        if not isinstance(window, MappedWindow):
+        if not isinstance(window, MemfdWindow):
             return None
         first = window.adopted.place_of(flat.untyped_storage())
         return None if first is None else first + int(flat.storage_offset()) * flat.element_size()
 
-    def agree(self, kind: Kind, count: int, plan: Plan) -> None:
+    def agree(self, kind: CollectiveOp, count: int, plan: AlgorithmChoice) -> None:
         """Before what cannot notice it by itself: do all ranks ask for the same?"""
         if self.size == 1:
             return
-        call = Call.of(kind, count, plan)
+        call = CallSignature.of(kind, count, plan)
         self.sync.begin(call, 0, 0)
         self.sync.wait(0, [peer for peer in range(self.size) if peer != self.me])
         self.sync.end([(peer, -1) for peer in range(self.size) if peer != self.me])
@@ -390,7 +401,7 @@ class Group:
                 return (where, *found)
         return None
 
-    def _piece_bytes(self, kind: Kind, where: str) -> int:
+    def _piece_bytes(self, kind: CollectiveOp, where: str) -> int:
         """Of a tensor outside the arena, how much is worked on at a time; the same on all ranks."""
         # Beside GPUs, whose autograd has threads of its own, ranks do not all see that it is a bucket.
         wide = kind.is_bucket and where == "host" and not self._mixed
@@ -405,14 +416,14 @@ class Group:
                 self._pinned += found
         return self._stages[where, room]
 
-    def _compiler(self, kind: Kind, plan: Plan) -> Compiler:
+    def _compiler(self, kind: CollectiveOp, plan: AlgorithmChoice) -> Compiler:
         shares = kind.shares or plan.shares
         key = (kind.collective, plan, shares, kind.root)
         if key not in self._compilers:
             self._compilers[key] = Compiler(self._schedule(kind, plan, shares), self.me)
         return self._compilers[key]
 
-    def _schedule(self, kind: Kind, plan: Plan, shares: Shares | None) -> Schedule:
+    def _schedule(self, kind: CollectiveOp, plan: AlgorithmChoice, shares: Shares | None) -> Schedule:
         """Fitted to the network where that is described and parts may lie anywhere; otherwise as it comes."""
         if self.forecast and kind.collective is Collective.ALL_REDUCE and not kind.shares:
             return self.forecast.schedule(plan, kind.collective)
@@ -430,26 +441,26 @@ class Group:
         near = {"host", "cuda"} if len({place.host for place in places}) == 1 else {"far"}
         return sorted(common & near, reverse=True)
 
-    def _executor(self, kind: str) -> WindowsExecutor:
+    def _executor(self, kind: str) -> OneSidedExecutor:
         ranks = self.members
         windows = [None if rank == self.endpoint.rank else self.endpoint.window(kind, rank) for rank in ranks]
         arena, control = self.endpoint.arenas[kind], self.endpoint.control
         if kind == "far":
-            far = cast("list[FarWindow | None]", windows)
-            return FetchingExecutor(arena, far, self.sync, ranks, control, self._timeout_s)
-        return WindowsExecutor(arena, windows, self.sync)
+            far = cast("list[RemoteWindow | None]", windows)
+            return RemoteReadExecutor(arena, far, self.sync, ranks, control, self._timeout_s)
+        return OneSidedExecutor(arena, windows, self.sync)
 
-    def _message_executor(self) -> MessagesExecutor | None:
+    def _message_executor(self) -> SendRecvExecutor | None:
         if not self.native:
             return None
-        return MessagesExecutor(self.native.backend, self.members, self.endpoint.control, self._timeout_s)
+        return SendRecvExecutor(self.native.backend, self.members, self.endpoint.control, self._timeout_s)
 
     def _synchronisation(self) -> Sync:
         if "host" in self._common_windows():
             return self._flags()
         return CoordinatorSync(self.name, self.members, self.endpoint.control, self._timeout_s)
 
-    def _flags(self) -> Flags:
+    def _flags(self) -> FlagSync:
         page = self.endpoint.arenas["host"].allocate(PAGE_BYTES)
         page.bytes.zero_()
         store = self.endpoint.store
@@ -462,7 +473,7 @@ class Group:
             )
             assert here is not None
             pages.append(here.numpy().data.cast("B"))
-        return Flags(self.me, pages, self.members, self.endpoint.control, self._timeout_s)
+        return FlagSync(self.me, pages, self.members, self.endpoint.control, self._timeout_s)
 
 
 def _pin(slots: Sequence[Slot]) -> None:

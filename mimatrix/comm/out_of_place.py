@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.calls import Kind
+from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.execution import staging as stages
 
 InPlace = Callable[[torch.Tensor], None]
@@ -26,7 +26,7 @@ _OPS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGatherInto:
     """Every rank ends with the parts of all in `whole`."""
 
     whole: torch.Tensor
@@ -35,11 +35,11 @@ class Gather:
     ranks: int
 
     @cached_property
-    def kind(self) -> Kind:
+    def kind(self) -> CollectiveOp:
         """What is asked for."""
-        return Kind(Collective.ALL_GATHER, self.whole.dtype)
+        return CollectiveOp(Collective.ALL_GATHER, self.whole.dtype)
 
-    def pieces(self, stage_bytes: int) -> Iterator[stages.Piece]:
+    def pieces(self, stage_bytes: int) -> Iterator[stages.StagedChunk]:
         """Over windows."""
         return stages.gather_pieces(self.whole, self.part, self.me, self.ranks, stage_bytes)
 
@@ -54,7 +54,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Scatter:
+class ReduceScatterInto:
     """Every rank ends with the sum (average, largest, least) of its part of `whole` in `part`."""
 
     part: torch.Tensor
@@ -64,11 +64,11 @@ class Scatter:
     ranks: int
 
     @cached_property
-    def kind(self) -> Kind:
+    def kind(self) -> CollectiveOp:
         """What is asked for."""
-        return Kind(Collective.REDUCE_SCATTER, self.whole.dtype, self.op)
+        return CollectiveOp(Collective.REDUCE_SCATTER, self.whole.dtype, self.op)
 
-    def pieces(self, stage_bytes: int) -> Iterator[stages.Piece]:
+    def pieces(self, stage_bytes: int) -> Iterator[stages.StagedChunk]:
         """Over windows."""
         return stages.scatter_pieces(self.part, self.whole, self.me, self.ranks, stage_bytes)
 

@@ -64,7 +64,7 @@ class Work:
             raise self.error
 
 
-class Worker:
+class CollectiveThread:
     """The thread on which collectives run while the caller computes."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mimatrix.comm.group import Group
 from mimatrix.comm.registration import register
-from mimatrix.comm.work import Worker
+from mimatrix.comm.work import CollectiveThread
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.engine.excepthook import tell_mistakes
 from mimatrix.engine.observers import OBSERVERS
@@ -87,7 +87,7 @@ def init(
     register()
     if not dist.is_initialized():
         dist.init_process_group("mimatrix", timeout=timedelta(seconds=timeout_s))
-    groups = Further(timedelta(seconds=timeout_s))
+    groups = GroupFactory(timedelta(seconds=timeout_s))
     return _observed(Run(settings, groups, rank=dist.get_rank(), ranks=dist.get_world_size(), device=where))
 
 
@@ -105,7 +105,7 @@ def _observed(run: Run) -> Run:
     return run
 
 
-class Further:
+class GroupFactory:
     """Groups of all ranks, by name. Those but the first have a thread of their own, so that none waits for another."""
 
     def __init__(self, timeout: timedelta) -> None:
@@ -119,7 +119,7 @@ class Further:
             return found
         made: Any = dist.new_group(backend="mimatrix", timeout=self._timeout)
         group: Group = made.mimatrix
-        group.worker = Worker()
+        group.worker = CollectiveThread()
         return group
 
 

@@ -7,12 +7,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.loop.hyperparams import Values
+from mimatrix.engine.loop.hyperparams import Hyperparams
 from mimatrix.engine.rank_exchange import Message
 from mimatrix.engine.zero.units import Unit
 
 
-def described(dataset: Any, units: Sequence[Unit], optimizer: Optimizer, settings: Values) -> Message:
+def described(dataset: Any, units: Sequence[Unit], optimizer: Optimizer, settings: Hyperparams) -> Message:
     """What this rank has prepared, in words and digests."""
     return {
         "dataset": f"a dataset of {len(dataset)} samples" if hasattr(dataset, "__len__") else "a stream",

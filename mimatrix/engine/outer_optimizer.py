@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from mimatrix.comm.group import Group
-from mimatrix.engine.checkpoint.storage import Part, Tensors
-from mimatrix.engine.zero.sharded_optimizer import Binding
+from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +29,15 @@ MODES: dict[str, Callable[[], Mode]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class OuterState:
     """What a checkpoint has of that which groups share: tensors, and the facts beside them; on one rank of a group."""
 
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, TensorSlice] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Pushing:
+class PushStats:
     """How it goes with a group's pushes, since it began."""
 
     pushes: int = 0
@@ -51,7 +51,7 @@ class Pushing:
     """For other groups: that were at a shard before, or too far behind."""
 
 
-class Outer(Protocol):
+class OuterOptimizer(Protocol):
     """As a run sees it. All ranks of the run call everything together."""
 
     group: int
@@ -59,20 +59,20 @@ class Outer(Protocol):
     samples: int
     """That all groups together have had."""
 
-    now: Pushing
+    now: PushStats
     is_first: bool
     """Whether this rank of the group pushes, and so knows how it goes."""
 
-    def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
+    def begin(self, model: nn.Module, binding: ShardedOptimizer, group: Group | None, *, cut: bool) -> None:
         """The model is prepared; its parameters become what all groups have. `cut`: each rank has a part of them."""
 
     def step(self, samples: int, usual: int, own: Callable[[], object]) -> None:
         """In place of the optimizer's, which is `own`: gradients are in its tensors, new parameters are at the end."""
 
-    def mark(self) -> Callable[[], Outside]:
+    def mark(self) -> Callable[[], OuterState]:
         """What all groups have at this moment; it is fetched later, beside further steps, by what comes back."""
 
-    def restore(self, facts: Mapping[str, Any], tensors: Tensors) -> Callable[[], None]:
+    def restore(self, facts: Mapping[str, Any], tensors: TensorReader) -> Callable[[], None]:
         """Let all groups go on from a checkpoint, unless they are further already.
 
         What comes back gives the model what all groups have then; every rank calls it, where none has failed.

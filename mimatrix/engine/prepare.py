@@ -13,24 +13,24 @@ from torch.optim import Optimizer
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine import consistency as sameness
-from mimatrix.engine.data.source import Feed, Position, check_loading
-from mimatrix.engine.loop.global_step import Cycle
-from mimatrix.engine.loop.hyperparams import Knobs
-from mimatrix.engine.loop.loop_signal import Word
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
+from mimatrix.engine.loop.global_step import GlobalStep
+from mimatrix.engine.loop.hyperparams import HyperparamSync
+from mimatrix.engine.loop.loop_signal import LoopSignal
 from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.modules.precision import LossScale
-from mimatrix.engine.outer_optimizer import Outer
-from mimatrix.engine.planning.measure import Ground, Loss
+from mimatrix.engine.outer_optimizer import OuterOptimizer
+from mimatrix.engine.planning.measure import LossFn, PrepareContext
 from mimatrix.engine.world import World
 from mimatrix.engine.zero.hooks import hear_gradients, hear_modules
-from mimatrix.engine.zero.sharded_optimizer import Binding, check_elementwise, check_steps
-from mimatrix.engine.zero.sharding import Sharding
-from mimatrix.engine.zero.single import Alone
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_elementwise, check_steps
+from mimatrix.engine.zero.sharding import Zero0
+from mimatrix.engine.zero.single import SingleProcess
 from mimatrix.engine.zero.units import Unit, is_compiled, units_of
-from mimatrix.engine.zero.zero0_shared import GradientsRead, reads_in_place
-from mimatrix.engine.zero.zero3 import STAGES, ParametersCut
+from mimatrix.engine.zero.zero0_shared import Zero0SharedGrads, reads_in_place
+from mimatrix.engine.zero.zero3 import STAGES, Zero3
 
-Whole = tuple[type[nn.Module], ...]
+LeafModules = tuple[type[nn.Module], ...]
 
 
 def check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str, Any]) -> None:
@@ -41,10 +41,15 @@ def check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str,
 
 
 def ground_of(
-    world: World, model: nn.Module, optimizer: Optimizer, loss: Loss | None, feed: Feed, whole: Whole
-) -> Ground:
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: LossFn | None,
+    feed: MicroBatchSource,
+    whole: LeafModules,
+) -> PrepareContext:
     """What was given, where it is."""
-    return Ground(
+    return PrepareContext(
         world.settings,
         model,
         optimizer,
@@ -63,22 +68,29 @@ def ground_of(
 
 
 def cut(
-    world: World, ground: Ground, units: tuple[Unit, ...], stage: int, shares: Shares, outer: Outer | None
-) -> Cycle:
+    world: World,
+    ground: PrepareContext,
+    units: tuple[Unit, ...],
+    stage: int,
+    shares: Shares,
+    outer: OuterOptimizer | None,
+) -> GlobalStep:
     """Cut the model and its optimizer over the ranks, so that both take part in global batches. A collective."""
     model, optimizer = ground.model, ground.optimizer
     sharding = _sharding(world, units, optimizer, stage, shares, may_read=outer is None)
-    if not isinstance(sharding, Alone):
+    if not isinstance(sharding, SingleProcess):
         _share_buffers(world, model)
-    binding = Binding(optimizer, sharding.slices(), [piece.parameter for unit in units for piece in unit.pieces])
+    binding = ShardedOptimizer(
+        optimizer, sharding.slices(), [piece.parameter for unit in units for piece in unit.pieces]
+    )
     scale = LossScale.start("fp16" in world.precisions)
-    cycle = Cycle(sharding, binding, world.exchange, world.watch, clip_norm=world.settings.clip_norm, scale=scale)
+    cycle = GlobalStep(sharding, binding, world.exchange, world.watch, clip_norm=world.settings.clip_norm, scale=scale)
     if ground.norms:
         _synchronise(world, ground, cycle)
     world.precision.lower(model)
-    if isinstance(sharding, Sharding):
+    if isinstance(sharding, Zero0):
         hear_gradients(units, cycle.arrived)
-    if isinstance(sharding, ParametersCut):
+    if isinstance(sharding, Zero3):
         hear_modules(model, sharding)
     if outer:
         outer.begin(model, binding, world.main, cut=sharding.parts)
@@ -88,26 +100,28 @@ def cut(
     return cycle
 
 
-def units_to_cut(world: World, ground: Ground, stage: int) -> tuple[Unit, ...]:
+def units_to_cut(world: World, ground: PrepareContext, stage: int) -> tuple[Unit, ...]:
     """The parts of the model that are moved at once."""
     if world.ranks > 1 and stage == 3 and is_compiled(ground.model):
         raise UserError("stage 3 moves parameters while the model runs, which torch.compile does not see; use stage 2")
     return units_of(ground.model, world.settings.unit_bytes_for(stage, world.devices), ground.whole)
 
 
-def agreed(world: World, dataset: Any, units: tuple[Unit, ...], optimizer: Optimizer) -> tuple[Knobs, Word] | None:
+def agreed(
+    world: World, dataset: Any, units: tuple[Unit, ...], optimizer: Optimizer
+) -> tuple[HyperparamSync, LoopSignal] | None:
     """That all ranks prepare the same, and by what they stay so; None where there is one. A collective."""
     check_steps(optimizer)
     if world.main is None:
         return None
-    knobs = Knobs(optimizer)
+    knobs = HyperparamSync(optimizer)
     mine = sameness.described(dataset, units, optimizer, knobs.all())
     said = world.exchange.all({**mine, "run": secrets.token_hex(8)})
     sameness.compare(said, world.rank)
-    return knobs, Word(world.main, said[0]["run"])
+    return knobs, LoopSignal(world.main, said[0]["run"])
 
 
-def patch(ground: Ground, cycle: Cycle, asked: Callable[[], None]) -> None:
+def patch(ground: PrepareContext, cycle: GlobalStep, asked: Callable[[], None]) -> None:
     """Let the optimizer act at the end of each global batch and at no other time; `asked`: the loop has called it."""
     model, optimizer = ground.model, ground.optimizer
 
@@ -120,29 +134,29 @@ def patch(ground: Ground, cycle: Cycle, asked: Callable[[], None]) -> None:
     optimizer.step = step  # type: ignore[method-assign,assignment]
     optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
     model.zero_grad = _leave_gradients  # type: ignore[method-assign]
-    if isinstance(cycle.sharding, Sharding) and cycle.sharding.stage:
+    if isinstance(cycle.sharding, Zero0) and cycle.sharding.stage:
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
 
 
 @torch.no_grad()
-def publish(sharding: Sharding | Alone) -> None:
+def publish(sharding: Zero0 | SingleProcess) -> None:
     """Other parameters were written than a step gives: all ranks see them."""
-    if isinstance(sharding, Sharding):
+    if isinstance(sharding, Zero0):
         sharding.publish()
 
 
 def _sharding(
     world: World, units: tuple[Unit, ...], optimizer: Optimizer, stage: int, shares: Shares, *, may_read: bool
-) -> Sharding | Alone:
+) -> Zero0 | SingleProcess:
     if world.main is None:
-        return Alone(units)
+        return SingleProcess(units)
     if stage > 0:
         check_elementwise(optimizer, stage)
     gathers = world.further_watched("gather") if stage == 3 else None
     reads = stage == 0 and may_read and reads_in_place(world.main, units, optimizer)
     if all(message["reads"] for message in world.exchange.all({"reads": reads})):
-        return GradientsRead(world.main, None, units, shares, world.watch)
+        return Zero0SharedGrads(world.main, None, units, shares, world.watch)
     return STAGES[stage](world.main, gathers, units, shares, world.watch)
 
 
@@ -150,9 +164,9 @@ def _synchronises(world: World) -> bool:
     return world.main is not None and world.settings.sync_batchnorm
 
 
-def _synchronise(world: World, ground: Ground, cycle: Cycle) -> None:
+def _synchronise(world: World, ground: PrepareContext, cycle: GlobalStep) -> None:
     """Batch norm over all ranks, in which a rank without data takes part."""
-    if ground.feed.split_at(Position(0, 0)).rounds > 1 and world.rank == 0 and not world.settings.quiet:
+    if ground.feed.split_at(DataPosition(0, 0)).rounds > 1 and world.rank == 0 and not world.settings.quiet:
         sys.stderr.write(
             "mimatrix: the model has batch norm, which sees the samples of all ranks but one micro-step at a time; "
             "other micro-steps give other numbers\n"
@@ -166,7 +180,7 @@ def _synchronise(world: World, ground: Ground, cycle: Cycle) -> None:
                 "or every rank the same number of micro-batches"
             )
         found = ground.loss(ground.model, ground.feed.sample())
-        if isinstance(cycle.sharding, ParametersCut):
+        if isinstance(cycle.sharding, Zero3):
             cycle.sharding.back()
         found.backward()  # type: ignore[no-untyped-call]
 
@@ -183,8 +197,8 @@ def _share_buffers(world: World, model: nn.Module) -> None:
         buffer.detach().copy_(same)
 
 
-def _memory(sharding: Sharding | Alone, binding: Binding) -> dict[str, int]:
-    held = sharding.memory if isinstance(sharding, Alone) else sharding.buffers.bytes
+def _memory(sharding: Zero0 | SingleProcess, binding: ShardedOptimizer) -> dict[str, int]:
+    held = sharding.memory if isinstance(sharding, SingleProcess) else sharding.buffers.bytes
     return {**held, "optimizer": binding.state_bytes()}
 
 

@@ -12,7 +12,7 @@ _ROOM = 2048
 Message = dict[str, Any]
 
 
-class Exchange:
+class RankExchange:
     """Gathers a small message from every rank. JSON: a float comes back as the same float."""
 
     def __init__(self, group: Group | None) -> None:

@@ -10,26 +10,26 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mimatrix.comm.control.client import Waiting
+from mimatrix.comm.control.client import WaitStatus
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import KEPT
 from mimatrix.engine.checkpoint.state import persistent_buffers
-from mimatrix.engine.checkpoint.storage import Saved
-from mimatrix.engine.data.source import Feed, Position, check_loading
+from mimatrix.engine.checkpoint.storage import CheckpointInfo
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
 from mimatrix.engine.loop import evaluation as evaluating
-from mimatrix.engine.loop.loader import Loader
-from mimatrix.engine.loop.lr_scheduler import Scheduler
-from mimatrix.engine.loop.preemption import Leaving
-from mimatrix.engine.loop.train_loop import Course
-from mimatrix.engine.outer_optimizer import Outer, Pushing
-from mimatrix.engine.planning.measure import Ground, Loss
-from mimatrix.engine.planning.plan_follower import Plans
-from mimatrix.engine.prepare import Whole, agreed, check_prepared, cut, ground_of, patch, units_to_cut
+from mimatrix.engine.loop.loader import MicroBatchLoader
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
+from mimatrix.engine.loop.preemption import Preemption
+from mimatrix.engine.loop.train_loop import TrainLoop
+from mimatrix.engine.outer_optimizer import OuterOptimizer, PushStats
+from mimatrix.engine.planning.measure import LossFn, PrepareContext
+from mimatrix.engine.planning.plan_follower import PlanFollower
+from mimatrix.engine.prepare import LeafModules, agreed, check_prepared, cut, ground_of, patch, units_to_cut
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.zero3 import ParametersCut
+from mimatrix.engine.zero.zero3 import Zero3
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
@@ -46,7 +46,7 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
         device: torch.device | str = "cpu",
-        outer: Outer | None = None,
+        outer: OuterOptimizer | None = None,
     ) -> None:
         self._outer = outer
         self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
@@ -54,9 +54,9 @@ class Run:
         self.devices = self._world.devices
         self.stage = settings.stage_for()
         self.shares = settings.shares_for(ranks)
-        self._course: Course | None = None
+        self._course: TrainLoop | None = None
         """Once there is something prepared."""
-        self._leaving: Leaving | None = None
+        self._leaving: Preemption | None = None
         self._phase = "starting"
 
     # What the user's loop calls
@@ -69,10 +69,10 @@ class Run:
         dataset: Any,
         /,
         *,
-        loss: Loss | None = None,
-        whole: Whole = (),
+        loss: LossFn | None = None,
+        whole: LeafModules = (),
         **loading: Any,
-    ) -> tuple[nn.Module, Optimizer, Loader]: ...
+    ) -> tuple[nn.Module, Optimizer, MicroBatchLoader]: ...
 
     @overload
     def prepare(
@@ -83,10 +83,10 @@ class Run:
         /,
         scheduler: LRScheduler,
         *,
-        loss: Loss | None = None,
-        whole: Whole = (),
+        loss: LossFn | None = None,
+        whole: LeafModules = (),
         **loading: Any,
-    ) -> tuple[nn.Module, Optimizer, Loader, LRScheduler]: ...
+    ) -> tuple[nn.Module, Optimizer, MicroBatchLoader, LRScheduler]: ...
 
     def prepare(
         self,
@@ -96,8 +96,8 @@ class Run:
         /,
         scheduler: LRScheduler | None = None,
         *,
-        loss: Loss | None = None,
-        whole: Whole = (),
+        loss: LossFn | None = None,
+        whole: LeafModules = (),
         **loading: Any,
     ) -> Any:
         """Split a model and its optimizer over the ranks and its data into micro-batches. All ranks call it.
@@ -111,24 +111,26 @@ class Run:
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
         check_prepared(model, optimizer, loading)
         world = self._world
-        feed = Feed(dataset, world.split, self.rank, seed=world.settings.seed, device=self.device, **loading)
+        feed = MicroBatchSource(
+            dataset, world.split, self.rank, seed=world.settings.seed, device=self.device, **loading
+        )
         model.to(self.device)
         ground = ground_of(world, model, optimizer, loss, feed, whole)
         plans = self._plan(ground)
         units = units_to_cut(world, ground, self.stage)
         said = agreed(world, dataset, units, optimizer)
         cycle = cut(world, ground, units, self.stage, self.shares, self._outer)
-        course = Course(
+        course = TrainLoop(
             world, model, cycle, feed, plans, self.shares, agreed=said, outer=self._outer, leaving=self._leaving
         )
         patch(ground, cycle, course.asked_to_step)
         if scheduler is not None:
-            course.schedulers.append(Scheduler(scheduler, cycle))
+            course.schedulers.append(SyncedLRScheduler(scheduler, cycle))
         self._course = course
         if self._leaving:
             self.load(self._leaving.folder)
         self._phase = "training"
-        found = (model, optimizer, Loader(course))
+        found = (model, optimizer, MicroBatchLoader(course))
         return found if scheduler is None else (*found, scheduler)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
@@ -154,9 +156,9 @@ class Run:
         return self._course.step if self._course else 0
 
     @property
-    def position(self) -> Position:
+    def position(self) -> DataPosition:
         """The next global batch."""
-        return self._course.position if self._course else Position(0, 0)
+        return self._course.position if self._course else DataPosition(0, 0)
 
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
@@ -168,7 +170,7 @@ class Run:
         return self._course.logs.history(start) if self._course else []
 
     @property
-    def checkpoints(self) -> tuple[Saved, ...]:
+    def checkpoints(self) -> tuple[CheckpointInfo, ...]:
         """What lies in the folder that was last saved to, the newest first; known to rank 0, once it has saved."""
         return self._course.checkpoints.kept if self._course else ()
 
@@ -197,7 +199,9 @@ class Run:
         return list(self._course.stats) if self._course else []
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, dataset: Any, measure: evaluating.Measure, **loading: Any) -> dict[str, float]:
+    def evaluate(
+        self, model: nn.Module, dataset: Any, measure: evaluating.MetricFn, **loading: Any
+    ) -> dict[str, float]:
         """Weighted means over a dataset, every sample once, on all ranks together; the same result on each.
 
         `measure(model, batch)` gives figures of a batch by name, each a mean over its samples; with an entry `weight`
@@ -211,10 +215,10 @@ class Run:
             raise UserError("run.evaluate was given a dataset without samples; give it at least one")
         split = self.split.for_samples(min(self.split.total, evaluating.length(dataset, self.split.total)))
         check_loading(loading)
-        feed = Feed(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
+        feed = MicroBatchSource(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
         training = [module for module in model.modules() if module.training]
         sharding = course.cycle.sharding if course else None
-        gathers = sharding if isinstance(sharding, ParametersCut) else None
+        gathers = sharding if isinstance(sharding, Zero3) else None
         model.eval()
         try:
             with self._world.watch.aside():
@@ -230,7 +234,7 @@ class Run:
         course.check_closed("run.full_state_dict")
         course.check_all_come("run.full_state_dict")
         sharding = course.cycle.sharding
-        if not isinstance(sharding, ParametersCut):
+        if not isinstance(sharding, Zero3):
             return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         found: dict[str, torch.Tensor] = {}
         for unit in sharding.units:
@@ -289,7 +293,7 @@ class Run:
 
         What is in the folder already is where `prepare` lets the run go on.
         """
-        self._leaving = Leaving(is_asked, folder)
+        self._leaving = Preemption(is_asked, folder)
 
     @property
     def phase(self) -> str:
@@ -307,7 +311,7 @@ class Run:
         return self._outer.group if self._outer else 0
 
     @property
-    def pushing(self) -> Pushing | None:
+    def pushing(self) -> PushStats | None:
         """How it goes with the pushes of this group, where there are groups; the first rank of each knows."""
         return self._outer.now if self._outer and self._outer.is_first else None
 
@@ -317,22 +321,22 @@ class Run:
         return self._world.watch.is_aside
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> WaitStatus | None:
         """In which collective this rank waits now, and for whom; None while it does not."""
         main = self._world.main
         return main.endpoint.control.waiting if main else None
 
     # Inside
 
-    def _ready(self) -> Course:
+    def _ready(self) -> TrainLoop:
         if self._course is None:
             raise UserError("nothing is prepared yet; call run.prepare(model, optimizer, dataset) first")
         return self._course
 
-    def _plan(self, ground: Ground) -> Plans:
+    def _plan(self, ground: PrepareContext) -> PlanFollower:
         """Find the stage, the batches and the shares, where that is asked for. A collective."""
         self._phase = "profiling" if self.settings.plan == "profile" else self._phase
-        plans = Plans(self.rank, ground.feed, quiet=self.settings.quiet)
+        plans = PlanFollower(self.rank, ground.feed, quiet=self.settings.quiet)
         first = plans.begin(ground)
         if first:
             self.stage, self.shares = first.stage, first.shares

@@ -35,7 +35,7 @@ class StepStats:
 
 
 @dataclass
-class Watch:
+class StepTimer:
     """Counts the time of one step."""
 
     groups: tuple[Group, ...] = ()

@@ -7,9 +7,9 @@ import torch
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.modules.precision import Precision
-from mimatrix.engine.rank_exchange import Exchange
+from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
-from mimatrix.engine.step_timer import Watch
+from mimatrix.engine.step_timer import StepTimer
 from mimatrix.planner.split import Split, resolve_batches
 
 
@@ -24,8 +24,8 @@ class World:
         self._further: list[Group] = []
         self.main = self._group("reduce") if self._group else None
         """In which gradients are summed; None where there is one rank."""
-        self.exchange = Exchange(self.main)
-        self.watch = Watch((self.main,) if self.main else (), device=device)
+        self.exchange = RankExchange(self.main)
+        self.watch = StepTimer((self.main,) if self.main else (), device=device)
         self.devices = self._agree()
         """The kinds of all ranks' devices."""
         self.split = Split.of(

@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.comm.registration import register
 from mimatrix.core.errors import UserError
-from mimatrix.engine.api import Further
+from mimatrix.engine.api import GroupFactory
 from mimatrix.engine.api import init as init
-from mimatrix.engine.data.source import Feed
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.outer_optimizer import MODES
 from mimatrix.engine.prepare import check_prepared, ground_of
@@ -33,7 +33,7 @@ from mimatrix.planner.modes import Apart, Choice
 from mimatrix.planner.plan import Plan
 
 
-class Auto:
+class AutoMode:
     """Synchronous, or groups of the ranks of a host, or as `mimatrix run --groups` says."""
 
     def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
@@ -43,21 +43,21 @@ class Auto:
         if ranks == 1:
             return Run(settings, device=device)
         if returns():
-            return Returned(settings, device, timeout_s)
+            return RejoinedRun(settings, device, timeout_s)
         store, timeout = store_of_job(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
         register()
         dist.init_process_group(
             "mimatrix", store=PrefixStore("together", store), rank=rank, world_size=ranks, timeout=timeout
         )
-        return Undecided(settings, store, timeout, device)
+        return AutoRun(settings, store, timeout, device)
 
 
-class Undecided(Run):
+class AutoRun(Run):
     """Of all ranks together until `prepare`; then it is what was chosen."""
 
     def __init__(self, settings: Settings, store: Store, timeout: timedelta, device: torch.device) -> None:
         rank, ranks = place_in_job()
-        super().__init__(settings, Further(timeout), rank=rank, ranks=ranks, device=device)
+        super().__init__(settings, GroupFactory(timeout), rank=rank, ranks=ranks, device=device)
         self._store, self._timeout = store, timeout
         self.choice: Choice | None = None
         """Once prepared: what was chosen, from what, and why."""
@@ -73,7 +73,9 @@ class Undecided(Run):
     ) -> Choice:
         loading.pop("scheduler", None)
         check_prepared(model, optimizer, loading)
-        feed = Feed(dataset, self._world.split, self.rank, seed=self.settings.seed, device=self.device, **loading)
+        feed = MicroBatchSource(
+            dataset, self._world.split, self.rank, seed=self.settings.seed, device=self.device, **loading
+        )
         model.to(self.device)
         self._phase = "profiling"
         groups = Hybrid().found(self._store, self.rank, self.ranks)
@@ -103,7 +105,7 @@ class Undecided(Run):
         self._leaving = leaving
 
 
-class Returned(Run):
+class RejoinedRun(Run):
     """Of a group that was lost: in the way that was chosen when all were there."""
 
     def __init__(self, settings: Settings, device: torch.device, timeout_s: float) -> None:
@@ -167,4 +169,4 @@ def _check(settings: Settings) -> None:
         raise UserError('mode="auto" makes its own process group; leave out torch.distributed.init_process_group')
 
 
-MODES["auto"] = Auto
+MODES["auto"] = AutoMode

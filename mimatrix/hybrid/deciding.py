@@ -7,7 +7,7 @@ from mimatrix.cluster import Cluster, Device
 from mimatrix.core.errors import UserError
 from mimatrix.engine.planning.cluster_discovery import described_cluster, measured_cluster
 from mimatrix.engine.planning.communication import ending_s
-from mimatrix.engine.planning.measure import Ground, problem_of, say, survey, timed_communication, together
+from mimatrix.engine.planning.measure import PrepareContext, problem_of, say, survey, timed_communication, together
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.hybrid.grouping import Groups
 from mimatrix.planner.modes import Choice, choose_mode
@@ -19,7 +19,7 @@ _QUICK_S = 0.05
 """Sums that should take no longer are tried out; others would take minutes to tune, and are simulated."""
 
 
-def decided(ground: Ground, groups: Groups) -> Choice:
+def decided(ground: PrepareContext, groups: Groups) -> Choice:
     """The mode for these groups, the same on every rank. A collective."""
     cluster = described_cluster(ground) or measured_cluster(ground, [Device(name) for name in ground.devices])
     found = survey(ground, lambda ground, size: _communication(ground, size, cluster))
@@ -37,7 +37,7 @@ def decided(ground: Ground, groups: Groups) -> Choice:
     return choice
 
 
-def _communication(ground: Ground, size: ModelSize, cluster: Cluster) -> Communication:
+def _communication(ground: PrepareContext, size: ModelSize, cluster: Cluster) -> Communication:
     """What all ranks together pay: tried out where that is quick, otherwise simulated on the links that there are."""
     expected = simulated(cluster, size.gradient_bytes, tuple(range(ground.ranks)))
     if expected.once_s[0] <= _QUICK_S:
@@ -55,7 +55,7 @@ def _network(
     return network
 
 
-def _against(ground: Ground) -> str:
+def _against(ground: PrepareContext) -> str:
     """Why this optimizer cannot be cut over groups; empty where it can."""
     try:
         check_elementwise(ground.optimizer, 1)

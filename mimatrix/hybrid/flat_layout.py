@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.zero.sharded_optimizer import Binding
-from mimatrix.hybrid.server.shard import Piece, Settings, Stepping
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
+from mimatrix.hybrid.server.shard import Hyperparameters, OptimizerSpec, ParamSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParamRange:
     """Where the elements that this rank has of a parameter lie in the row."""
 
     parameter: int
@@ -26,33 +26,33 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Of one run: where everything lies."""
 
     optimizer: Optimizer
-    places: tuple[Place, ...]
-    pieces: tuple[Piece, ...]
+    places: tuple[ParamRange, ...]
+    pieces: tuple[ParamSpan, ...]
     """The parameters, whole."""
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, binding: Binding, known: Sequence[Sequence[nn.Parameter]]) -> "Layout":
+    def of(cls, binding: ShardedOptimizer, known: Sequence[Sequence[nn.Parameter]]) -> "FlatLayout":
         """`known`: the parameters of each of the optimizer's groups, whole."""
         dtypes = {parameter.dtype for group in known for parameter in group}
         if len(dtypes) != 1:
             raise UserError(
                 f"the model has parameters of the types {sorted(map(str, dtypes))}; groups share parameters of one type"
             )
-        places: list[Place] = []
-        pieces: list[Piece] = []
+        places: list[ParamRange] = []
+        pieces: list[ParamSpan] = []
         at = 0
         for group, parameter in ((number, each) for number, given in enumerate(known) for each in given):
             found = binding.slice_of(parameter)
             if found:
                 first = found.start if found.value is not parameter else 0
                 leaf = binding.leaves[parameter]
-                places.append(Place(len(pieces), leaf, at + first, at + first + leaf.numel()))
-            pieces.append(Piece(len(pieces), group, parameter.numel()))
+                places.append(ParamRange(len(pieces), leaf, at + first, at + first + leaf.numel()))
+            pieces.append(ParamSpan(len(pieces), group, parameter.numel()))
             at += parameter.numel()
         return cls(binding.optimizer, tuple(places), tuple(pieces), dtypes.pop())
 
@@ -87,21 +87,21 @@ class Layout:
             for place in self.places:
                 place.leaf.copy_(row[place.start : place.stop].view_as(place.leaf))
 
-    def settings(self) -> list[Settings]:
+    def settings(self) -> list[Hyperparameters]:
         """What the optimizer's groups are set to now."""
         return [
             {name: plain for name, value in group.items() if name != "params" and _is_plain(plain := _number(value))}
             for group in self.optimizer.param_groups
         ]
 
-    def steppings(self, shares: Shares, outer: Settings | None = None) -> list[Stepping]:
+    def steppings(self, shares: Shares, outer: Hyperparameters | None = None) -> list[OptimizerSpec]:
         """How each shard is stepped: as the user's optimizer does, or by SGD with settings of its own."""
         kind = type(self.optimizer) if outer is None else torch.optim.SGD
         settings = tuple(self.settings() if outer is None else [outer for _ in self.settings()])
-        return [Stepping(kind, settings, pieces) for pieces in cut(self.pieces, shares.cut(self.count))]
+        return [OptimizerSpec(kind, settings, pieces) for pieces in cut(self.pieces, shares.cut(self.count))]
 
 
-def cut(pieces: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
+def cut(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[ParamSpan, ...]]:
     """The pieces that lie in each shard: both are rows of the same length."""
     ends, at = list(accumulate(piece.count for piece in pieces)), 0
     for size in sizes:

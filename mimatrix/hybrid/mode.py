@@ -18,26 +18,26 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.registration import register
 from mimatrix.core.errors import UserError
-from mimatrix.engine.api import Further
+from mimatrix.engine.api import GroupFactory
 from mimatrix.engine.api import init as init
 from mimatrix.engine.outer_optimizer import MODES
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
-from mimatrix.hybrid.client.group_optimizer import Member
+from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
 from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
 from mimatrix.hybrid.policy import Policy, policy
-from mimatrix.hybrid.rendezvous import Meeting, Met
+from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
 
 
 @dataclass(frozen=True)
-class Seat:
+class GroupPlacement:
     """What a process needs to be a rank of its group's run."""
 
     settings: Settings
-    further: Further | None
+    further: GroupFactory | None
     rank: int
     ranks: int
-    member: Member
+    member: GroupOptimizer
 
 
 MOST_GROUPS = 1 << 20
@@ -65,25 +65,25 @@ class Hybrid:
         seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
         return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
 
-    def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> Seat:
+    def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> GroupPlacement:
         """The place of a rank of the job in its group, whose ranks know each other then."""
         chosen = self.check(settings, len(groups))
         number, me = place_in(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Meeting(store, number, len(groups), chosen, address, timeout_s, word_file(), returns())
+        meeting = Rendezvous(store, number, len(groups), chosen, address, timeout_s, word_file(), returns())
         overlaps = self.overlaps and len(groups) > 1
-        member = Member(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
+        member = GroupOptimizer(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
         own = replace(settings, seed=settings.seed + number)
         size = len(groups[number])
         if size == 1:
-            return Seat(own, None, 0, 1, member)
+            return GroupPlacement(own, None, 0, 1, member)
         register()
         timeout = timedelta(seconds=timeout_s)
         # A group that was started again must not find what the one before it has left in the store.
         apart = PrefixStore(f"group/{number}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
-        return Seat(own, Further(timeout), me, size, member)
+        return GroupPlacement(own, GroupFactory(timeout), me, size, member)
 
     def check(self, settings: Settings, groups: int = MOST_GROUPS) -> Policy:
         """The policy for so many groups; a sentence where what was asked for does not make one."""
@@ -173,7 +173,7 @@ def _store_of_group(rank: int, ranks: int, timeout_s: float) -> Store:
     if len(groups[number]) == 1:
         return HashStore()
     assert word, "whoever returns knows by this file that it does"
-    run = hashlib.sha256(Met.read(word).token.encode()).hexdigest()[:16]
+    run = hashlib.sha256(RendezvousInfo.read(word).token.encode()).hexdigest()[:16]
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{life}")
     store.set_timeout(timedelta(seconds=timeout_s))

@@ -19,7 +19,7 @@ import torch
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.memory import PeerWindow, Window, WindowKind
-from mimatrix.comm.memory.memfd import MappedWindows
+from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
 from mimatrix.core.errors import WorldError
 
@@ -29,10 +29,10 @@ _MOST_HEAD, _MOST_BODY = 1 << 20, 1 << 40
 _LEAST_LAID = 1 << 15
 """Fewer bytes are as quick over the stream."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-Head = dict[str, Any]
+Header = dict[str, Any]
 
 
-def own_side() -> Head:
+def own_side() -> Header:
     """What the other end of a stream has to know of this one."""
     return {"host": own_host(), "rdma": has_rdma()}
 
@@ -45,7 +45,7 @@ def has_rdma() -> bool:
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()) and nixl_available()
 
 
-class Stream:
+class Connection:
     """One connection. Whoever asks on it has a deadline; one that serves has none, and notices who is gone."""
 
     def __init__(self, raw: socket.socket, timeout_s: float) -> None:
@@ -60,7 +60,7 @@ class Stream:
         self._mine: Window | None = None
         self._theirs: tuple[str, PeerWindow] | None = None
 
-    def meet(self, other: Head) -> None:
+    def meet(self, other: Header) -> None:
         """The other one has told of its side: where both share memory or RDMA, numbers go through it from now on."""
         mine = own_side()
         if other.get("host") == mine["host"]:
@@ -72,7 +72,7 @@ class Stream:
         """From now on wait as long as the other one computes; a host that is gone is noticed all the same."""
         self._raw.settimeout(None)
 
-    def send(self, head: Head, values: torch.Tensor | None = None) -> None:
+    def send(self, head: Header, values: torch.Tensor | None = None) -> None:
         """A head, and numbers with it or none."""
         body: bytes | memoryview = b""
         if values is not None:
@@ -87,14 +87,14 @@ class Stream:
         if body:
             self._raw.sendall(body)
 
-    def receive(self) -> tuple[Head, torch.Tensor | None]:
+    def receive(self) -> tuple[Header, torch.Tensor | None]:
         """The next; raises `ConnectionError` where the other one is gone."""
         magic, head_bytes, body_bytes = _SIZES.unpack(self._exactly(_SIZES.size))
         if magic != _MAGIC or head_bytes > _MOST_HEAD or body_bytes > _MOST_BODY:
             raise WorldError(
                 "what came over the stream is no message of groups; is there another program at the address?"
             )
-        head: Head = json.loads(bytes(self._exactly(head_bytes)))
+        head: Header = json.loads(bytes(self._exactly(head_bytes)))
         if not body_bytes and "laid" not in head:
             return head, None
         dtype = getattr(torch, head["dtype"].removeprefix("torch."))
@@ -152,9 +152,9 @@ class Stream:
 
 
 @lru_cache
-def _mapped_windows() -> MappedWindows:
+def _mapped_windows() -> MemfdWindows:
     """One door for all streams of this process."""
-    return MappedWindows()
+    return MemfdWindows()
 
 
 @lru_cache

@@ -4,11 +4,11 @@ import socket
 from dataclasses import dataclass
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Stream, own_side
+from mimatrix.hybrid.net import Connection, own_side
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Address:
     """Where a service listens."""
 
     address: str
@@ -19,9 +19,9 @@ class Place:
         return [self.address, self.port]
 
 
-def greeted(place: Place, token: str, timeout_s: float, *, group: int | None = None) -> Stream:
+def greeted(place: Address, token: str, timeout_s: float, *, group: int | None = None) -> Connection:
     """A stream to a service that knows us: a group, or another service."""
-    stream = Stream(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
+    stream = Connection(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
     try:
         stream.send({"token": token, "group": group, **own_side()})
         answer, _ = stream.receive()

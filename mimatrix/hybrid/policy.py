@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.hybrid.rules import PLAIN, Rules
+from mimatrix.hybrid.rules import PLAIN, PushScaling
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """One of them."""
 
-    rules: Rules
+    rules: PushScaling
     most_ahead: int | None = None
     """Pushes by which a group may be ahead of the last one; None: any."""
     local_steps: int = 0
@@ -52,7 +52,7 @@ def policy(name: str, global_batch: int, options: Mapping[str, Any], groups: int
         if option not in _OPTIONS[name]:
             raise UserError(f'the policy "{name}" has no option "{option}"{nearest(option, _OPTIONS[name])}')
     given = _Options(options)
-    plain = Rules(global_batch, **PLAIN)  # type: ignore[arg-type]
+    plain = PushScaling(global_batch, **PLAIN)  # type: ignore[arg-type]
     if name == "large":
         return Policy(_large(global_batch, given))
     if name == "backup":
@@ -73,8 +73,8 @@ def policy(name: str, global_batch: int, options: Mapping[str, Any], groups: int
     return Policy(plain, most_ahead=ahead if name == "bounded" else None)
 
 
-def _large(global_batch: int, given: "_Options") -> Rules:
-    return Rules(
+def _large(global_batch: int, given: "_Options") -> PushScaling:
+    return PushScaling(
         given.whole("reference", global_batch, "give the samples that the learning rate was chosen for, at least 1", 1),
         given.flag("scales", True),
         given.whole("warm_up", 0, "give a number of samples, or 0 for none", 0),
@@ -91,7 +91,7 @@ def _local(global_batch: int, given: "_Options", groups: int) -> Policy:
     outer = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
     # In a round the mean of all groups counts once: at their own pace each counts for its part.
     damping = given.damping(0.0 if rounds else 1.0)
-    rules = Rules(global_batch, scales=False, damping=damping, together=groups if rounds else 0)
+    rules = PushScaling(global_batch, scales=False, damping=damping, together=groups if rounds else 0)
     return Policy(rules, local_steps=given.steps(50), outer=outer)
 
 

@@ -15,23 +15,23 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.client.client import Link
-from mimatrix.hybrid.flat_layout import Layout
-from mimatrix.hybrid.net import Head, Stream
-from mimatrix.hybrid.places import Place, greeted
+from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.flat_layout import FlatLayout
+from mimatrix.hybrid.net import Connection, Header
+from mimatrix.hybrid.places import Address, greeted
 from mimatrix.hybrid.policy import Policy
 from mimatrix.hybrid.server import replication as mirrors
-from mimatrix.hybrid.server.process import Order, started
+from mimatrix.hybrid.server.process import ServerSpec, started
 
 _LOOKS_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class RendezvousInfo:
     """What whoever comes later must know: the secret of the run, where its services are, and what they serve."""
 
     token: str
-    places: tuple[Place, ...]
+    places: tuple[Address, ...]
     what: str
 
     def to_json(self) -> str:
@@ -39,13 +39,13 @@ class Met:
         return json.dumps([self.token, [[place.address, place.port] for place in self.places], self.what])
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Met":
+    def from_json(cls, text: str | bytes) -> "RendezvousInfo":
         """The same again."""
         token, places, what = json.loads(text)
-        return cls(token, tuple(Place(*place) for place in places), what)
+        return cls(token, tuple(Address(*place) for place in places), what)
 
     @classmethod
-    def read(cls, file: Path) -> "Met":
+    def read(cls, file: Path) -> "RendezvousInfo":
         """As it was left there."""
         try:
             return cls.from_json(file.read_bytes())
@@ -54,7 +54,7 @@ class Met:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Of the first ranks of all groups."""
 
     store: Store
@@ -69,7 +69,7 @@ class Meeting:
     returns: bool = False
     """Whether this group comes again, where there is such a file."""
 
-    def __call__(self, layout: Layout, row: torch.Tensor) -> Link:
+    def __call__(self, layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         """Serve what falls to this group, and find the others; or come back to them."""
         store = PrefixStore("hybrid", self.store)
         store.set_timeout(timedelta(seconds=self.timeout_s))
@@ -87,9 +87,11 @@ class Meeting:
             self._leave_word(store, replace(met, places=places))
         each = [mirrors.row(shard, places, self.groups) for shard in range(self.groups)]
         shares = Shares.equal(self.groups)
-        return Link(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s, beside=beside)
+        return ShardsClient(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s, beside=beside)
 
-    def _back(self, met: Met, layout: Layout, row: torch.Tensor) -> tuple[tuple[Place, ...], Stream | None]:
+    def _back(
+        self, met: RendezvousInfo, layout: FlatLayout, row: torch.Tensor
+    ) -> tuple[tuple[Address, ...], Connection | None]:
         """Come back: where services are now. Where that of this group is lost, a new one is there for shards to lie."""
         if self._answers(met.places[self.group], met.token):
             mine, beside = met.places[self.group], None
@@ -100,7 +102,7 @@ class Meeting:
         for place in met.places:
             with suppress(OSError):
                 found = self._told(place, met.token, {"what": "welcome", "place": mine.to_json()})["places"]
-                places += [known for known in (Place(*each) for each in found) if known not in places]
+                places += [known for known in (Address(*each) for each in found) if known not in places]
                 answers += place != mine
         if not answers and self.groups > 1:
             raise UserError(f"group {self.group} was lost, and no other is there any more; start all again")
@@ -110,21 +112,21 @@ class Meeting:
             _told(beside, {"what": "know", "places": [place.to_json() for place in places], "groups": self.groups})
         return tuple(places), beside
 
-    def _answers(self, place: Place, token: str) -> bool:
+    def _answers(self, place: Address, token: str) -> bool:
         try:
             greeted(place, token, self.timeout_s).close()
         except OSError:
             return False
         return True
 
-    def _told(self, place: Place, token: str, head: Head) -> Head:
+    def _told(self, place: Address, token: str, head: Header) -> Header:
         stream = greeted(place, token, self.timeout_s)
         try:
             return _told(stream, head)
         finally:
             stream.close()
 
-    def _met(self, store: Store, layout: Layout, row: torch.Tensor) -> Met:
+    def _met(self, store: Store, layout: FlatLayout, row: torch.Tensor) -> RendezvousInfo:
         self._check_same(store, layout, row)
         if self.group == 0:
             # One that was started again in the middle of this finds its own: the first that came is the one.
@@ -132,12 +134,12 @@ class Meeting:
         token = store.get("token").decode()
         mine = self._served(store, layout, row, token)
         self._await(store, "place")
-        places = [Place(*json.loads(store.get(f"place/{other}"))) for other in range(self.groups)]
+        places = [Address(*json.loads(store.get(f"place/{other}"))) for other in range(self.groups)]
         if self.groups > 1:
             self._mirror(mine, places, token)
         store.set(f"ready/{self.group}", "")
         self._await(store, "ready")
-        return Met(token, tuple(places), _described(layout))
+        return RendezvousInfo(token, tuple(places), _described(layout))
 
     def _await(self, store: Store, what: str) -> None:
         """Until all groups have said so; a sentence with those that did not."""
@@ -156,39 +158,39 @@ class Meeting:
             who = ", ".join(f"group {other}" for other in missing)
             raise WorldError(f"{who} did not come to the others within {self.timeout_s:g} s; see what it said")
 
-    def _served(self, store: Store, layout: Layout, row: torch.Tensor, token: str) -> Place:
+    def _served(self, store: Store, layout: FlatLayout, row: torch.Tensor, token: str) -> Address:
         """A process that serves for this group: a new one, or that of an earlier life, which others know already."""
         name = f"place/{self.group}"
         if not store.check([name]):
             mine = started(self._order(layout, row, Shares.equal(self.groups), token))
             store.set(name, json.dumps([mine.address, mine.port]))
-        return Place(*json.loads(store.get(name)))
+        return Address(*json.loads(store.get(name)))
 
-    def _word_left(self, store: Store) -> Met | None:
+    def _word_left(self, store: Store) -> RendezvousInfo | None:
         if self.word:
-            return Met.read(self.word) if self.returns else None
-        return Met.from_json(store.get("met")) if store.check(["met"]) else None
+            return RendezvousInfo.read(self.word) if self.returns else None
+        return RendezvousInfo.from_json(store.get("met")) if store.check(["met"]) else None
 
-    def _leave_word(self, store: Store, met: Met) -> None:
+    def _leave_word(self, store: Store, met: RendezvousInfo) -> None:
         if not self.word:
             store.set("met", met.to_json())
             return
         leave_word(self.word, met.to_json())
 
-    def _order(self, layout: Layout, row: torch.Tensor, shares: Shares, token: str) -> Order:
+    def _order(self, layout: FlatLayout, row: torch.Tensor, shares: Shares, token: str) -> ServerSpec:
         """The shard of this group, and that of the one before as its mirror."""
         parts = torch.split(row, list(shares.cut(layout.count)))
         steppings = tuple(layout.steppings(shares, self.policy.outer))
         mine = {self.group, (self.group - 1) % self.groups}
         shards = {number: parts[number].clone() for number in mine}
-        return Order(self.address, token, self.groups, self.policy.rules, shards, steppings, self.timeout_s)
+        return ServerSpec(self.address, token, self.groups, self.policy.rules, shards, steppings, self.timeout_s)
 
-    def _mirror(self, mine: Place, places: Sequence[Place], token: str) -> None:
+    def _mirror(self, mine: Address, places: Sequence[Address], token: str) -> None:
         at = (self.group + 1) % self.groups
         known = [place.to_json() for place in places]
         self._told(mine, token, {"what": "mirror", "shard": self.group, "at": at, "places": known})
 
-    def _check_same(self, store: Store, layout: Layout, row: torch.Tensor) -> None:
+    def _check_same(self, store: Store, layout: FlatLayout, row: torch.Tensor) -> None:
         digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()
         mine = f"{_described(layout)}, {digest}"
         store.set(f"digest/{self.group}", mine)
@@ -209,7 +211,7 @@ def leave_word(file: Path, text: str) -> None:
         new.rename(file)
 
 
-def _told(stream: Stream, head: Head) -> Head:
+def _told(stream: Connection, head: Header) -> Header:
     stream.send(head)
     answer, _ = stream.receive()
     if "error" in answer:
@@ -217,5 +219,5 @@ def _told(stream: Stream, head: Head) -> Head:
     return answer
 
 
-def _described(layout: Layout) -> str:
+def _described(layout: FlatLayout) -> str:
     return f"{type(layout.optimizer).__name__} on {layout.count} elements"

@@ -18,7 +18,7 @@ from mimatrix.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PushScaling:
     """Which of them hold."""
 
     reference: int

@@ -15,12 +15,12 @@ from mimatrix.profiler.links import Links, measure_links
 from mimatrix.profiler.links_to_cluster import remarks, to_cluster
 from mimatrix.profiler.memory import give_back_at_once
 from mimatrix.profiler.memory_budget import is_limited, room
-from mimatrix.profiler.trial import Subject
+from mimatrix.profiler.trial import ProfileTarget
 
 __all__ = [
     "Limits",
     "Links",
-    "Subject",
+    "ProfileTarget",
     "cached_measure",
     "code_fingerprint",
     "device_fingerprint",

@@ -28,7 +28,7 @@ SLOW_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ProbedBatch:
     """What was measured with micro-batches of `samples`."""
 
     samples: int
@@ -42,7 +42,7 @@ class Point:
         return self.samples / max(self.seconds, 1e-12)
 
 
-class Search:
+class BatchSizeSearch:
     """Measures batches of `least` to `most` samples that need at most `room_bytes`.
 
     `dares`: where memory that runs out is noticed and nothing worse, a guess may be tried.
@@ -51,14 +51,14 @@ class Search:
     def __init__(self, most: int, room_bytes: float, least: int = 1, *, dares: bool = True) -> None:
         assert 1 <= least <= most, f"batches of {least} to {most}"
         self._least, self._most, self._room, self._dares = least, most, room_bytes, dares
-        self._points: dict[int, Point] = {}
+        self._points: dict[int, ProbedBatch] = {}
         self._too_large: int | None = None
         self.overflows = 0
         self._probes = self._refined = 0
         self._checked: set[int] = set()
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[ProbedBatch]:
         """All that was measured, the smallest batch first."""
         return [self._points[samples] for samples in sorted(self._points)]
 
@@ -68,7 +68,7 @@ class Search:
         found = sorted(point.noise for point in self._points.values())
         return found[len(found) // 2] if found else 0.0
 
-    def measured(self, point: Point) -> None:
+    def measured(self, point: ProbedBatch) -> None:
         """A probe went well. Of a second one of the same batch the quicker counts: others can only have held it up."""
         self._probes += 1
         if self._points and point.samples <= self.points[-1].samples:

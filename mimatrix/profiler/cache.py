@@ -15,13 +15,13 @@ from mimatrix.core.errors import MiMatrixError
 from mimatrix.planner.profile import VERSION, Profile
 from mimatrix.profiler.device import Limits, measure_device, room_for
 from mimatrix.profiler.fingerprints import device_fingerprint
-from mimatrix.profiler.trial import Subject
+from mimatrix.profiler.trial import ProfileTarget
 
 _NOISY = 0.25
 """Where times differ so much, something else was going on: good enough for now, not for another time."""
 
 
-def cached_measure(subject: Subject, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
+def cached_measure(subject: ProfileTarget, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
     """What was measured before under the same circumstances, in no time; otherwise measured now and kept.
 
     `MIMATRIX_FRESH` in the environment: measured now in any case.
@@ -56,7 +56,7 @@ def keep(file: Path, profile: Profile) -> None:
         return
 
 
-def _file(subject: Subject, most: int, room_bytes: int) -> Path:
+def _file(subject: ProfileTarget, most: int, room_bytes: int) -> Path:
     device = device_fingerprint(subject.device, room_bytes)
     versions = [torch.__version__, __version__, VERSION]
     facts = [subject.fingerprint, device, most, subject.precision, subject.unit_bytes, subject.circumstances, versions]

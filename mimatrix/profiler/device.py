@@ -11,13 +11,13 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_bytes
 from mimatrix.planner.curve import Curve
 from mimatrix.planner.profile import PerStage, Profile
-from mimatrix.profiler.batch_search import Point, Search
+from mimatrix.profiler.batch_search import BatchSizeSearch, ProbedBatch
 from mimatrix.profiler.fingerprints import device_kind
-from mimatrix.profiler.memory import Overflow, attempted, peak_bytes, with_less
+from mimatrix.profiler.memory import OutOfMemory, attempted, peak_bytes, with_less
 from mimatrix.profiler.memory_budget import room
 from mimatrix.profiler.optimizer import TWIN_ELEMENTS, learning, optimizer_cost
 from mimatrix.profiler.timing import synchronise, timed
-from mimatrix.profiler.trial import Passes, Subject, untouched
+from mimatrix.profiler.trial import ProfileTarget, Trial, untouched
 
 # A process that takes more than its control group has is killed, and nothing is caught; a GPU says no in time.
 _WITHIN = 0.85
@@ -43,19 +43,19 @@ class Limits:
     """Ranks that share the limit of a control group, this one included."""
 
 
-def measure_device(subject: Subject, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
+def measure_device(subject: ProfileTarget, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
     """Measure this rank's device; `say` hears how much is done, from 0 to 1. Nothing of the user's is changed."""
     room_bytes = room_for(subject, limits)
     found = attempted(lambda: _measured(subject, limits, room_bytes, say), subject.device)
-    if isinstance(found, Overflow):  # even before the first sample
+    if isinstance(found, OutOfMemory):  # even before the first sample
         raise _too_small(subject.device, room_bytes, found.lacking_bytes)
     return found
 
 
-def _measured(subject: Subject, limits: Limits, room_bytes: int, say: Callable[[float], None]) -> Profile:
+def _measured(subject: ProfileTarget, limits: Limits, room_bytes: int, say: Callable[[float], None]) -> Profile:
     started, device = time.monotonic(), subject.device
     with untouched(subject.model, device):
-        passes = Passes(subject)
+        passes = Trial(subject)
         with passes.hooked():
             search = _Probing(subject, passes, limits, room_bytes, say).finished(started)
         cost = with_less(lambda elements: optimizer_cost(subject.optimizer, device, elements), TWIN_ELEMENTS, device)
@@ -76,14 +76,14 @@ def _measured(subject: Subject, limits: Limits, room_bytes: int, say: Callable[[
     )
 
 
-def room_for(subject: Subject, limits: Limits) -> int:
+def room_for(subject: ProfileTarget, limits: Limits) -> int:
     """Bytes for all that this rank may hold of the job: what is left, and the parameters that are there already."""
     if limits.room_bytes is not None:
         return limits.room_bytes
     return room(subject.device, limits.neighbours, limits.sharers) + _parameter_bytes(subject)
 
 
-def handling_s(subject: Subject, unit_bytes: int) -> PerStage:
+def handling_s(subject: ProfileTarget, unit_bytes: int) -> PerStage:
     """What each stage adds to a micro-batch beside the one copy of the gradients that every pass makes.
 
     Stage 2 adds its part of each unit to the sums. Stage 3 also makes room for each unit, on the way forward and back,
@@ -104,24 +104,24 @@ class _Probing:
     """Does what a search asks for, on the device."""
 
     def __init__(
-        self, subject: Subject, passes: Passes, limits: Limits, room_bytes: int, say: Callable[[float], None]
+        self, subject: ProfileTarget, passes: Trial, limits: Limits, room_bytes: int, say: Callable[[float], None]
     ) -> None:
         self._subject, self._passes, self._limits, self._say = subject, passes, limits, say
         self._device = subject.device
         self._room_bytes = room_bytes
         self._done = 0.0
 
-    def finished(self, started: float) -> Search:
+    def finished(self, started: float) -> BatchSizeSearch:
         """All points that can be had in the time."""
         least = self._warmed_up()
         beside = _parameter_bytes(self._subject) + self._passes.scratch_bytes
         left = (_WITHIN if self._device.type == "cpu" else 1.0) * (self._room_bytes - beside)
-        search = Search(max(least, self._limits.most), max(0.0, left), least, dares=self._device.type != "cpu")
+        search = BatchSizeSearch(max(least, self._limits.most), max(0.0, left), least, dares=self._device.type != "cpu")
         ends = started + (1 - _REST) * self._limits.seconds
         grown = ends + _GROWS * self._limits.seconds
         while (samples := search.next(ends - time.monotonic(), grown - time.monotonic())) is not None:
             found = attempted(lambda samples=samples: self._probe(samples), self._device)  # type: ignore[misc]
-            if isinstance(found, Overflow):
+            if isinstance(found, OutOfMemory):
                 search.overflowed(samples)
                 if not search.points:
                     raise self._too_small(found.lacking_bytes)
@@ -141,11 +141,11 @@ class _Probing:
             if "more than 1 value per channel" not in str(error):
                 raise
             found, least = attempted(lambda: self._passes.run(2), self._device), 2
-        if isinstance(found, Overflow):
+        if isinstance(found, OutOfMemory):
             raise self._too_small(found.lacking_bytes)
         return least
 
-    def _probe(self, samples: int) -> Point:
+    def _probe(self, samples: int) -> ProbedBatch:
         device = self._device
         if device.type != "cpu":
             # Libraries try ways to compute at the first sight of a size, and need room for it.
@@ -156,9 +156,9 @@ class _Probing:
             self._passes.run(samples)  # the reading emptied the allocator's cache, which takes time to fill
             synchronise(device)
         took = timed(lambda: self._passes.run(samples), device, time.perf_counter() - began)
-        return Point(samples, took.seconds, memory, took.noise)
+        return ProbedBatch(samples, took.seconds, memory, took.noise)
 
-    def _check(self, smallest: Point) -> None:
+    def _check(self, smallest: ProbedBatch) -> None:
         """Refuse a device that cannot hold the activations of the smallest batch in any stage."""
         lacking = smallest.memory_bytes - self._room_bytes
         if lacking > 0:
@@ -181,5 +181,5 @@ def _too_small(device: torch.device, room_bytes: int, lacking: int) -> UserError
     )
 
 
-def _parameter_bytes(subject: Subject) -> int:
+def _parameter_bytes(subject: ProfileTarget) -> int:
     return sum(each.numel() * each.element_size() for each in subject.model.parameters())

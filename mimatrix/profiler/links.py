@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.c10d import Native
+from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import PeerLost
 
@@ -53,8 +53,8 @@ def measure_links(
     """
     where = device or torch.device("cpu")
     backend, me, size = _backend_of(group, where)
-    line = _Line(backend, me, where, deadline_s)
-    native = Native(backend, me, size, deadline_s)
+    line = _PairProbe(backend, me, where, deadline_s)
+    native = C10dBackend(backend, me, size, deadline_s)
     found = torch.zeros(2, size, size, dtype=torch.float64, device=where)
     for pairs in rounds(hosts):
         for pair in pairs:
@@ -108,7 +108,7 @@ def _backend_of(group: Group | dist.ProcessGroup, device: torch.device) -> tuple
     return group._get_backend(device), group.rank(), group.size()
 
 
-def _meet(native: Native, table: torch.Tensor) -> None:
+def _meet(native: C10dBackend, table: torch.Tensor) -> None:
     """Add up what all have; nobody leaves before all are there."""
     native.run(Collective.ALL_REDUCE, table.view(-1), "sum", 0)
 
@@ -122,7 +122,7 @@ def _filled(table: list[list[float]], hosts: Sequence[str]) -> Matrix:
     )
 
 
-class _Line:
+class _PairProbe:
     """The end of this rank's links."""
 
     def __init__(self, backend: Any, me: int, device: torch.device, deadline_s: float) -> None:

@@ -28,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 20
 """Of malloc.h."""
 
 
-class Overflow:
+class OutOfMemory:
     """Memory ran out. `lacking_bytes`: what the last allocation asked for in vain, 0 where nobody said."""
 
     def __init__(self, said: str) -> None:
@@ -39,8 +39,8 @@ class Overflow:
                 self.lacking_bytes = parse_bytes(found[1])
 
 
-def attempted(action: Callable[[], T], device: torch.device) -> T | Overflow:
-    """What `action` returns; an `Overflow` where memory ran out, with everything given back that it had taken."""
+def attempted(action: Callable[[], T], device: torch.device) -> T | OutOfMemory:
+    """What `action` returns; an `OutOfMemory` where memory ran out, with everything given back that it had taken."""
     try:
         return action()
     except (RuntimeError, MemoryError) as error:
@@ -49,14 +49,14 @@ def attempted(action: Callable[[], T], device: torch.device) -> T | Overflow:
         said = str(error)
     # Only here: as long as the error is known, its traceback holds the activations.
     tidy(device)
-    return Overflow(said)
+    return OutOfMemory(said)
 
 
 def with_less(action: Callable[[int], T], size: int, device: torch.device) -> T:
     """What `action` returns for `size`, or for a part of it where there is no memory for all."""
     for smaller in (size, size // 16, size // 256):
         found = attempted(partial(action, max(1, smaller)), device)
-        if not isinstance(found, Overflow):
+        if not isinstance(found, OutOfMemory):
             return found
     raise UserError(f"{device} has no memory left beside the model; give it more, or leave it out")
 

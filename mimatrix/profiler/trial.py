@@ -14,7 +14,7 @@ DEFAULT_UNIT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProfileTarget:
     """What is measured. The model is whole and on its device, and its optimizer has not stepped yet."""
 
     model: nn.Module
@@ -35,10 +35,10 @@ class Subject:
     """Whatever else must be the same for earlier measurements to hold."""
 
 
-class Passes:
+class Trial:
     """Forward and backward passes of a subject; gradients go where the engine's go."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: ProfileTarget) -> None:
         self._subject = subject
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 

@@ -14,7 +14,7 @@ from mimatrix.engine.excepthook import BAD_INPUT, told
 from mimatrix.engine.observers import OBSERVERS
 from mimatrix.wire.client import Client
 from mimatrix.worker.device_metrics import link_gauge
-from mimatrix.worker.rendezvous import Belonging, enter, join, own_address
+from mimatrix.worker.rendezvous import WorkerIdentity, enter, join, own_address
 from mimatrix.worker.reporting import Reporter
 
 GAVE_WAY = 1
@@ -23,7 +23,7 @@ _SECRETS = ("MIMATRIX_TOKEN",)
 
 def main(words: list[str]) -> None:
     """Join, run, report."""
-    mine = Belonging.read(os.environ)
+    mine = WorkerIdentity.read(os.environ)
     for name in _SECRETS:
         os.environ.pop(name, None)  # nothing that the script starts needs it
     with Client(mine.server, mine.token) as client:

@@ -19,7 +19,7 @@ _LONGER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Belonging:
+class WorkerIdentity:
     """To which job a worker belongs, as whoever started it says."""
 
     server: str
@@ -31,7 +31,7 @@ class Belonging:
     """How often its group was lost and started again."""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> "Belonging":
+    def read(cls, environment: Mapping[str, str]) -> "WorkerIdentity":
         """From the environment."""
         try:
             job, generation, rank = (int(environment[f"MIMATRIX_{name}"]) for name in ("JOB", "GENERATION", "RANK"))
@@ -43,7 +43,7 @@ class Belonging:
             ) from None
 
 
-def join(client: Client, mine: Belonging, say: Callable[[str], None]) -> Joined:
+def join(client: Client, mine: WorkerIdentity, say: Callable[[str], None]) -> Joined:
     """Where all ranks meet. A server that does not answer is asked again, until the deadline."""
     address, port = own_address(mine.server), 0
     if mine.rank == 0:
@@ -65,7 +65,7 @@ def join(client: Client, mine: Belonging, say: Callable[[str], None]) -> Joined:
     raise WorldError(f"rank {mine.rank} of job {mine.job} found no others within {_DEADLINE_S:g} s: {last}")
 
 
-def enter(joined: Joined, mine: Belonging) -> None:
+def enter(joined: Joined, mine: WorkerIdentity) -> None:
     """Make this process one of the ranks, for whatever runs in it."""
     address = joined.master_address or own_address(mine.server)
     place = Place(mine.rank, joined.ranks, joined.local_rank, joined.local_ranks, address, joined.master_port)

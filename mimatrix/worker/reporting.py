@@ -25,8 +25,8 @@ from mimatrix.wire.messages import (
     Waiting,
 )
 from mimatrix.worker.device_metrics import gauge
-from mimatrix.worker.rendezvous import Belonging
-from mimatrix.worker.tensorboard import Board
+from mimatrix.worker.rendezvous import WorkerIdentity
+from mimatrix.worker.tensorboard import TensorBoardWriter
 
 _AGAIN_S = 1.0
 _LONGEST_S = 10.0
@@ -46,10 +46,10 @@ class Reporter:
     """The thread that speaks with the server for one worker."""
 
     def __init__(
-        self, client: Client, mine: Belonging, checkpoints: Path, link: Callable[[], Traffic | None] = lambda: None
+        self, client: Client, mine: WorkerIdentity, checkpoints: Path, link: Callable[[], Traffic | None] = lambda: None
     ) -> None:
         self._client, self._mine, self._checkpoints = client, mine, checkpoints
-        self._link, self._board = link, Board(checkpoints)
+        self._link, self._board = link, TensorBoardWriter(checkpoints)
         self._run: Any = None
         self._speaks = mine.rank == 0
         self._is_asked = False

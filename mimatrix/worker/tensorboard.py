@@ -12,7 +12,7 @@ _MOST = 10
 """Points of a curve in a report: TensorBoard draws a thousand of it in the end, and each takes time from a step."""
 
 
-class Board:
+class TensorBoardWriter:
     """Writes event files into a folder below a job's checkpoints, if TensorBoard is installed; nothing otherwise."""
 
     def __init__(self, folder: Path) -> None:

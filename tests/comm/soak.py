@@ -20,13 +20,18 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from mimatrix.comm import Endpoint, Group, Native, Plan
-from mimatrix.comm.memory.memfd import MappedWindows
+from mimatrix.comm import AlgorithmChoice, C10dBackend, Endpoint, Group
+from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.core.errors import PeerLost
 
 DEADLINE_S = 2.0
 IN_TIME_S = {"kill": 1.5, "stop": DEADLINE_S + 4.0}
-PLANS = [Plan("windows", "gdraa", 4), Plan("windows", "ring"), Plan("messages", "ring"), Plan("messages", "gdraa", 2)]
+PLANS = [
+    AlgorithmChoice("windows", "gdraa", 4),
+    AlgorithmChoice("windows", "ring"),
+    AlgorithmChoice("messages", "ring"),
+    AlgorithmChoice("messages", "gdraa", 2),
+]
 RANKS: set[int] = set()
 """Every process that was a rank."""
 
@@ -45,8 +50,8 @@ def rank_alone(rank: int, size: int, port: int, ready: int, report: int) -> None
     """One rank: collectives without end, until a peer is lost."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=20))
-    native = Native(ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), rank, size, 20.0)
-    endpoint = Endpoint(store, rank, size, {"host": MappedWindows()})
+    native = C10dBackend(ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), rank, size, 20.0)
+    endpoint = Endpoint(store, rank, size, {"host": MemfdWindows()})
     group = Group(endpoint, "all", range(size), natives={"cpu": native}, timeout_s=DEADLINE_S, tune=False)
     tensor, placed = torch.ones(300_000), group.empty(300_000)
     group.barrier()

@@ -9,16 +9,16 @@ import torch
 from support.ranks import ARENA_BYTES, in_groups, together
 from torch._C._distributed_c10d import HashStore
 
-from mimatrix.comm import Endpoint, Group, Plan
-from mimatrix.comm.control.client import Control
+from mimatrix.comm import AlgorithmChoice, Endpoint, Group
+from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.control.coordinator import Coordinator
-from mimatrix.comm.control.messages import Inbox, Kind, Message
-from mimatrix.comm.control.wait_graph import Ask, Blamed, Search
+from mimatrix.comm.control.messages import ControlMessage, Decoder, MessageType
+from mimatrix.comm.control.wait_graph import Culprit, Query, WaitGraphSearch
 from mimatrix.comm.memory.in_process import InProcessWindow, InProcessWindows
-from mimatrix.comm.memory.mapped_view import ViewedPeer
+from mimatrix.comm.memory.mapped_view import MappedView
 from mimatrix.core.errors import MismatchError, PeerLost, WorldError
 
-GDRAA = Plan("windows", "gdraa")
+GDRAA = AlgorithmChoice("windows", "gdraa")
 
 
 class Arrived:
@@ -28,7 +28,7 @@ class Arrived:
         """Nothing to wait for."""
 
 
-class FakeFarPeer(ViewedPeer):
+class FakeFarPeer(MappedView):
     """A window that has to be fetched, in this process: stands in for NIXL, which needs a process for each rank."""
 
     def start_read(self, start: int, stop: int, into: torch.Tensor) -> Arrived:
@@ -129,7 +129,7 @@ def test_a_rank_that_never_comes_is_named_on_one_host_through_others() -> None:
             time.sleep(3)
             return 1
         with pytest.raises(PeerLost, match="rank 1 on here was lost") as lost:
-            group.all_reduce(torch.ones(8), plan=Plan("windows", "ring"))
+            group.all_reduce(torch.ones(8), plan=AlgorithmChoice("windows", "ring"))
         return lost.value.rank
 
     assert in_groups(4, each, timeout_s=0.5) == [1, 1, 1, 1]
@@ -160,25 +160,25 @@ def test_a_rank_that_left_is_missed_only_by_who_waits_for_it() -> None:
 
 
 def test_search_follows_who_waits_for_whom() -> None:
-    search = Search(waited_s=2.0, known=True)
-    assert search.start([3], now_s=0.0) == Ask((3,))
-    assert search.answer(3, 2, now_s=0.1) == Ask((2,))
+    search = WaitGraphSearch(waited_s=2.0, known=True)
+    assert search.start([3], now_s=0.0) == Query((3,))
+    assert search.answer(3, 2, now_s=0.1) == Query((2,))
     assert search.answer(3, None, now_s=0.1) is None, "it was not asked"
     assert search.overdue(now_s=1.0) is None
-    assert search.overdue(now_s=1.2) == Blamed(2, "it did not come for 2.0 s and does not answer")
-    assert search.answer(2, None, now_s=1.2) == Blamed(2, "it did not come for 2.0 s")
+    assert search.overdue(now_s=1.2) == Culprit(2, "it did not come for 2.0 s and does not answer")
+    assert search.answer(2, None, now_s=1.2) == Culprit(2, "it did not come for 2.0 s")
 
 
 def test_search_ends_in_a_circle_and_among_all() -> None:
-    circle = Search(waited_s=1.0, known=True)
+    circle = WaitGraphSearch(waited_s=1.0, known=True)
     circle.start([0], now_s=0.0)
     circle.answer(0, 1, now_s=0.0)
-    assert isinstance(circle.answer(1, 0, now_s=0.0), Blamed)
-    among = Search(waited_s=1.0, known=False)
+    assert isinstance(circle.answer(1, 0, now_s=0.0), Culprit)
+    among = WaitGraphSearch(waited_s=1.0, known=False)
     among.start([0, 1, 2], now_s=0.0)
     assert among.answer(0, 2, now_s=0.1) is None
     assert among.answer(2, None, now_s=0.1) is None
-    assert among.overdue(now_s=2.0) == Blamed(1, "it did not come for 1.0 s and does not answer")
+    assert among.overdue(now_s=2.0) == Culprit(1, "it did not come for 1.0 s and does not answer")
     among.answer(1, 0, now_s=0.2)
     assert among.overdue(now_s=2.0) is None
     assert among.is_over(now_s=2.0)
@@ -195,30 +195,33 @@ def test_search_ends_in_a_circle_and_among_all() -> None:
     ],
 )
 def test_corrupt_and_old_messages_are_refused(spoil: object, sentence: str) -> None:
-    frame = Message(Kind.GO, 7, {"ticket": 1}).frame()
-    assert [message.body for message in Inbox(7).feed(frame)] == [{"ticket": 1}]
+    frame = ControlMessage(MessageType.GO, 7, {"ticket": 1}).frame()
+    assert [message.body for message in Decoder(7).feed(frame)] == [{"ticket": 1}]
     with pytest.raises(WorldError, match=sentence):
-        list(Inbox(7).feed(spoil(frame)))  # type: ignore[operator]
+        list(Decoder(7).feed(spoil(frame)))  # type: ignore[operator]
 
 
 def test_messages_may_arrive_byte_by_byte() -> None:
-    inbox, frames = Inbox(0), b"".join(Message(Kind.GO, 0, {"n": number}).frame() for number in range(3))
+    inbox, frames = (
+        Decoder(0),
+        b"".join(ControlMessage(MessageType.GO, 0, {"n": number}).frame() for number in range(3)),
+    )
     found = [message.body["n"] for byte in frames for message in inbox.feed(bytes([byte]))]
     assert found == [0, 1, 2]
 
 
 def test_a_coordinator_lives_on_when_strangers_call() -> None:
     coordinator = Coordinator("127.0.0.1", generation=3)
-    old = Message(Kind.HELLO, 2, {"rank": 0, "host": "old", "token": coordinator.token}).frame()
-    forged = Message(Kind.HELLO, 3, {"rank": 0, "host": "a", "token": "guessed"}).frame()
-    unasked = Message(Kind.FAULT, 3, {"text": "believe me"}).frame()
+    old = ControlMessage(MessageType.HELLO, 2, {"rank": 0, "host": "old", "token": coordinator.token}).frame()
+    forged = ControlMessage(MessageType.HELLO, 3, {"rank": 0, "host": "a", "token": "guessed"}).frame()
+    unasked = ControlMessage(MessageType.FAULT, 3, {"text": "believe me"}).frame()
     for greeting in (b"GET / HTTP/1.1\r\n\r\n", old, forged, unasked, b""):
         with socket.create_connection(("127.0.0.1", coordinator.port)) as stranger:
             stranger.sendall(greeting)
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(5)
             assert stranger.recv(100) == b"", "it is not answered"
-    lines = [Control(rank, ["a", "b"], "127.0.0.1", coordinator.port, 3, coordinator.token) for rank in range(2)]
+    lines = [ControlClient(rank, ["a", "b"], "127.0.0.1", coordinator.port, 3, coordinator.token) for rank in range(2)]
     for line in lines:
         line.arrive("g", 1, [0, 1], f"from {line.rank}")
     assert [line.gone_on("g", 1, 5) for line in lines] == [["from 0", "from 1"]] * 2

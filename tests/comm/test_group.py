@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.ranks import in_groups
 
 from mimatrix.collectives import Collective, Shares
-from mimatrix.comm import Group, Plan
+from mimatrix.comm import AlgorithmChoice, Group
 from mimatrix.comm.execution.staging import STAGE_BYTES
-from mimatrix.comm.tuning.choice import Path
+from mimatrix.comm.tuning.choice import Transport
 from mimatrix.core.errors import MismatchError, PeerLost, UserError, WorldError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -46,7 +46,7 @@ def expected(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tenso
 )
 @pytest.mark.parametrize("path", ["windows", "messages"])
 def test_all_reduce_is_the_plain_sum(
-    path: Path, ranks: int, count: int, dtype: torch.dtype, op: str, algorithm: str, segments: int, in_arena: bool
+    path: Transport, ranks: int, count: int, dtype: torch.dtype, op: str, algorithm: str, segments: int, in_arena: bool
 ) -> None:
     if (op == "avg" and dtype in INTS) or (path == "messages" and dtype in UNSENT):
         op, dtype = "sum", torch.float32
@@ -54,7 +54,7 @@ def test_all_reduce_is_the_plain_sum(
     def each(group: Group) -> torch.Tensor:
         tensor = group.empty(count, dtype) if in_arena else torch.empty(count, dtype=dtype)
         tensor.copy_(data(group.me, count, dtype))
-        group.all_reduce(tensor, op, plan=Plan(path, algorithm, segments))
+        group.all_reduce(tensor, op, plan=AlgorithmChoice(path, algorithm, segments))
         return tensor.clone()
 
     for found in in_groups(ranks, each, native=path == "messages"):
@@ -69,9 +69,11 @@ def test_all_reduce_is_the_plain_sum(
     in_arena=st.booleans(),
 )
 @pytest.mark.parametrize("path", ["windows", "messages"])
-def test_halves_with_uneven_shares(path: Path, weights: list[int], count: int, algorithm: str, in_arena: bool) -> None:
+def test_halves_with_uneven_shares(
+    path: Transport, weights: list[int], count: int, algorithm: str, in_arena: bool
+) -> None:
     shares, ranks = Shares.of(weights), len(weights)
-    plan = Plan(path, algorithm)
+    plan = AlgorithmChoice(path, algorithm)
     total = expected(ranks, count, torch.float64, "sum")
 
     def each(group: Group) -> None:
@@ -97,7 +99,7 @@ def test_halves_pass_through_stages_however_large_and_uneven(
 ) -> None:
     monkeypatch.setitem(STAGE_BYTES, "host", 4096)
     count, shares, ranks = 10_007, Shares.of(weights), len(weights)
-    plan, total = Plan("windows", algorithm), expected(ranks, count, torch.float64, "sum")
+    plan, total = AlgorithmChoice("windows", algorithm), expected(ranks, count, torch.float64, "sum")
 
     def each(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         before = group.room()
@@ -118,10 +120,10 @@ def test_halves_pass_through_stages_however_large_and_uneven(
 @pytest.mark.parametrize("path", ["windows", "messages"])
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("algorithm", ["gdraa", "ring", "binomial"])
-def test_broadcast(root: int, algorithm: str, path: Path) -> None:
+def test_broadcast(root: int, algorithm: str, path: Transport) -> None:
     def each(group: Group) -> torch.Tensor:
         tensor = data(group.me, 999, torch.float32)
-        group.broadcast(tensor, root, plan=Plan(path, algorithm))
+        group.broadcast(tensor, root, plan=AlgorithmChoice(path, algorithm))
         return tensor
 
     found = in_groups(4, each, native=path == "messages")
@@ -165,7 +167,7 @@ def test_float64_sums_are_exact_over_many_steps_in_place() -> None:
             parts = torch.rand(group.size, 5000, dtype=torch.float64, generator=generator)
             placed[0].reuse()
             tensor.copy_(parts[group.me])
-            group.all_reduce(tensor, plan=Plan("windows", "gdraa", 1 + step % 4))
+            group.all_reduce(tensor, plan=AlgorithmChoice("windows", "gdraa", 1 + step % 4))
             assert (tensor - parts.sum(0)).abs().max() < 1e-10
 
     in_groups(4, each)
@@ -246,7 +248,7 @@ def test_every_collective_of_the_catalog_runs() -> None:
     def each(group: Group) -> None:
         for name, kind in names:
             tensor = data(group.me, 103, torch.float64)
-            plan = Plan("windows", name)
+            plan = AlgorithmChoice("windows", name)
             total = expected(4, 103, torch.float64, "sum")
             match kind:
                 case Collective.ALL_REDUCE:
@@ -275,7 +277,7 @@ def test_a_tensor_in_the_arena_may_be_written_after_each_call() -> None:
         tensor, wrong = group.empty(400_000), 0
         for step in range(30):
             tensor.fill_(float(step + group.me))
-            group.all_reduce(tensor, plan=Plan("windows", "gdraa", 1 + step % 3))
+            group.all_reduce(tensor, plan=AlgorithmChoice("windows", "gdraa", 1 + step % 3))
             wrong += int((tensor != group.size * step + 3).sum())
         group.free(tensor)
         return wrong
@@ -301,9 +303,9 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkey
         threading.current_thread().name = str(group.me)
         call = ValueError if group.me == 0 else PeerLost
         with pytest.raises(call) as caught:
-            group.all_reduce(torch.ones(100), plan=Plan("windows", "gdraa"))
+            group.all_reduce(torch.ones(100), plan=AlgorithmChoice("windows", "gdraa"))
         with pytest.raises(WorldError, match="broken: .* no more" if group.me == 0 else "failed in .* no more"):
-            group.all_reduce(torch.ones(100), plan=Plan("windows", "gdraa"))
+            group.all_reduce(torch.ones(100), plan=AlgorithmChoice("windows", "gdraa"))
         return str(caught.value)
 
     _, *others = in_groups(3, each, timeout_s=10)
@@ -321,7 +323,9 @@ def test_other_roots_and_other_shares_are_named() -> None:
 
     def other(group: Group) -> None:
         with pytest.raises(MismatchError, match="other shares"):
-            group.all_gather(torch.ones(4), shares=Shares.of([1, 1 + group.me]), plan=Plan("windows", "gdraa"))
+            group.all_gather(
+                torch.ones(4), shares=Shares.of([1, 1 + group.me]), plan=AlgorithmChoice("windows", "gdraa")
+            )
 
     in_groups(2, each, timeout_s=10)
     in_groups(2, other, timeout_s=10)

@@ -12,10 +12,10 @@ from support.ranks import together
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from mimatrix.collectives import Collective
-from mimatrix.comm import Endpoint, Group, Native
+from mimatrix.comm import C10dBackend, Endpoint, Group
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.tuning.choice import NATIVE, Plan, candidates
-from mimatrix.comm.tuning.choice import Path as DataPath
+from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice, candidates
+from mimatrix.comm.tuning.choice import Transport as DataPath
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.core.errors import UserError
 
@@ -33,7 +33,9 @@ def tuned(each: Callable[[Group], T]) -> list[T]:
         endpoint = Endpoint(store, rank, RANKS, {"host": shared}, host="here")
         try:
             return each(
-                Group(endpoint, "all", range(RANKS), natives={"cpu": Native(gloo, rank, RANKS, 20.0)}, timeout_s=20.0)
+                Group(
+                    endpoint, "all", range(RANKS), natives={"cpu": C10dBackend(gloo, rank, RANKS, 20.0)}, timeout_s=20.0
+                )
             )
         finally:
             endpoint.close()
@@ -41,7 +43,7 @@ def tuned(each: Callable[[Group], T]) -> list[T]:
     return together(RANKS, rank_alone, timeout_s=15)
 
 
-def plans_of(group: Group) -> dict[str, Plan]:
+def plans_of(group: Group) -> dict[str, AlgorithmChoice]:
     """Use a few sizes; the plans that were found for them."""
     assert group.tuner
     found = {}
@@ -130,7 +132,7 @@ def test_uses_of_one_class_share_a_plan_and_measurement(monkeypatch: pytest.Monk
     asked: list[str] = []
     measured = Tuner._measured
 
-    def counting(tuner: Tuner, key: SizeClass, plans: list[Plan]) -> dict[str, float]:
+    def counting(tuner: Tuner, key: SizeClass, plans: list[AlgorithmChoice]) -> dict[str, float]:
         asked.append(str(key))
         return measured(tuner, key, plans)
 

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from mimatrix.engine.run import Run
 from mimatrix.engine.zero import sharding
 from mimatrix.engine.zero import zero0_shared as reading
-from mimatrix.engine.zero.zero3 import ParametersCut
+from mimatrix.engine.zero.zero3 import Zero3
 
 in_stages = pytest.mark.parametrize("stage", STAGES)
 
@@ -188,7 +188,7 @@ def test_frozen_parameters_go_on_the_way_back_too() -> None:
         learning = [each for each in model.parameters() if each.requires_grad]
         _, optimizer, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
         cut = run._ready().cycle.sharding
-        assert isinstance(cut, ParametersCut)
+        assert isinstance(cut, Zero3)
         first: Any = model[0]
         first.weight.register_hook(lambda _: most.append(cut.buffers.bytes["units in flight"]))
         for batch in loader:
@@ -340,7 +340,7 @@ def test_gradients_are_read_where_they_were_summed(monkeypatch: pytest.MonkeyPat
         run.prepare(model, kind(model.parameters(), lr=0.1), vectors(10))
         return type(run._ready().cycle.sharding)
 
-    kinds: dict[Any, type] = {torch.optim.SGD: reading.GradientsRead, Lion: sharding.Sharding}
+    kinds: dict[Any, type] = {torch.optim.SGD: reading.Zero0SharedGrads, Lion: sharding.Zero0}
     for kind, expected in kinds.items():
         found = in_runs(2, partial(each, kind=kind), stage=0, global_batch=5, unit_bytes=10_000)
         assert found == [expected] * 2

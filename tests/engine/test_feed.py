@@ -20,11 +20,11 @@ from torch.utils.data import (
 )
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.data.source import Feed, Micro, Position
+from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
 from mimatrix.planner import Split
 
 Batches = list[list[int]]
-Seen = list[tuple[Micro, Any]]
+Seen = list[tuple[MicroBatch, Any]]
 # Python 3.12 says so of any process with threads, such as a worker of pytest-xdist.
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*use of fork\(\) may lead:DeprecationWarning")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -108,7 +108,7 @@ def union(seen: list[Seen], start: int = 0) -> Batches:
     return [batches[number] for number in sorted(batches)]
 
 
-def check(micro: Micro, data: torch.Tensor | None, siblings: list[Micro]) -> None:
+def check(micro: MicroBatch, data: torch.Tensor | None, siblings: list[MicroBatch]) -> None:
     assert (data is None) == (micro.count == 0) == (micro.samples == 0)
     assert data is None or len(data) == micro.samples
     assert [other.index for other in siblings] == list(range(max(1, micro.count)))
@@ -118,7 +118,7 @@ def check(micro: Micro, data: torch.Tensor | None, siblings: list[Micro]) -> Non
 
 def of_all(dataset: Any, split: Split, epoch: int = 0, start: int = 0, **options: Any) -> Batches:
     """What the ranks of `split` see together."""
-    feeds = [Feed(dataset, split, rank, **options) for rank in range(split.ranks)]
+    feeds = [MicroBatchSource(dataset, split, rank, **options) for rank in range(split.ranks)]
     return union([list(feed.epoch(epoch, start)) for feed in feeds], start)
 
 
@@ -137,7 +137,7 @@ def test_any_ranks_see_the_same_global_batches(data: st.DataObject) -> None:
     else:
         assert sorted(seen) == list(range(samples))
     assert [len(batch) for batch in alone[:-1]] == [total] * (len(alone) - 1)
-    assert len(alone) == len(Feed(range(samples), Split.of([total]), 0, **options))
+    assert len(alone) == len(MicroBatchSource(range(samples), Split.of([total]), 0, **options))
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,12 +160,12 @@ def test_a_stream_is_cut_as_a_map_is(data: st.DataObject) -> None:
     drop_last = data.draw(st.booleans())
     split = split_of(total, data)
     for rank in range(split.ranks):
-        rows = Feed(range(samples), split, rank, shuffle=False, drop_last=drop_last).epoch(0)
-        stream = Feed(Stream(samples), split, rank, drop_last=drop_last).epoch(0)
+        rows = MicroBatchSource(range(samples), split, rank, shuffle=False, drop_last=drop_last).epoch(0)
+        stream = MicroBatchSource(Stream(samples), split, rank, drop_last=drop_last).epoch(0)
         assert plain(stream) == plain(rows)
 
 
-def plain(seen: Iterator[tuple[Micro, Any]]) -> list[tuple[Micro, list[int] | None]]:
+def plain(seen: Iterator[tuple[MicroBatch, Any]]) -> list[tuple[MicroBatch, list[int] | None]]:
     return [(micro, None if data is None else data.tolist()) for micro, data in seen]
 
 
@@ -178,7 +178,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_a_stream_is_told_its_epoch() -> None:
-    feed = Feed(Stream(8), Split.of([4]), 0)
+    feed = MicroBatchSource(Stream(8), Split.of([4]), 0)
     assert [plain(feed.epoch(epoch))[0][1] for epoch in (0, 3, 1)] == [
         [0, 1, 2, 3],
         [300, 301, 302, 303],
@@ -220,12 +220,12 @@ def test_a_worker_reads_a_stream() -> None:
 @pytest.mark.parametrize("dataset", [range(40), Stream(40)])
 def test_a_split_changes_where_it_was_agreed(dataset: Any, workers: int) -> None:
     old, new = Split.of([4, 0], 2), Split.of([1, 3], 2)
-    feeds = [Feed(dataset, old, rank, workers=workers) for rank in range(2)]
+    feeds = [MicroBatchSource(dataset, old, rank, workers=workers) for rank in range(2)]
     epochs = [feed.epoch(0) for feed in feeds]
     seen = [[next(epoch)] for epoch in epochs]
     at = max(feed.head() for feed in feeds)
     # Rank 1 has no data, and still runs no further ahead than its workers may.
-    assert Position(0, 1) <= at <= Position(0, 4)
+    assert DataPosition(0, 1) <= at <= DataPosition(0, 4)
     for feed in feeds:
         feed.change(new, at)
     for of_rank, epoch in zip(seen, epochs, strict=True):
@@ -237,40 +237,40 @@ def test_a_split_changes_where_it_was_agreed(dataset: Any, workers: int) -> None
 
 
 def test_workers_run_ahead_by_what_they_may() -> None:
-    feed = Feed(range(40), Split.of([2]), 0, workers=2, prefetch=3)
-    assert feed.head() == Position(0, 0)
+    feed = MicroBatchSource(range(40), Split.of([2]), 0, workers=2, prefetch=3)
+    assert feed.head() == DataPosition(0, 0)
     epoch = feed.epoch(2, 5)
-    assert feed.head() == Position(2, 5)
+    assert feed.head() == DataPosition(2, 5)
     next(epoch)
-    assert feed.head() == Position(2, 5 + 2 * 3 + 1)
+    assert feed.head() == DataPosition(2, 5 + 2 * 3 + 1)
     with pytest.raises(WorldError) as caught:
-        feed.change(Split.of([2], 1), Position(2, 11))
+        feed.change(Split.of([2], 1), DataPosition(2, 11))
     assert str(caught.value) == (
         "rank 0 cannot change its split at global batch 11 of epoch 2, its loader is at 12 of epoch 2; "
         "agree on the furthest loader's head"
     )
-    feed.change(Split.of([2], 1), Position(2, 12))
+    feed.change(Split.of([2], 1), DataPosition(2, 12))
     assert [micro.count for micro, _ in epoch] == [1] * 6 + [2] * 16
 
 
 def test_a_later_change_takes_the_place_of_what_was_agreed() -> None:
-    feed = Feed(range(12), Split.of([2]), 0)
-    feed.change(Split.of([2], 1), Position(0, 3))
-    feed.change(Split.of([2]), Position(0, 2))
+    feed = MicroBatchSource(range(12), Split.of([2]), 0)
+    feed.change(Split.of([2], 1), DataPosition(0, 3))
+    feed.change(Split.of([2]), DataPosition(0, 2))
     assert [micro.count for micro, _ in feed.epoch(0)] == [1] * 6
-    feed.change(Split.of([2], 1), Position(0, 6))  # past the end: with the next epoch
+    feed.change(Split.of([2], 1), DataPosition(0, 6))  # past the end: with the next epoch
     assert {micro.count for micro, _ in feed.epoch(1)} == {2}
 
 
 def test_a_change_keeps_the_global_batch_and_the_ranks() -> None:
-    feed = Feed(range(12), Split.of([2, 2]), 0)
+    feed = MicroBatchSource(range(12), Split.of([2, 2]), 0)
     for split in (Split.of([2, 3]), Split.of([4])):
         with pytest.raises(UserError, match="keep the global batch and the ranks"):
-            feed.change(split, Position(1, 0))
+            feed.change(split, DataPosition(1, 0))
 
 
 def test_a_position_goes_through_json() -> None:
-    assert Position.from_json(Position(3, 4).to_json()) == Position(3, 4)
+    assert DataPosition.from_json(DataPosition(3, 4).to_json()) == DataPosition(3, 4)
 
 
 def test_a_dataloader_brings_its_settings() -> None:
@@ -279,7 +279,10 @@ def test_a_dataloader_brings_its_settings() -> None:
 
     rows: Any = range(10)
     loader = DataLoader(rows, batch_size=7, collate_fn=negated, drop_last=True)
-    assert [data for _, data in Feed(loader, Split.of([4]), 0).epoch(0)] == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+    assert [data for _, data in MicroBatchSource(loader, Split.of([4]), 0).epoch(0)] == [
+        [0, -1, -2, -3],
+        [-4, -5, -6, -7],
+    ]
     shuffled = DataLoader(rows, shuffle=True)
     assert of_all(shuffled, Split.of([4])) == of_all(range(10), Split.of([4]))
     assert of_all(DataLoader(Stream(6), batch_size=2), Split.of([1, 3])) == [[0, 1, 2, 3], [4, 5]]
@@ -289,13 +292,13 @@ def test_a_dataloader_brings_its_settings() -> None:
 def test_the_workers_of_a_dataloader(persistent: bool) -> None:
     """They know the user's dataset, and ending an epoch early leaves nothing behind for the next."""
     loader = DataLoader(InWorker(), num_workers=1, worker_init_fn=tell, persistent_workers=persistent)
-    feed = Feed(loader, Split.of([3, 3]), 0)
+    feed = MicroBatchSource(loader, Split.of([3, 3]), 0)
     next(feed.epoch(0))
-    assert plain(feed.epoch(1)) == [(Micro(1, batch, 0, 1, 3, 6, 1), [7, 7, 7]) for batch in (0, 1)]
+    assert plain(feed.epoch(1)) == [(MicroBatch(1, batch, 0, 1, 3, 6, 1), [7, 7, 7]) for batch in (0, 1)]
 
 
 def test_persistent_workers_begin_a_stream_anew() -> None:
-    feed = Feed(DataLoader(Stream(8), num_workers=1, persistent_workers=True), Split.of([4]), 0)
+    feed = MicroBatchSource(DataLoader(Stream(8), num_workers=1, persistent_workers=True), Split.of([4]), 0)
     for epoch in (1, 2):
         assert [data for _, data in plain(feed.epoch(epoch, 1))] == [[*range(100 * epoch + 4, 100 * epoch + 8)]]
 
@@ -311,7 +314,7 @@ def test_persistent_workers_begin_a_stream_anew() -> None:
 )
 def test_other_samplers_are_refused(sampler: Any, name: str) -> None:
     with pytest.raises(UserError) as caught:
-        Feed(DataLoader(range(10), sampler=sampler), Split.of([4]), 0)  # type: ignore[arg-type]
+        MicroBatchSource(DataLoader(range(10), sampler=sampler), Split.of([4]), 0)  # type: ignore[arg-type]
     assert str(caught.value) == (
         f"the DataLoader has a {name} of its own, but which rank sees which samples follows from the split; "
         f"give it shuffle = True or False instead"
@@ -320,22 +323,22 @@ def test_other_samplers_are_refused(sampler: Any, name: str) -> None:
 
 def test_batches_made_elsewhere_are_refused() -> None:
     with pytest.raises(UserError, match=r"a list of its own.*; give it shuffle = True or False instead"):
-        Feed(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), Split.of([4]), 0)  # type: ignore[arg-type]
+        MicroBatchSource(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), Split.of([4]), 0)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"batch_size = None.*; let it make batches"):
-        Feed(DataLoader(range(4), batch_size=None), Split.of([4]), 0)  # type: ignore[arg-type]
+        MicroBatchSource(DataLoader(range(4), batch_size=None), Split.of([4]), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("dataset", [range(5), Stream(5)])
 def test_a_dataset_smaller_than_the_batch(dataset: Any, drop_last: bool) -> None:
     with pytest.raises(UserError) as caught:
-        list(Feed(dataset, Split.of([4, 4]), 0, drop_last=drop_last).epoch(0))
+        list(MicroBatchSource(dataset, Split.of([4, 4]), 0, drop_last=drop_last).epoch(0))
     assert str(caught.value) == "the dataset has 5 samples, fewer than global_batch = 8; use a smaller global_batch"
 
 
 def test_too_small_a_stream_is_told_in_the_process_itself() -> None:
     with pytest.raises(UserError) as caught:
-        list(Feed(Stream(5), Split.of([4, 4]), 0, workers=1).epoch(0))
+        list(MicroBatchSource(Stream(5), Split.of([4, 4]), 0, workers=1).epoch(0))
     assert str(caught.value) == "the dataset has 5 samples, fewer than global_batch = 8; use a smaller global_batch"
 
 
@@ -359,13 +362,13 @@ def test_too_small_a_stream_is_told_in_the_process_itself() -> None:
 )
 def test_what_is_wrong_with_a_feed(dataset: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        Feed(dataset, Split.of([4]), 0, **options)
+        MicroBatchSource(dataset, Split.of([4]), 0, **options)
     assert str(caught.value) == said
 
 
 def test_a_stream_has_no_length() -> None:
     with pytest.raises(TypeError):
-        len(Feed(Stream(5), Split.of([4]), 0))
+        len(MicroBatchSource(Stream(5), Split.of([4]), 0))
 
 
 Pair = namedtuple("Pair", ["x", "name"])
@@ -411,7 +414,7 @@ def check_nested(batch: dict[str, Any], device: str) -> None:
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda:0", marks=gpu)])
 def test_batches_go_to_the_device(device: str) -> None:
-    batches = list(Feed(range(8), Split.of([4, 4], 2), 1, collate=nested, device=device).epoch(0))
+    batches = list(MicroBatchSource(range(8), Split.of([4, 4], 2), 1, collate=nested, device=device).epoch(0))
     assert len(batches) == 2
     for _, batch in batches:
         check_nested(batch, device)
@@ -422,11 +425,11 @@ def test_batches_go_to_the_device(device: str) -> None:
 def test_copies_run_ahead_and_arrive_whole(workers: int) -> None:
     """With the device kept busy, so that a copy into memory still in use would be seen."""
     rows = torch.arange(64).repeat_interleave(1 << 16).view(64, -1)
-    feed = Feed(rows, Split.of([4, 4], 2), 0, workers=workers, device="cuda")
+    feed = MicroBatchSource(rows, Split.of([4, 4], 2), 0, workers=workers, device="cuda")
     busy = torch.randn(4096, 4096, device="cuda")
-    found, want = [], Feed(range(64), Split.of([4, 4], 2), 0).epoch(0)
+    found, want = [], MicroBatchSource(range(64), Split.of([4, 4], 2), 0).epoch(0)
     for _, batch in feed.epoch(0):
         busy = (busy @ busy).clamp_(-1, 1)
         found.append(batch.float().mean(dim=1))
-    assert feed.head() == Position(0, 8)
+    assert feed.head() == DataPosition(0, 8)
     assert [batch.tolist() for batch in found] == [data.tolist() for _, data in want]

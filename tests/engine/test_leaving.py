@@ -8,7 +8,7 @@ import torch
 from support.models import Perceptron, adamw, squared, vectors
 from support.runs import in_runs
 
-from mimatrix.engine.loop.preemption import LEFT
+from mimatrix.engine.loop.preemption import EXIT_PREEMPTED
 from mimatrix.engine.run import Run
 
 pytestmark = pytest.mark.timeout(90)
@@ -66,7 +66,7 @@ def test_goes_on_as_if_nothing_had_happened(
 ) -> None:
     (whole,) = trained(1, tmp_path / "whole", global_batch=8)
     left = trained(ranks, tmp_path / "left", asked_at, ranks - 1, **settings)
-    assert [each.code for each in left] == [LEFT] * ranks
+    assert [each.code for each in left] == [EXIT_PREEMPTED] * ranks
     assert len({each.ended for each in left}) == 1
     assert all(each.phases <= {"training", "saving"} for each in left)
     resumed = trained(ELSEWHERE[0], tmp_path / "left", **ELSEWHERE[1])

@@ -13,7 +13,7 @@ import pytest
 import mimatrix
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.hybrid.auto_mode import Returned
+from mimatrix.hybrid.auto_mode import RejoinedRun
 from mimatrix.planner.modes import Apart, Choice, Pushing
 from mimatrix.planner.plan import Part, Plan
 from mimatrix.planner.split import Split
@@ -84,7 +84,7 @@ def test_a_group_returns_in_the_way_that_was_chosen(tmp_path: Path, monkeypatch:
     for name, value in known.items():
         monkeypatch.setenv(name, value)
     run = mimatrix.init(16, mode="auto", quiet=True)
-    assert isinstance(run, Returned)
+    assert isinstance(run, RejoinedRun)
     assert (run.mode, run.group, run.rank, run.ranks) == ("hybrid", 1, 0, 1)
     assert run.choice == choice
     monkeypatch.setenv("MIMATRIX_RETURNS", "1")

@@ -9,22 +9,24 @@ import torch
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.memory.nixl import nixl_available
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Stream
+from mimatrix.hybrid.net import Connection
 
 pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Stream, Stream]]:
+def pair() -> Iterator[tuple[Connection, Connection]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = Stream(socket.create_connection(listener.getsockname()), 10)
-        other = Stream(listener.accept()[0], 10)
+        one = Connection(socket.create_connection(listener.getsockname()), 10)
+        other = Connection(listener.accept()[0], 10)
     yield one, other
     one.close()
     other.close()
 
 
-def met(pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream]:
+def met(
+    pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Connection, Connection]:
     """Both ends, which take each other for near, or far with RDMA or without."""
     if way == "rdma" and not nixl_available():
         pytest.skip("NIXL is not installed")
@@ -36,7 +38,7 @@ def met(pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("way", ["near", "far", "rdma"])
-def test_what_is_sent_arrives(pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_arrives(pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = met(pair, way, monkeypatch)
     for count, dtype in ((0, torch.float32), (3, torch.float64), (40_000, torch.float32), (10_000, torch.float64)):
         values = torch.arange(count).to(dtype)
@@ -50,7 +52,7 @@ def test_what_is_sent_arrives(pair: tuple[Stream, Stream], way: str, monkeypatch
 
 @pytest.mark.parametrize("way", ["near", "rdma"])
 def test_through_windows_numbers_do_not_go_over_the_stream(
-    pair: tuple[Stream, Stream], way: str, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = met(pair, way, monkeypatch)
     sent: list[int] = []
@@ -74,7 +76,7 @@ def test_through_windows_numbers_do_not_go_over_the_stream(
 
 
 def test_numbers_that_are_gone_are_a_lost_connection(
-    pair: tuple[Stream, Stream], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that whoever asked turns to the mirror."""
     one, other = met(pair, "near", monkeypatch)
@@ -84,7 +86,7 @@ def test_numbers_that_are_gone_are_a_lost_connection(
         other.receive()
 
 
-def test_what_is_no_message_is_refused(pair: tuple[Stream, Stream]) -> None:
+def test_what_is_no_message_is_refused(pair: tuple[Connection, Connection]) -> None:
     one, other = pair
     one._raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(WorldError, match="no message of groups"):

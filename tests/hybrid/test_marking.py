@@ -11,16 +11,16 @@ from support.hybrid_groups import mirror_round
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.client.checkpoint import Whole
-from mimatrix.hybrid.client.client import Link
-from mimatrix.hybrid.client.shard_client import Line
-from mimatrix.hybrid.places import Place
-from mimatrix.hybrid.rules import PLAIN, Rules
+from mimatrix.hybrid.client.checkpoint import GlobalState
+from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.client.shard_client import ShardClient
+from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.rules import PLAIN, PushScaling
 from mimatrix.hybrid.server.hold import entry, furthest
-from mimatrix.hybrid.server.push_log import Ledger, Push
-from mimatrix.hybrid.server.server import Service
-from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.server.push_log import Push, PushLog
+from mimatrix.hybrid.server.server import ShardServer
+from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
+from mimatrix.hybrid.server.state import ShardState
 
 COUNT, SHARES = 60, Shares((0.5, 0.2, 0.3))
 SIZES = list(SHARES.cut(COUNT))
@@ -30,10 +30,10 @@ ONE = -torch.ones(COUNT, dtype=torch.float64)
 
 
 @contextmanager
-def services(timeout_s: float = 6.0) -> Iterator[tuple[list[Service], list[list[Place]]]]:
+def services(timeout_s: float = 6.0) -> Iterator[tuple[list[ShardServer], list[list[Address]]]]:
     """Three; shard k lies with service k, and again with the next one."""
     made = [
-        Service({n: _shard(n) for n in (k, (k - 1) % 3)}, "secret", timeout_s=timeout_s, say=print, makes=_copied)
+        ShardServer({n: _shard(n) for n in (k, (k - 1) % 3)}, "secret", timeout_s=timeout_s, say=print, makes=_copied)
         for k in range(3)
     ]
     mirror_round(made)
@@ -46,31 +46,31 @@ def services(timeout_s: float = 6.0) -> Iterator[tuple[list[Service], list[list[
 
 def _shard(number: int) -> Shard:
     size = SIZES[number]
-    stepping = Stepping(torch.optim.SGD, (SGD,), (Piece(0, 0, size),))
-    return Shard(torch.zeros(size, dtype=torch.float64), stepping, Rules(1, **PLAIN))  # type: ignore[arg-type]
+    stepping = OptimizerSpec(torch.optim.SGD, (SGD,), (ParamSpan(0, 0, size),))
+    return Shard(torch.zeros(size, dtype=torch.float64), stepping, PushScaling(1, **PLAIN))  # type: ignore[arg-type]
 
 
-def _copied(number: int, kept: Kept) -> Shard:
+def _copied(number: int, kept: ShardState) -> Shard:
     found = _shard(number)
     found.load(kept)
     return found
 
 
-def linked(group: int, places: list[list[Place]]) -> Link:
-    return Link(group, COUNT, SHARES, places, "secret", timeout_s=6)
+def linked(group: int, places: list[list[Address]]) -> ShardsClient:
+    return ShardsClient(group, COUNT, SHARES, places, "secret", timeout_s=6)
 
 
-def pushed(link: Link) -> None:
+def pushed(link: ShardsClient) -> None:
     link.push(ONE, 1, 1, [SGD], link.pull().versions)
 
 
-def copied(link: Link) -> list[Kept]:
+def copied(link: ShardsClient) -> list[ShardState]:
     with link.holding() as held:
         held.copy()
     return held.fetched()
 
 
-def same(kept: list[Kept]) -> float:
+def same(kept: list[ShardState]) -> float:
     """All elements of all shards are the number of pushes that came in."""
     assert kept[0].ledger.pushes == kept[1].ledger.pushes == kept[2].ledger.pushes
     values: set[float] = set(torch.cat([each.values for each in kept]).tolist())
@@ -135,9 +135,9 @@ def test_whoever_dies_or_sleeps_while_it_holds_is_not_waited_for() -> None:
         other.close()
 
 
-def half_pushed(group: int, places: list[list[Place]]) -> Line:
+def half_pushed(group: int, places: list[list[Address]]) -> ShardClient:
     """A group that has come to the first shard only."""
-    line = Line(group, 0, places[0], "secret", 6)
+    line = ShardClient(group, 0, places[0], "secret", 6)
     head = {"what": "push", "group": group, "number": 1, "life": 0, "samples": 1, "nominal": 1, "seen": 0}
     line.ask(head | {"settings": [SGD], "untouched": []}, ONE[: SIZES[0]])
     return line
@@ -181,7 +181,7 @@ def test_a_group_that_comes_again_goes_on_and_the_one_before_is_refused() -> Non
         first.join()
         for _ in range(3):
             pushed(first)
-        half = Line(None, 0, places[0], "secret", 6)
+        half = ShardClient(None, 0, places[0], "secret", 6)
         head = {"what": "push", "group": 1, "number": 4, "life": 1, "samples": 1, "nominal": 1, "seen": 3}
         half.ask(head | {"settings": [SGD], "untouched": []}, ONE[: SIZES[0]])
         again = linked(1, places)
@@ -199,7 +199,7 @@ def test_a_group_that_comes_again_goes_on_and_the_one_before_is_refused() -> Non
 
 
 def test_who_returns_is_not_behind() -> None:
-    ledgers = [Ledger(9, 9, {0: 7, 1: 2}, lives={0: 1, 1: 1}), Ledger(8, 8, {0: 6, 1: 2}, lives={0: 1, 1: 1})]
+    ledgers = [PushLog(9, 9, {0: 7, 1: 2}, lives={0: 1, 1: 1}), PushLog(8, 8, {0: 6, 1: 2}, lives={0: 1, 1: 1})]
     assert furthest(ledgers) == {0: 7, 1: 2}
     assert entry(1, ledgers, {0}) == (7, 2)
     assert entry(2, ledgers, {0, 1}) == (0, 1)
@@ -208,22 +208,22 @@ def test_who_returns_is_not_behind() -> None:
 
 def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
     """Two shards whose last pushes counted differently become three, and then go on as they would have."""
-    rules = Rules(4, damping=1.0)
-    pieces = (Piece(0, 0, 5), Piece(1, 0, 3))
+    rules = PushScaling(4, damping=1.0)
+    pieces = (ParamSpan(0, 0, 5), ParamSpan(1, 0, 3))
     sgd = {"lr": 0.1, "momentum": 0.9}
-    parts = ((Piece(0, 0, 4),), (Piece(0, 0, 1), Piece(1, 0, 3)))
+    parts = ((ParamSpan(0, 0, 4),), (ParamSpan(0, 0, 1), ParamSpan(1, 0, 3)))
     shards = [
-        Shard(torch.ones(4, dtype=torch.float64), Stepping(torch.optim.SGD, (sgd,), part), rules) for part in parts
+        Shard(torch.ones(4, dtype=torch.float64), OptimizerSpec(torch.optim.SGD, (sgd,), part), rules) for part in parts
     ]
     for number, shard in enumerate(shards):
         shard.push(Push(0, 1, 4, 4, 0), torch.ones(4, dtype=torch.float64))
         shard.push(Push(1, 1, 4, 4, number), torch.arange(4, dtype=torch.float64))
-    whole = Whole.joined([shard.save() for shard in shards], pieces)
+    whole = GlobalState.joined([shard.save() for shard in shards], pieces)
     assert [factor for _, factor in whole.factors] == [0.5, 1.0]
     sizes = (3, 3, 2)
-    cuts = ((Piece(0, 0, 3),), (Piece(0, 0, 2), Piece(1, 0, 1)), (Piece(1, 0, 2),))
+    cuts = ((ParamSpan(0, 0, 3),), (ParamSpan(0, 0, 2), ParamSpan(1, 0, 1)), (ParamSpan(1, 0, 2),))
     others = [
-        Shard(torch.zeros(size, dtype=torch.float64), Stepping(torch.optim.SGD, (sgd,), part), rules)
+        Shard(torch.zeros(size, dtype=torch.float64), OptimizerSpec(torch.optim.SGD, (sgd,), part), rules)
         for size, part in zip(sizes, cuts, strict=True)
     ]
     for shard, kept in zip(others, whole.cut(pieces, sizes, rules, "here"), strict=True):

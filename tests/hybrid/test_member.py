@@ -22,9 +22,9 @@ from mimatrix.hybrid.flat_layout import cut
 from mimatrix.hybrid.grouping import checked
 from mimatrix.hybrid.mode import Hybrid
 from mimatrix.hybrid.policy import Policy, policy
-from mimatrix.hybrid.rendezvous import Meeting
-from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.server.shard import Piece
+from mimatrix.hybrid.rendezvous import Rendezvous
+from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.server.shard import ParamSpan
 
 
 def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
     plain_run(reference, stepper, whole, squared, scheduler=halving)
     models = [model_of() for _ in batches]
-    with town(Policy(Rules(BATCH, warm_up=100))) as found:
+    with town(Policy(PushScaling(BATCH, warm_up=100))) as found:
         states = in_runs(
             len(batches),
             lambda run: trained(run, models[run.rank], optimizer),
@@ -104,7 +104,7 @@ def test_groups_that_all_wait_step_as_one() -> None:
 def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
     """The second one is slow: the others neither wait for it nor leave it behind."""
     samples = len(vectors(SAMPLES))
-    with town(Policy(Rules(BATCH))) as found:
+    with town(Policy(PushScaling(BATCH))) as found:
         members = [found.member(group, overlaps=overlaps) for group in range(3)]
         models = [model_of() for _ in range(3)]
         slow = threading.Event()
@@ -299,7 +299,7 @@ def test_the_script_and_who_started_it_have_the_same_groups(monkeypatch: pytest.
 
 def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> Any:
     """What `each` gives on the ranks of one group."""
-    with town(Policy(Rules(BATCH))) as found:
+    with town(Policy(PushScaling(BATCH))) as found:
         return in_runs(len(batches), each, outer=lambda rank: found.member(0, rank), batch=list(batches), **more)
 
 
@@ -369,11 +369,11 @@ def test_steps_that_are_left_out_count() -> None:
 
 
 def test_shards_cut_parameters() -> None:
-    pieces = (Piece(0, 0, 5), Piece(1, 0, 3), Piece(2, 1, 2))
+    pieces = (ParamSpan(0, 0, 5), ParamSpan(1, 0, 3), ParamSpan(2, 1, 2))
     assert list(cut(pieces, (4, 5, 1))) == [
-        (Piece(0, 0, 4),),
-        (Piece(0, 0, 1), Piece(1, 0, 3), Piece(2, 1, 1)),
-        (Piece(2, 1, 1),),
+        (ParamSpan(0, 0, 4),),
+        (ParamSpan(0, 0, 1), ParamSpan(1, 0, 3), ParamSpan(2, 1, 1)),
+        (ParamSpan(2, 1, 1),),
     ]
 
 
@@ -440,7 +440,7 @@ def _adam(lr: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_a_group_that_does_not_come_is_named() -> None:
-    meeting = Meeting(HashStore(), 0, 3, policy("large", BATCH, {}), "127.0.0.1", 0.2)
+    meeting = Rendezvous(HashStore(), 0, 3, policy("large", BATCH, {}), "127.0.0.1", 0.2)
     meeting.store.set("place/0", "")
     with pytest.raises(WorldError, match=r"group 1, group 2 did not come to the others within 0.2 s"):
         meeting._await(meeting.store, "place")

@@ -11,12 +11,12 @@ from support.hybrid_groups import mirror_round
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.client.client import Link
-from mimatrix.hybrid.places import Place
-from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.server.server import Service
-from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.server.server import ShardServer
+from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
+from mimatrix.hybrid.server.state import ShardState
 
 COUNT, B = 1001, 16
 SHARES = Shares((0.5, 0.2, 0.3))
@@ -32,12 +32,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @contextmanager
-def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[list[Place]], list[str]]]:
+def services(*, mirrored: bool = True) -> Iterator[tuple[list[ShardServer], list[list[Address]], list[str]]]:
     """Three of them; shard k lies with service k, and again with the next one."""
     said: list[str] = []
     parts = torch.split(START, list(SHARES.cut(COUNT)))
     made = [
-        Service(
+        ShardServer(
             {number: _shard(parts[number]) for number in (k, (k - 1) % 3)},
             "secret",
             timeout_s=5,
@@ -57,16 +57,16 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[Service], list[lis
 
 
 def _shard(values: torch.Tensor) -> Shard:
-    return Shard(values, Stepping(torch.optim.AdamW, (ADAM,), (Piece(0, 0, len(values)),)), Rules(B))
+    return Shard(values, OptimizerSpec(torch.optim.AdamW, (ADAM,), (ParamSpan(0, 0, len(values)),)), PushScaling(B))
 
 
-def _copied(_: int, kept: Kept) -> Shard:
+def _copied(_: int, kept: ShardState) -> Shard:
     found = _shard(kept.values)
     found.load(kept)
     return found
 
 
-def stepped(link: Link, step: int) -> float:
+def stepped(link: ShardsClient, step: int) -> float:
     now = link.pull()
     return link.push(gradient(now.values, step), B, B, [ADAM], now.versions).staleness
 
@@ -84,14 +84,14 @@ def alone(steps: int) -> torch.Tensor:
     return value.detach()
 
 
-def trained(link: Link, steps: range) -> None:
+def trained(link: ShardsClient, steps: range) -> None:
     for step in steps:
         stepped(link, step)
 
 
 def test_one_group_alone_is_the_optimizer_itself() -> None:
     with services() as (_, places, said):
-        link = Link(0, COUNT, SHARES, places, "secret")
+        link = ShardsClient(0, COUNT, SHARES, places, "secret")
         trained(link, range(20))
         assert (link.pull().values - alone(20)).abs().max() < 1e-12
         assert link.pull().versions == (20, 20, 20)
@@ -103,7 +103,7 @@ def test_one_group_alone_is_the_optimizer_itself() -> None:
 @pytest.mark.parametrize("lost", range(3))
 def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> None:
     with services() as (made, places, said):
-        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         trained(link, range(7))
         made[lost].close()
         trained(link, range(7, 20))
@@ -124,7 +124,7 @@ def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> Non
 def test_shards_that_lost_their_mirror_get_another(first: int) -> None:
     """So the next loss costs nothing either; and one service alone has all."""
     with services() as (made, places, _):
-        links = [Link(group, COUNT, SHARES, places, "secret", timeout_s=5) for group in range(2)]
+        links = [ShardsClient(group, COUNT, SHARES, places, "secret", timeout_s=5) for group in range(2)]
         trained(links[0], range(4))
         made[first].close()
         trained(links[0], range(4, 8))
@@ -140,13 +140,13 @@ def test_shards_that_lost_their_mirror_get_another(first: int) -> None:
 
 def test_one_that_comes_later_gets_what_lies_once() -> None:
     with services() as (made, places, said):
-        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         trained(link, range(4))
         made[1].close()
         trained(link, range(4, 6))
         made[2].close()
         trained(link, range(6, 8))
-        late = Service({}, "secret", timeout_s=5, say=said.append, makes=_copied)
+        late = ShardServer({}, "secret", timeout_s=5, say=said.append, makes=_copied)
         known = made[0].mirrors.welcome(late.place)
         late.mirrors.know(known, 3)
         trained(link, range(8, 12))
@@ -160,12 +160,12 @@ def test_one_that_comes_later_gets_what_lies_once() -> None:
 def test_a_mirror_that_was_given_up_is_not_asked() -> None:
     """It has what there was then: whoever has seen more since goes on to the next."""
     with services() as (made, places, said):
-        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         trained(link, range(4))
         made[0].mirrors.lose(0, OSError("it is silent"))
         trained(link, range(4, 8))
         assert "shard 0 has a mirror again" in said[-1]
-        behind = Link(1, COUNT, SHARES, places, "secret", timeout_s=5)
+        behind = ShardsClient(1, COUNT, SHARES, places, "secret", timeout_s=5)
         assert behind.pull().versions == (8, 8, 8)
         # It has not heard of another mirror, though.
         behind._lines[0]._places = list(places[0])
@@ -180,7 +180,10 @@ def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
     """One group loses its way to a service, the others do not: all must end with the same shard."""
     with services() as (_, places, said):
         cut_off = [[places[0][1]], *places[1:]]
-        lost, other = Link(0, COUNT, SHARES, cut_off, "secret"), Link(1, COUNT, SHARES, places, "secret")
+        lost, other = (
+            ShardsClient(0, COUNT, SHARES, cut_off, "secret"),
+            ShardsClient(1, COUNT, SHARES, places, "secret"),
+        )
         trained(other, range(3))
         trained(lost, range(3, 6))
         trained(other, range(6, 9))
@@ -195,12 +198,12 @@ def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
 
 def test_groups_count_each_other_and_never_wait() -> None:
     with services() as (_, places, _said):
-        links = [Link(group, COUNT, SHARES, places, "secret") for group in range(3)]
+        links = [ShardsClient(group, COUNT, SHARES, places, "secret") for group in range(3)]
         nothing = torch.zeros(COUNT, dtype=torch.float64)
         late = [link.push(nothing, B, B, [ADAM], (0, 0, 0)).staleness for link in links]
         assert late == [0, 1, 2]
 
-        def push(link: Link) -> None:
+        def push(link: ShardsClient) -> None:
             for step in range(10):
                 stepped(link, step)
 
@@ -218,25 +221,25 @@ def test_groups_count_each_other_and_never_wait() -> None:
 def test_strangers_are_refused_and_nobody_there_is_said() -> None:
     with services() as (made, places, _):
         with pytest.raises(WorldError, match="of another run"):
-            Link(0, COUNT, SHARES, places, "guess").pull()
+            ShardsClient(0, COUNT, SHARES, places, "guess").pull()
         for service in made:
             service.close()
         with pytest.raises(WorldError, match="shard 0 does not answer"):
-            Link(0, COUNT, SHARES, places, "secret", timeout_s=1).pull()
+            ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=1).pull()
 
 
 def test_a_shard_that_is_silent_has_a_mirror() -> None:
     """Whoever listens and never answers has its time, and the mirror its own."""
     with services(mirrored=False) as (_, places, _), socket.create_server(("127.0.0.1", 0)) as silent:
-        there = Place(*silent.getsockname())
-        link = Link(0, COUNT, SHARES, [[there, places[k][1]] for k in range(3)], "secret", timeout_s=0.5)
+        there = Address(*silent.getsockname())
+        link = ShardsClient(0, COUNT, SHARES, [[there, places[k][1]] for k in range(3)], "secret", timeout_s=0.5)
         torch.testing.assert_close(link.pull().values, START, rtol=0, atol=0)
         link.close()
 
 
 def test_what_a_service_fails_with_is_told_once() -> None:
     with services() as (_, places, _):
-        link = Link(0, COUNT, SHARES, places, "secret", timeout_s=5)
+        link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         now = link.pull()
         with pytest.raises(WorldError, match="the service failed: KeyError: 'lr'"):
             link.push(torch.zeros(COUNT, dtype=torch.float64), B, B, [{}], now.versions)

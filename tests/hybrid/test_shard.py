@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.rules import PLAIN, Rules
-from mimatrix.hybrid.server.push_log import Ledger, Push
-from mimatrix.hybrid.server.shard import Piece, Shard, Stepping
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.rules import PLAIN, PushScaling
+from mimatrix.hybrid.server.push_log import Push, PushLog
+from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
+from mimatrix.hybrid.server.state import ShardState
 
 LR, MOMENTUM, B = 0.05, 0.9, 32
 SETTINGS = {"lr": LR, "momentum": MOMENTUM}
-SGD = Stepping(torch.optim.SGD, (SETTINGS, SETTINGS), (Piece(0, 0, 3), Piece(1, 1, 3), Piece(2, 1, 1)))
+SGD = OptimizerSpec(torch.optim.SGD, (SETTINGS, SETTINGS), (ParamSpan(0, 0, 3), ParamSpan(1, 1, 3), ParamSpan(2, 1, 1)))
 TARGET = torch.linspace(-1, 2, 7, dtype=torch.float64)
 
 
@@ -22,7 +22,7 @@ def gradient(at: torch.Tensor, group: int) -> torch.Tensor:
     return (at - TARGET) * (1 + 0.1 * group) + 0.01 * group
 
 
-def by_hand(rules: Rules, script: list[tuple[str, int, int]]) -> torch.Tensor:
+def by_hand(rules: PushScaling, script: list[tuple[str, int, int]]) -> torch.Tensor:
     """The formulas, in plain words: `script` has ("pull", group, _) and ("push", group, samples)."""
     x, v = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
     version = seen = 0
@@ -45,7 +45,7 @@ def by_hand(rules: Rules, script: list[tuple[str, int, int]]) -> torch.Tensor:
     return x
 
 
-def by_shard(rules: Rules, script: list[tuple[str, int, int]]) -> torch.Tensor:
+def by_shard(rules: PushScaling, script: list[tuple[str, int, int]]) -> torch.Tensor:
     shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, rules)
     has, numbers = {}, dict.fromkeys(range(4), 0)
     for what, group, samples in script:
@@ -72,16 +72,16 @@ LOCK_STEP = [
 @pytest.mark.parametrize(
     "rules",
     [
-        Rules(B),
-        Rules(B, warm_up=500),
-        Rules(B, damping=0.0),
-        Rules(B, damping=1.0),
-        Rules(B, corrects=False),
-        Rules(B, scales=False),
-        Rules(B, **PLAIN),  # type: ignore[arg-type]
+        PushScaling(B),
+        PushScaling(B, warm_up=500),
+        PushScaling(B, damping=0.0),
+        PushScaling(B, damping=1.0),
+        PushScaling(B, corrects=False),
+        PushScaling(B, scales=False),
+        PushScaling(B, **PLAIN),  # type: ignore[arg-type]
     ],
 )
-def test_two_groups_in_lock_step(rules: Rules) -> None:
+def test_two_groups_in_lock_step(rules: PushScaling) -> None:
     assert torch.equal(by_shard(rules, LOCK_STEP), by_shard(rules, LOCK_STEP))
     assert (by_shard(rules, LOCK_STEP) - by_hand(rules, LOCK_STEP)).abs().max() < 1e-10
 
@@ -93,12 +93,12 @@ def test_one_group_is_the_optimizer_itself() -> None:
     for _ in range(30):
         value.grad = gradient(value.detach(), 0)
         optimizer.step()
-    assert torch.equal(by_shard(Rules(B, warm_up=100), script), value.detach())
+    assert torch.equal(by_shard(PushScaling(B, warm_up=100), script), value.detach())
 
 
 @given(st.integers(1, 10_000), st.integers(0, 50), st.integers(0, 100_000), st.integers(0, 50_000))
 def test_factors_stay_in_their_bounds(samples: int, staleness: int, seen: int, warm_up: int) -> None:
-    rules = Rules(B, warm_up=warm_up)
+    rules = PushScaling(B, warm_up=warm_up)
     factor = rules.factor(samples, staleness, seen)
     assert 0 < factor <= max(1.0, samples / B)
     assert factor <= rules.factor(samples, 0, seen)
@@ -107,13 +107,13 @@ def test_factors_stay_in_their_bounds(samples: int, staleness: int, seen: int, w
 
 def test_what_is_no_rule() -> None:
     with pytest.raises(UserError, match="global batch is 0"):
-        Rules(0)
+        PushScaling(0)
     with pytest.raises(UserError, match="damping is 3"):
-        Rules(8, damping=3)
+        PushScaling(8, damping=3)
 
 
 def test_a_push_that_comes_again_is_not_applied_again() -> None:
-    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B))
     first = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     values = shard.pull().values
     again = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
@@ -126,7 +126,7 @@ def test_a_push_that_comes_again_is_not_applied_again() -> None:
 
 
 def test_what_is_pulled_does_not_change() -> None:
-    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B))
     pulled = shard.pull()
     shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     assert pulled.version == 0
@@ -134,29 +134,29 @@ def test_what_is_pulled_does_not_change() -> None:
 
 
 def test_saved_and_loaded_it_goes_on_alike() -> None:
-    one = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B))
+    one = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B))
     for number in range(1, 6):
         one.push(Push(number % 2, (number + 1) // 2, 40, 40, one.pull().version), gradient(one.pull().values, 0))
-    other = Shard(torch.ones(7, dtype=torch.float64), SGD, Rules(B))
+    other = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(B))
     other.load(one.save())
     for shard in (one, other):
         shard.push(Push(1, 4, 16, 16, 3), gradient(TARGET * 2, 1))
     assert torch.equal(one.pull().values, other.pull().values)
-    assert Ledger.from_json(one.ledger.to_json()) == one.ledger
+    assert PushLog.from_json(one.ledger.to_json()) == one.ledger
     kept = one.save()
-    again = Kept.from_bytes(kept.to_bytes())
+    again = ShardState.from_bytes(kept.to_bytes())
     assert (again.factor, again.ledger) == (kept.factor, kept.ledger)
     assert torch.equal(again.states[2]["momentum_buffer"], kept.states[2]["momentum_buffer"])
 
 
 def test_what_had_no_gradient_is_not_stepped() -> None:
-    shard = Shard(torch.ones(7, dtype=torch.float64), SGD, Rules(B))
+    shard = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(B))
     shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64), untouched=(1,))
     assert (shard.pull().values == 1).tolist() == [False, False, False, True, True, True, False]
 
 
 def test_the_last_of_a_round_is_not_waited_for_and_does_not_count() -> None:
-    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, Rules(B, **PLAIN, together=2))  # type: ignore[arg-type]
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B, **PLAIN, together=2))  # type: ignore[arg-type]
     first = shard.pull()
     found = [
         shard.push(Push(group, 1, samples, samples, first.version), gradient(first.values, group))

@@ -11,7 +11,7 @@ from torch import nn
 from mimatrix.core.errors import UserError
 from mimatrix.profiler import code_fingerprint, device_fingerprint, model_fingerprint, room
 from mimatrix.profiler.cgroups import cpu_quota, memory_left
-from mimatrix.profiler.memory import Overflow, attempted, resident_bytes
+from mimatrix.profiler.memory import OutOfMemory, attempted, resident_bytes
 from mimatrix.profiler.memory_budget import mps_limit
 
 CPU = torch.device("cpu")
@@ -93,9 +93,9 @@ def test_overflows_are_told_from_other_errors() -> None:
 
     for text, lacking in (("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 << 20), ("bad_alloc", 0)):
         found = attempted(lambda text=text: fail(RuntimeError(text)), CPU)  # type: ignore[misc]
-        assert isinstance(found, Overflow)
+        assert isinstance(found, OutOfMemory)
         assert found.lacking_bytes == lacking
-    assert isinstance(attempted(lambda: fail(MemoryError()), CPU), Overflow)
+    assert isinstance(attempted(lambda: fail(MemoryError()), CPU), OutOfMemory)
     with pytest.raises(RuntimeError, match="shapes"):
         attempted(lambda: fail(RuntimeError("shapes do not fit")), CPU)
     assert attempted(lambda: 3, CPU) == 3

@@ -14,7 +14,15 @@ from torch import nn
 
 from mimatrix.core.errors import UserError
 from mimatrix.planner.profile import Profile
-from mimatrix.profiler import Limits, Subject, cache, cached_measure, give_back_at_once, measure_device, model_size
+from mimatrix.profiler import (
+    Limits,
+    ProfileTarget,
+    cache,
+    cached_measure,
+    give_back_at_once,
+    measure_device,
+    model_size,
+)
 from mimatrix.profiler.optimizer import optimizer_cost
 
 ROOM = 1 << 30
@@ -47,7 +55,7 @@ def test_curves_of_a_network() -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def state(measured: Subject) -> list[Any]:
+def state(measured: ProfileTarget) -> list[Any]:
     """All that must be as before, as bytes."""
     tensors = [value.clone() for value in measured.model.state_dict().values()]
     modes = [module.training for module in measured.model.modules()]
@@ -71,7 +79,7 @@ def test_nothing_is_changed(trains: bool) -> None:
         random.random(), np.random.rand(next(numbers) % 2)
         return torch.randn(samples, 3, 16, 16)
 
-    shaken = Subject(measured.model, measured.optimizer, measured.loss, fetch, CPU)
+    shaken = ProfileTarget(measured.model, measured.optimizer, measured.loss, fetch, CPU)
     measure_device(shaken, Limits(8, ROOM, seconds=3))
     assert state(measured) == before
 
@@ -84,7 +92,9 @@ def test_the_running_statistics_did_move_meanwhile() -> None:
         found: torch.Tensor = model(batch).square().mean()
         return found
 
-    measure_device(Subject(measured.model, measured.optimizer, loss, measured.fetch, CPU), Limits(4, ROOM, seconds=3))
+    measure_device(
+        ProfileTarget(measured.model, measured.optimizer, loss, measured.fetch, CPU), Limits(4, ROOM, seconds=3)
+    )
     assert max(seen) > 0
     assert float(measured.model[1].running_mean.abs().sum()) == 0  # type: ignore[index]
 
@@ -109,7 +119,7 @@ def test_an_error_of_the_model_leaves_it_as_it_was() -> None:
         return found
 
     with pytest.raises(RuntimeError, match="user's own"):
-        measure_device(Subject(measured.model, measured.optimizer, loss, measured.fetch, CPU), Limits(64, ROOM))
+        measure_device(ProfileTarget(measured.model, measured.optimizer, loss, measured.fetch, CPU), Limits(64, ROOM))
     assert state(measured) == before
 
 
@@ -145,7 +155,7 @@ def test_time_is_kept() -> None:
         return torch.randn(samples, 64)
 
     measured = mlp(2048)
-    slow = Subject(measured.model, measured.optimizer, measured.loss, fetch, CPU)
+    slow = ProfileTarget(measured.model, measured.optimizer, measured.loss, fetch, CPU)
     profile = measure_device(slow, Limits(1 << 20, ROOM * 8, seconds=2))
     assert profile.took_s < 30
     assert profile.seconds.most < 1 << 20
@@ -165,7 +175,7 @@ def test_autocast_is_around_forward_and_loss() -> None:
         (lambda: torch.autocast("cpu", torch.bfloat16), torch.bfloat16),
     ):
         seen.clear()
-        lower = Subject(measured.model, measured.optimizer, loss, measured.fetch, CPU, autocast)
+        lower = ProfileTarget(measured.model, measured.optimizer, loss, measured.fetch, CPU, autocast)
         measure_device(lower, Limits(1, ROOM, seconds=1))
         assert set(seen) == {dtype}
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.planner.curve import Curve
-from mimatrix.profiler.batch_search import Point, Search
+from mimatrix.profiler.batch_search import BatchSizeSearch, ProbedBatch
 
 MB = 1e6
 
@@ -36,9 +36,9 @@ class Invented:
     def memory(self, samples: int) -> float:
         return self.memory_fixed + self.memory_each * samples * (1 + self.bend * samples)
 
-    def point(self, samples: int) -> Point:
+    def point(self, samples: int) -> ProbedBatch:
         off = 1 + self.noise * self.chance.uniform(-1, 1)
-        return Point(samples, self.seconds(samples) * off, self.memory(samples), self.noise)
+        return ProbedBatch(samples, self.seconds(samples) * off, self.memory(samples), self.noise)
 
     def most(self, most: int) -> int:
         """The largest batch that fits."""
@@ -51,9 +51,9 @@ def searched(
     believed_room: float | None = None,
     left: Callable[[int], float] | None = None,
     dares: bool = True,
-) -> tuple[Search, list[int]]:
+) -> tuple[BatchSizeSearch, list[int]]:
     """The finished search, and what it probed in order."""
-    search = Search(most, device.room if believed_room is None else believed_room, dares=dares)
+    search = BatchSizeSearch(most, device.room if believed_room is None else believed_room, dares=dares)
     probed: list[int] = []
     while (samples := search.next(left(len(probed)) if left else float("inf"))) is not None:
         probed.append(samples)
@@ -135,7 +135,7 @@ def test_a_knee_is_looked_at_closely() -> None:
 
 
 def test_a_point_that_was_held_up_is_measured_again() -> None:
-    device, search, probed = Invented(), Search(256, 1e12), []
+    device, search, probed = Invented(), BatchSizeSearch(256, 1e12), []
     while (samples := search.next()) is not None:
         held_up = samples == 16 and 16 not in probed
         probed.append(samples)
@@ -146,7 +146,7 @@ def test_a_point_that_was_held_up_is_measured_again() -> None:
 
 
 def test_what_fits_only_by_luck_is_forgotten() -> None:
-    device, search, probed = Invented(knee=48), Search(256, 1e12), []
+    device, search, probed = Invented(knee=48), BatchSizeSearch(256, 1e12), []
     while (samples := search.next()) is not None:
         probed.append(samples)
         if len(probed) > 9:

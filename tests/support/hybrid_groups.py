@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.hybrid.client.client import Link
-from mimatrix.hybrid.client.group_optimizer import Member
-from mimatrix.hybrid.flat_layout import Layout
+from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
+from mimatrix.hybrid.flat_layout import FlatLayout
 from mimatrix.hybrid.policy import Policy
-from mimatrix.hybrid.server.server import Service
+from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard
 from support.models import Perceptron
 
@@ -21,7 +21,7 @@ BATCH, SAMPLES = 6, 40
 TWO = Shares((0.6, 0.4))
 
 
-def mirror_round(services: Sequence[Service]) -> None:
+def mirror_round(services: Sequence[ShardServer]) -> None:
     """Each has its shard once more at the next one, and knows all others."""
     places = [service.place for service in services]
     for number, service in enumerate(services):
@@ -34,9 +34,9 @@ class Town:
 
     def __init__(self, policy: Policy, shares: Shares) -> None:
         self._policy, self._shares, self._lock = policy, shares, threading.Lock()
-        self.services: list[Service] = []
+        self.services: list[ShardServer] = []
 
-    def connect(self, group: int, layout: Layout, row: torch.Tensor) -> Link:
+    def connect(self, group: int, layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         count = len(self._shares)
         with self._lock:
             if not self.services:
@@ -44,15 +44,17 @@ class Town:
                 parts = torch.split(row, list(self._shares.cut(layout.count)))
                 for k in range(count):
                     held = {n: Shard(parts[n], steppings[n], self._policy.rules) for n in (k, (k - 1) % count)}
-                    self.services.append(Service(held, "secret", say=print))
+                    self.services.append(ShardServer(held, "secret", say=print))
                 if count > 1:
                     mirror_round(self.services)
         places = [[self.services[k].place, self.services[(k + 1) % count].place][:count] for k in range(count)]
-        return Link(group, layout.count, self._shares, places, "secret")
+        return ShardsClient(group, layout.count, self._shares, places, "secret")
 
-    def member(self, group: int, rank: int = 0, **more: Any) -> Member:
+    def member(self, group: int, rank: int = 0, **more: Any) -> GroupOptimizer:
         first = rank == 0
-        return Member(lambda *given: self.connect(group, *given), self._policy, group=group, is_first=first, **more)
+        return GroupOptimizer(
+            lambda *given: self.connect(group, *given), self._policy, group=group, is_first=first, **more
+        )
 
     def shards(self) -> list[Shard]:
         return [service._shards[number] for number, service in enumerate(self.services)]

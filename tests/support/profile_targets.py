@@ -8,25 +8,25 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mimatrix.profiler import Subject
+from mimatrix.profiler import ProfileTarget
 
 
-def mlp(width: int = 1024, **more: Any) -> Subject:
+def mlp(width: int = 1024, **more: Any) -> ProfileTarget:
     model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
     return subject(model, (64,), **more)
 
 
-def convolutions(side: int = 16, **more: Any) -> Subject:
+def convolutions(side: int = 16, **more: Any) -> ProfileTarget:
     """With all that leaves traces: running statistics and chance."""
     first = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)]
     second = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return subject(nn.Sequential(*first, *second, nn.Linear(16, 10)), (3, side, side), **more)
 
 
-def subject(model: nn.Module, shape: tuple[int, ...], device: str = "cpu", **more: Any) -> Subject:
+def subject(model: nn.Module, shape: tuple[int, ...], device: str = "cpu", **more: Any) -> ProfileTarget:
     where = torch.device(device)
     model.to(where)
-    return Subject(
+    return ProfileTarget(
         model,
         torch.optim.Adam(model.parameters(), lr=1e-3),
         lambda model, batch: model(batch).square().mean(),

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
-from mimatrix.comm import Endpoint, Group, Native
+from mimatrix.comm import C10dBackend, Endpoint, Group
 from mimatrix.comm.memory import WindowKind
 from mimatrix.comm.memory.in_process import InProcessWindows
 
@@ -54,7 +54,7 @@ def in_groups(
         host = hosts[rank] if hosts else "here"
         endpoint = Endpoint(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
         try:
-            gloo = {"cpu": Native(_gloo(store, rank, size), rank, size, timeout_s)} if native else None
+            gloo = {"cpu": C10dBackend(_gloo(store, rank, size), rank, size, timeout_s)} if native else None
             return each(Group(endpoint, "all", range(size), natives=gloo, timeout_s=timeout_s, tune=False))
         finally:
             endpoint.close()

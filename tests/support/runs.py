@@ -8,8 +8,8 @@ from torch._C._distributed_c10d import HashStore
 
 from mimatrix.comm import Endpoint, Group
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.work import Worker
-from mimatrix.engine.outer_optimizer import Outer
+from mimatrix.comm.work import CollectiveThread
+from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from support.ranks import together
@@ -24,7 +24,7 @@ def in_runs(
     timeout_s: float = 15.0,
     arena_bytes: int = 16 << 20,
     own: Callable[[int], dict[str, Any]] | None = None,
-    outer: Callable[[int], Outer | None] = lambda _: None,
+    outer: Callable[[int], OuterOptimizer | None] = lambda _: None,
     **settings: Any,
 ) -> list[T]:
     """Run `each(run)` on threads that are the ranks of one run; `own` are further settings of a rank."""
@@ -35,11 +35,11 @@ def in_runs(
         if ranks == 1:
             return each(Run(Settings(quiet=True, **settings), outer=outer(0)))
         endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
-        workers: list[Worker] = []
+        workers: list[CollectiveThread] = []
 
         def group(name: str) -> Group:
             if name != "reduce":
-                workers.append(Worker())
+                workers.append(CollectiveThread())
             worker = workers[-1] if name != "reduce" else None
             return Group(endpoint, name, range(ranks), timeout_s=timeout_s, worker=worker)
 

@@ -19,14 +19,14 @@ import torch
 
 from mimatrix.comm.memory import PeerWindow, Window, WindowKind
 from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
-from mimatrix.comm.memory.memfd import MappedWindows
+from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlPeer, NixlWindows, PendingRead
 from mimatrix.core import errors
 
 PATIENCE_S = 20.0
 READ_S = 3.0
 KINDS: dict[str, Callable[[], WindowKind]] = {
-    "mapped": MappedWindows,
+    "mapped": MemfdWindows,
     "nixl": lambda: NixlWindows(READ_S),
     "cuda_ipc": lambda: CudaIpcWindows(torch.device("cuda")),
 }

@@ -14,7 +14,7 @@ from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, JobState, Report
 from mimatrix.worker import device_metrics as gauges
 from mimatrix.worker.reporting import until_turn
-from mimatrix.worker.tensorboard import Board
+from mimatrix.worker.tensorboard import TensorBoardWriter
 
 pytestmark = pytest.mark.timeout(30)
 REPORT = Report(protocol=PROTOCOL, generation=1, rank=0, state=JobState.TRAINING)
@@ -54,7 +54,7 @@ class FakeRun:
 
 def test_a_curve_is_thinned_and_a_rare_point_is_kept(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = Board(tmp_path)
+    board = TensorBoardWriter(tmp_path)
     for _ in range(2):
         board.follow(FakeRun(), {"step_s": 0.01})
     board.close()

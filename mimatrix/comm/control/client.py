@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mimatrix.comm.control.messages import LEFT, Inbox, Kind, Message, connected
+from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, connected
 from mimatrix.core.errors import MismatchError, PeerLost, WorldError
 
 _MOMENT_S = 0.2
@@ -17,7 +17,7 @@ _VERDICT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitStatus:
     """For whom a rank waits (None: for anybody), where, and since when by the monotonic clock."""
 
     rank: int | None
@@ -26,13 +26,13 @@ class Waiting:
     since_s: float
 
 
-class Control:
+class ControlClient:
     """One for each rank. A thread of its own reads; whoever waits asks `check` now and then."""
 
     def __init__(self, rank: int, hosts: list[str], address: str, port: int, generation: int, token: str) -> None:
         self.rank, self.hosts = rank, hosts
         self.sent, self.received = 0, 0
-        self.waiting: Waiting | None = None
+        self.waiting: WaitStatus | None = None
         self._generation = generation
         self._lost: dict[int, str] = {}
         self._faults: list[tuple[set[int], WorldError]] = []
@@ -40,7 +40,7 @@ class Control:
         self._changed = threading.Condition()
         self._stream = connected(address, port, timeout_s=30)
         self._stream.settimeout(None)
-        self._send(Kind.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
+        self._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
         threading.Thread(target=self._listen, name="mimatrix-control", daemon=True).start()
 
     @property
@@ -51,7 +51,7 @@ class Control:
 
     def begin_waiting(self, rank: int | None, call: object, number: int) -> None:
         """From now on another rank is waited for, or anybody, in a round of a call."""
-        self.waiting = Waiting(rank, call, number, time.monotonic())
+        self.waiting = WaitStatus(rank, call, number, time.monotonic())
 
     def end_waiting(self) -> None:
         """It goes on."""
@@ -59,7 +59,7 @@ class Control:
 
     def arrive(self, group: str, ticket: int, members: Collection[int], said: object) -> None:
         """Say that this rank has come as far as `ticket`; `said` reaches the others with their permission to go."""
-        self._send(Kind.ARRIVE, {"group": group, "ticket": ticket, "members": list(members), "said": said})
+        self._send(MessageType.ARRIVE, {"group": group, "ticket": ticket, "members": list(members), "said": said})
 
     def gone_on(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
         """What all said when everyone had arrived; None if that has not happened within `timeout_s`."""
@@ -107,7 +107,7 @@ class Control:
         until = time.monotonic() + _MOMENT_S
         self._until_verdict(until, peer, members, doing)
         with suppress(OSError):
-            self._send(Kind.LATE, complaint)
+            self._send(MessageType.LATE, complaint)
         self._until_verdict(until + _VERDICT_S, peer, members, doing)
 
     def _until_verdict(self, until: float, peer: int, members: Collection[int], doing: str) -> None:
@@ -135,7 +135,7 @@ class Control:
     def _tell_of(self, body: dict[str, Any]) -> None:
         self._blame(body)
         with suppress(OSError):
-            self._send(Kind.FAULT, body)
+            self._send(MessageType.FAULT, body)
 
     def _blame(self, body: dict[str, Any]) -> None:
         text, rank = str(body["text"]), body["failed"]
@@ -147,15 +147,15 @@ class Control:
     def close(self) -> None:
         """Say goodbye."""
         with suppress(OSError):
-            self._send(Kind.BYE, {})
+            self._send(MessageType.BYE, {})
             self._stream.shutdown(socket.SHUT_WR)
 
-    def _send(self, kind: Kind, body: dict[str, Any]) -> None:
+    def _send(self, kind: MessageType, body: dict[str, Any]) -> None:
         self.sent += 1
-        self._stream.sendall(Message(kind, self._generation, body).frame())
+        self._stream.sendall(ControlMessage(kind, self._generation, body).frame())
 
     def _listen(self) -> None:
-        inbox = Inbox(self._generation)
+        inbox = Decoder(self._generation)
         why = "its connection closed"
         try:
             while data := self._stream.recv(1 << 16):
@@ -168,20 +168,20 @@ class Control:
         self._lose(0, why)
         self._stream.close()
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: ControlMessage) -> None:
         body = message.body
         match message.kind:
-            case Kind.GO:
+            case MessageType.GO:
                 with self._changed:
                     self._said[body["group"], body["ticket"]] = body["said"]
                     self._changed.notify_all()
-            case Kind.LOST:
+            case MessageType.LOST:
                 self._lose(body["rank"], body["why"])
-            case Kind.FAULT:
+            case MessageType.FAULT:
                 self._blame(body)
-            case Kind.PROBE:
+            case MessageType.PROBE:
                 with suppress(OSError):
-                    self._send(Kind.STATE, {"waits_for": self.waits_for})
+                    self._send(MessageType.STATE, {"waits_for": self.waits_for})
 
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:

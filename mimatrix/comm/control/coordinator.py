@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mimatrix.comm.control.messages import LEFT, Inbox, Kind, Message, close_in_children
-from mimatrix.comm.control.wait_graph import Ask, Blamed, Search
+from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, close_in_children
+from mimatrix.comm.control.wait_graph import Culprit, Query, WaitGraphSearch
 from mimatrix.core.errors import WorldError
 
 _SEND_S = 1.0
@@ -27,7 +27,7 @@ class _Member:
     """One connection and the rank behind it."""
 
     stream: socket.socket
-    inbox: Inbox
+    inbox: Decoder
     rank: int = -1
     host: str = ""
 
@@ -44,7 +44,7 @@ class Coordinator:
         self._generation = generation
         self._members: dict[int, _Member] = {}
         self._arrivals: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
-        self._search: Search | None = None
+        self._search: WaitGraphSearch | None = None
         self._gone: dict[int, str] = {}
         self._poller = selectors.DefaultSelector()
         self._poller.register(self._listener, selectors.EVENT_READ)
@@ -76,7 +76,7 @@ class Coordinator:
     def _welcome(self) -> None:
         stream = close_in_children(self._listener.accept()[0])
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._poller.register(stream, selectors.EVENT_READ, _Member(stream, Inbox(self._generation)))
+        self._poller.register(stream, selectors.EVENT_READ, _Member(stream, Decoder(self._generation)))
 
     def _hear(self, member: _Member) -> None:
         try:
@@ -92,22 +92,22 @@ class Coordinator:
         except WorldError as error:
             self._drop(member, str(error))
 
-    def _take(self, member: _Member, message: Message) -> None:
+    def _take(self, member: _Member, message: ControlMessage) -> None:
         body = message.body
-        if member.rank < 0 and not (message.kind is Kind.HELLO and body.get("token") == self.token):
+        if member.rank < 0 and not (message.kind is MessageType.HELLO and body.get("token") == self.token):
             raise WorldError("somebody who is no rank of this job called; the connection is closed")
         match message.kind:
-            case Kind.HELLO:
+            case MessageType.HELLO:
                 self._join(member, int(body["rank"]), str(body["host"]))
-            case Kind.ARRIVE:
+            case MessageType.ARRIVE:
                 self._arrive(member.rank, body)
-            case Kind.LATE:
+            case MessageType.LATE:
                 self._complain(body)
-            case Kind.STATE:
+            case MessageType.STATE:
                 self._hear_of(member.rank, body["waits_for"])
-            case Kind.FAULT:
-                self._tell_all(Kind.FAULT, body)
-            case Kind.BYE:
+            case MessageType.FAULT:
+                self._tell_all(MessageType.FAULT, body)
+            case MessageType.BYE:
                 self._drop(member, "")
             case _:
                 raise WorldError(f"a control message of kind {message.kind.name} came from a rank; it is refused")
@@ -116,7 +116,7 @@ class Coordinator:
         member.rank, member.host = rank, host
         self._members[rank] = member
         for lost, why in self._gone.items():
-            self._tell(member, Kind.LOST, {"rank": lost, "why": why})
+            self._tell(member, MessageType.LOST, {"rank": lost, "why": why})
 
     def _arrive(self, rank: int, body: dict[str, Any]) -> None:
         """All ranks of a group at the same ticket: they may go, each with what the others said."""
@@ -128,7 +128,7 @@ class Coordinator:
             said = [arrived[each].get("said") for each in body["members"]]
             for each in body["members"]:
                 if each in self._members:
-                    self._tell(self._members[each], Kind.GO, {"group": key[0], "ticket": key[1], "said": said})
+                    self._tell(self._members[each], MessageType.GO, {"group": key[0], "ticket": key[1], "said": said})
 
     def _complain(self, body: dict[str, Any]) -> None:
         """Somebody's deadline has passed: start to look for the one to blame, unless that is known or under way."""
@@ -142,7 +142,7 @@ class Coordinator:
             members: list[int] = next((each["members"] for each in arrived.values()), [])
             suspect = next((rank for rank in members if rank not in arrived), suspect)
         suspects = list(self._members) if suspect is None else [suspect]
-        self._search = Search(float(body["waited_s"]), known=suspect is not None)
+        self._search = WaitGraphSearch(float(body["waited_s"]), known=suspect is not None)
         self._act_on(self._search.start(suspects, time.monotonic()))
 
     def _hear_of(self, rank: int, waits_for: int | None) -> None:
@@ -155,15 +155,15 @@ class Coordinator:
         if self._search and self._search.is_over(time.monotonic()):
             self._search = None
 
-    def _act_on(self, found: Blamed | Ask | None) -> None:
+    def _act_on(self, found: Culprit | Query | None) -> None:
         match found:
-            case Blamed(rank, why):
+            case Culprit(rank, why):
                 self._search = None
                 self._lose(rank, why)
-            case Ask(ranks):
+            case Query(ranks):
                 for rank in ranks:
                     if rank in self._members:
-                        self._tell(self._members[rank], Kind.PROBE, {})
+                        self._tell(self._members[rank], MessageType.PROBE, {})
             case None:
                 pass
 
@@ -177,15 +177,15 @@ class Coordinator:
 
     def _lose(self, rank: int, why: str) -> None:
         self._gone[rank] = why
-        self._tell_all(Kind.LOST, {"rank": rank, "why": why})
+        self._tell_all(MessageType.LOST, {"rank": rank, "why": why})
 
-    def _tell_all(self, kind: Kind, body: dict[str, Any]) -> None:
-        self._send(self._members.values(), Message(kind, self._generation, body))
+    def _tell_all(self, kind: MessageType, body: dict[str, Any]) -> None:
+        self._send(self._members.values(), ControlMessage(kind, self._generation, body))
 
-    def _tell(self, member: _Member, kind: Kind, body: dict[str, Any]) -> None:
-        self._send([member], Message(kind, self._generation, body))
+    def _tell(self, member: _Member, kind: MessageType, body: dict[str, Any]) -> None:
+        self._send([member], ControlMessage(kind, self._generation, body))
 
-    def _send(self, members: Iterable[_Member], message: Message) -> None:
+    def _send(self, members: Iterable[_Member], message: ControlMessage) -> None:
         frame = message.frame()
         for member in list(members):
             # Frames are small and a rank always reads them: a stream that is full belongs to one that has stopped.

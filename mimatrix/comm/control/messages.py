@@ -21,7 +21,7 @@ LEFT = "it left"
 """Why a rank is gone that said goodbye."""
 
 
-class Kind(IntEnum):
+class MessageType(IntEnum):
     """What a message is about."""
 
     HELLO = 1
@@ -36,10 +36,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ControlMessage:
     """One control message. `generation` is the membership that it belongs to."""
 
-    kind: Kind
+    kind: MessageType
     generation: int
     body: dict[str, Any] = field(default_factory=dict)
 
@@ -52,18 +52,18 @@ class Message:
         return _HEAD.pack(_MAGIC, self.kind, self.generation, len(body), check) + body
 
 
-class Inbox:
+class Decoder:
     """Bytes in, messages out. Whatever is corrupt, too long or of another generation raises."""
 
     def __init__(self, generation: int) -> None:
         self._generation, self._bytes = generation, bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[ControlMessage]:
         """Take what has arrived; give the messages that are complete."""
         self._bytes += data
         while len(self._bytes) >= _HEAD.size:
             magic, kind, generation, length, check = _HEAD.unpack_from(self._bytes)
-            if magic != _MAGIC or length > MOST_BYTES or kind not in Kind.__members__.values():
+            if magic != _MAGIC or length > MOST_BYTES or kind not in MessageType.__members__.values():
                 raise WorldError("a control message is corrupt: it does not start as one; the connection is closed")
             if generation != self._generation:
                 raise WorldError(
@@ -76,7 +76,7 @@ class Inbox:
             if zlib.crc32(body, (kind << 24) ^ generation) != check:
                 raise WorldError("a control message is corrupt: its checksum differs; the connection is closed")
             del self._bytes[: _HEAD.size + length]
-            yield Message(Kind(kind), generation, json.loads(body))
+            yield ControlMessage(MessageType(kind), generation, json.loads(body))
 
 
 _open: "WeakSet[socket.socket]" = WeakSet()

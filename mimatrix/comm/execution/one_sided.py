@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from mimatrix.comm.calls import Call
-from mimatrix.comm.execution.program import Program, Step, Take
+from mimatrix.comm.calls import CallSignature
+from mimatrix.comm.execution.program import Program, ProgramStep, Read
 from mimatrix.comm.execution.reduce import reduce_into
 from mimatrix.comm.memory import PeerWindow
 from mimatrix.comm.memory.arena import Arena
@@ -22,7 +22,7 @@ class Sync(Protocol):
     waited_s: float
     """How long this rank has waited for others, all calls together."""
 
-    def begin(self, call: Call, offset: int, rounds: int) -> None:
+    def begin(self, call: CallSignature, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
         ...
 
@@ -51,7 +51,7 @@ class Sync(Protocol):
         ...
 
 
-class WindowsExecutor:
+class OneSidedExecutor:
     """Runs programs for one rank of one group. `peers[i]` is the window of member i (None for this rank)."""
 
     sees_peers = True
@@ -63,7 +63,7 @@ class WindowsExecutor:
 
     def run(
         self,
-        call: Call,
+        call: CallSignature,
         program: Program,
         offset: int,
         meanwhile: Callable[[], None] | None = None,
@@ -97,16 +97,16 @@ class WindowsExecutor:
             raise
         return sync.end(program.readers)
 
-    def _step(self, step: Step, call: Call, offset: int) -> None:
+    def _step(self, step: ProgramStep, call: CallSignature, offset: int) -> None:
         for take in step.takes:
             self._take(take, call, self._own(take, call, offset))
         self.settle()
 
-    def _step_within(self, step: Step, call: Call, within: torch.Tensor) -> None:
+    def _step_within(self, step: ProgramStep, call: CallSignature, within: torch.Tensor) -> None:
         for take in step.takes:
             self._take(take, call, within[take.start : take.stop])
 
-    def _step_outside(self, step: Step, call: Call, offset: int, outside: torch.Tensor) -> None:
+    def _step_outside(self, step: ProgramStep, call: CallSignature, offset: int, outside: torch.Tensor) -> None:
         for take in step.takes:
             part, sources = outside[take.start : take.stop], self._theirs(take, call)
             if take.adds:
@@ -116,25 +116,25 @@ class WindowsExecutor:
             part.copy_(sources[0])
         self.settle()
 
-    def _take(self, take: Take, call: Call, target: torch.Tensor) -> None:
+    def _take(self, take: Read, call: CallSignature, target: torch.Tensor) -> None:
         sources = self._theirs(take, call)
         if take.adds:
             reduce_into(target, sources, call.op, self._divisor(take, call))
         else:
             target.copy_(sources[0])
 
-    def _own(self, take: Take, call: Call, offset: int) -> torch.Tensor:
+    def _own(self, take: Read, call: CallSignature, offset: int) -> torch.Tensor:
         size = call.dtype.itemsize
         return self._view(-1, offset + take.start * size, offset + take.stop * size, call.dtype)
 
-    def _theirs(self, take: Take, call: Call) -> list[torch.Tensor]:
+    def _theirs(self, take: Read, call: CallSignature) -> list[torch.Tensor]:
         size, there = call.dtype.itemsize, self.sync.offset_of
         return [
             self._view(peer, there(peer) + take.start * size, there(peer) + take.stop * size, call.dtype)
             for peer in take.sources
         ]
 
-    def _divisor(self, take: Take, call: Call) -> int:
+    def _divisor(self, take: Read, call: CallSignature) -> int:
         return len(self._peers) if take.completes and call.op == "avg" else 1
 
     def _view(self, peer: int, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from mimatrix.collectives.schedule import Move, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Read:
     """Elements [start, stop): summed from several peers, or copied from one. `completes`: nobody adds to them later."""
 
     sources: tuple[int, ...]
@@ -23,7 +23,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class Serve:
     """Elements [start, stop) that `peer` takes from this rank; `adds` as in its take."""
 
     peer: int
@@ -33,12 +33,12 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One round of one rank: whom to wait for, then what to take."""
 
     waits: tuple[int, ...]
-    takes: tuple[Take, ...]
-    gives: tuple[Give, ...]
+    takes: tuple[Read, ...]
+    gives: tuple[Serve, ...]
     """What peers take from this rank, for each of them in its own order: what messages must carry."""
 
 
@@ -46,21 +46,21 @@ class Step:
 class Program:
     """What one rank does. `readers` are the peers that read from it, each with the last round in which it does."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     readers: tuple[tuple[int, int], ...]
     bounds: tuple[int, ...]
     """Where each block starts, and the end."""
 
     @cached_property
-    def direct(self) -> tuple[Give, ...] | None:
+    def direct(self) -> tuple[Serve, ...] | None:
         """What of this rank's data peers read before it is summed, if the program can run directly; None if not.
 
         It can where every sum is completed at once and nothing that was copied is passed on, as in GDRAA: then only
         those data and the sums have to lie where peers read, and results may go anywhere.
         """
-        summed: list[Take] = []
-        copied: list[Take] = []
-        first: list[Give] = []
+        summed: list[Read] = []
+        copied: list[Read] = []
+        first: list[Serve] = []
         for step in self.steps:
             for give in step.gives:
                 if _meets(give, copied):
@@ -74,7 +74,7 @@ class Program:
         return tuple(first)
 
 
-def _meets(give: Give, takes: Sequence[Take]) -> bool:
+def _meets(give: Serve, takes: Sequence[Read]) -> bool:
     return any(take.start < give.stop and give.start < take.stop for take in takes)
 
 
@@ -103,30 +103,30 @@ class Compiler:
             last |= {move.dst: number for move in moves if move.src == self.rank}
         return Program(steps, tuple(last.items()), ends)
 
-    def _step(self, number: int, moves: tuple[Move, ...], ends: tuple[int, ...]) -> Step:
+    def _step(self, number: int, moves: tuple[Move, ...], ends: tuple[int, ...]) -> ProgramStep:
         takes = {rank: self._takes(number, rank, moves, ends) for rank in self._ranks_near(moves)}
         waits = tuple(dict.fromkeys(move.src for move in moves if move.dst == self.rank))
         gives = tuple(
-            Give(rank, take.start, take.stop, take.adds)
+            Serve(rank, take.start, take.stop, take.adds)
             for rank, theirs in takes.items()
             for take in theirs
             if rank != self.rank and self.rank in take.sources
         )
-        return Step(waits, takes.get(self.rank, ()), gives)
+        return ProgramStep(waits, takes.get(self.rank, ()), gives)
 
     def _ranks_near(self, moves: tuple[Move, ...]) -> list[int]:
         """Those that read from this rank in a round, and itself, in the order of the schedule."""
         return list(dict.fromkeys(move.dst for move in moves if self.rank in (move.src, move.dst)))
 
-    def _takes(self, number: int, rank: int, moves: tuple[Move, ...], ends: tuple[int, ...]) -> tuple[Take, ...]:
+    def _takes(self, number: int, rank: int, moves: tuple[Move, ...], ends: tuple[int, ...]) -> tuple[Read, ...]:
         return tuple(self._each_take(number, rank, [move for move in moves if move.dst == rank], ends))
 
-    def _each_take(self, number: int, rank: int, mine: list[Move], ends: tuple[int, ...]) -> Iterator[Take]:
+    def _each_take(self, number: int, rank: int, mine: list[Move], ends: tuple[int, ...]) -> Iterator[Read]:
         """Additions to one block come together, so that they are rounded once; like neighbours are one take."""
         for move in mine:
             start, stop = ends[move.blocks.start], ends[move.blocks.stop]
             if not move.adds and start < stop:
-                yield Take((move.src,), start, stop, adds=False, completes=False)
+                yield Read((move.src,), start, stop, adds=False, completes=False)
         sources: dict[int, list[int]] = defaultdict(list)
         for move in mine:
             for block in move.blocks if move.adds else ():
@@ -140,7 +140,7 @@ class Compiler:
             blocks = [block for _, block in run]
             start, stop = ends[blocks[0]], ends[blocks[-1] + 1]
             if start < stop:
-                yield Take(peers, start, stop, adds=True, completes=completes)
+                yield Read(peers, start, stop, adds=True, completes=completes)
 
 
 def completing_writes(schedule: Schedule) -> frozenset[tuple[int, int, int]]:

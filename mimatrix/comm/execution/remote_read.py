@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
-from mimatrix.comm.calls import Call
-from mimatrix.comm.control.client import Control
-from mimatrix.comm.execution.one_sided import Sync, WindowsExecutor
-from mimatrix.comm.execution.program import Step, Take
+from mimatrix.comm.calls import CallSignature
+from mimatrix.comm.control.client import ControlClient
+from mimatrix.comm.execution.one_sided import OneSidedExecutor, Sync
+from mimatrix.comm.execution.program import ProgramStep, Read
 from mimatrix.comm.execution.reduce import reduce_into
 from mimatrix.comm.memory.arena import Arena, Slot
 from mimatrix.core.errors import PeerLost, WorldError
@@ -19,7 +19,7 @@ from mimatrix.core.errors import PeerLost, WorldError
 _IN_FLIGHT = 8
 
 
-class Reading(Protocol):
+class RemoteReadWork(Protocol):
     """A read under way."""
 
     def wait(self, deadline: float | None = None) -> None:
@@ -27,10 +27,10 @@ class Reading(Protocol):
         ...
 
 
-class FarWindow(Protocol):
+class RemoteWindow(Protocol):
     """A peer's window whose bytes have to be fetched."""
 
-    def start_read(self, start: int, stop: int, into: torch.Tensor) -> Reading:
+    def start_read(self, start: int, stop: int, into: torch.Tensor) -> RemoteReadWork:
         """Begin to fetch bytes [start, stop)."""
         ...
 
@@ -39,12 +39,12 @@ class FarWindow(Protocol):
 class _Read:
     """What to fetch for one take from one peer, and where to."""
 
-    take: Take
+    take: Read
     peer: int
     into: torch.Tensor
 
 
-class FetchingExecutor(WindowsExecutor):
+class RemoteReadExecutor(OneSidedExecutor):
     """Runs programs where peers' memory is behind a network."""
 
     sees_peers = False
@@ -52,19 +52,19 @@ class FetchingExecutor(WindowsExecutor):
     def __init__(
         self,
         arena: Arena,
-        windows: Sequence[FarWindow | None],
+        windows: Sequence[RemoteWindow | None],
         sync: Sync,
         members: Sequence[int],
-        control: Control,
+        control: ControlClient,
         timeout_s: float,
     ) -> None:
         super().__init__(arena, [None] * len(windows), sync)
         self._far, self._members, self._control, self._timeout_s = windows, members, control, timeout_s
         self._scratch: Slot | None = None
 
-    def _step(self, step: Step, call: Call, offset: int) -> None:
-        flying: deque[tuple[_Read, Reading]] = deque()
-        addends: dict[Take, list[torch.Tensor]] = {}
+    def _step(self, step: ProgramStep, call: CallSignature, offset: int) -> None:
+        flying: deque[tuple[_Read, RemoteReadWork]] = deque()
+        addends: dict[Read, list[torch.Tensor]] = {}
         for read in self._reads(step, call, offset):
             if len(flying) == _IN_FLIGHT:
                 self._land(*flying.popleft(), call, offset, addends)
@@ -72,7 +72,7 @@ class FetchingExecutor(WindowsExecutor):
         while flying:
             self._land(*flying.popleft(), call, offset, addends)
 
-    def _reads(self, step: Step, call: Call, offset: int) -> Iterator[_Read]:
+    def _reads(self, step: ProgramStep, call: CallSignature, offset: int) -> Iterator[_Read]:
         """In the order of the schedule: copies straight to their place, addends side by side into scratch memory."""
         size, at = call.dtype.itemsize, 0
         room = self._room(sum((take.stop - take.start) * len(take.sources) for take in step.takes if take.adds) * size)
@@ -86,7 +86,7 @@ class FetchingExecutor(WindowsExecutor):
                     place = offset + take.start * size
                     yield _Read(take, peer, self._arena.window.bytes[place : place + length])
 
-    def _start(self, read: _Read, call: Call) -> Reading:
+    def _start(self, read: _Read, call: CallSignature) -> RemoteReadWork:
         window, size = self._far[read.peer], call.dtype.itemsize
         assert window
         there = self.sync.offset_of(read.peer)
@@ -97,7 +97,12 @@ class FetchingExecutor(WindowsExecutor):
             raise
 
     def _land(
-        self, read: _Read, reading: Reading, call: Call, offset: int, addends: dict[Take, list[torch.Tensor]]
+        self,
+        read: _Read,
+        reading: RemoteReadWork,
+        call: CallSignature,
+        offset: int,
+        addends: dict[Read, list[torch.Tensor]],
     ) -> None:
         """Wait for a read; when it was the last of a sum, add."""
         self._control.begin_waiting(self._members[read.peer], call, 0)
@@ -116,7 +121,7 @@ class FetchingExecutor(WindowsExecutor):
             target = self._view(-1, offset + read.take.start * size, offset + read.take.stop * size, call.dtype)
             reduce_into(target, have, call.op, self._divisor(read.take, call))
 
-    def _lost(self, peer: int, call: Call, error: WorldError) -> None:
+    def _lost(self, peer: int, call: CallSignature, error: WorldError) -> None:
         """The transport knows no ranks: say which one it was."""
         if not isinstance(error, PeerLost):
             self._control.late(self._members[peer], self._members, f"{call} ({error})", self._timeout_s)

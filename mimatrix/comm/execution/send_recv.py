@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mimatrix.comm.calls import Call
-from mimatrix.comm.control.client import Control
-from mimatrix.comm.execution.program import Program, Step, Take
+from mimatrix.comm.calls import CallSignature
+from mimatrix.comm.control.client import ControlClient
+from mimatrix.comm.execution.program import Program, ProgramStep, Read
 from mimatrix.comm.execution.reduce import reduce_into
 
 
-class Pending(Protocol):
+class PendingTransfer(Protocol):
     """A message under way."""
 
     def wait(self, timeout: timedelta) -> Any:
@@ -21,47 +21,47 @@ class Pending(Protocol):
         ...
 
 
-class Backend(Protocol):
+class PointToPoint(Protocol):
     """What is needed of a c10d backend."""
 
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Pending:  # noqa: N803 (torch's name)
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> PendingTransfer:  # noqa: N803 (torch's name)
         """Start to send."""
         ...
 
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Pending:  # noqa: N803 (torch's name)
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> PendingTransfer:  # noqa: N803 (torch's name)
         """Start to receive."""
         ...
 
 
-class Flight(NamedTuple):
+class Transfer(NamedTuple):
     """A message under way: what it carries, with whom."""
 
     start: int
     stop: int
     peer: int
-    pending: Pending
+    pending: PendingTransfer
 
 
-Posted = dict[Take, list[tuple[Flight, torch.Tensor]]]
+Posted = dict[Read, list[tuple[Transfer, torch.Tensor]]]
 """Receives under way by what they are for: the message, and where it goes."""
 
 
-class MessagesExecutor:
+class SendRecvExecutor:
     """Runs programs for one rank of one group, on tensors wherever they lie."""
 
-    def __init__(self, backend: Backend, members: Sequence[int], control: Control, timeout_s: float) -> None:
+    def __init__(self, backend: PointToPoint, members: Sequence[int], control: ControlClient, timeout_s: float) -> None:
         self._backend, self._members, self._control = backend, members, control
         self._timeout = timedelta(seconds=timeout_s)
         self._doing = ""
         self._scratch: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
 
-    def run(self, call: Call, program: Program, flat: torch.Tensor) -> None:
+    def run(self, call: CallSignature, program: Program, flat: torch.Tensor) -> None:
         """`flat` holds this rank's data and is worked on in place.
 
         Receives are posted before this rank's own data are sent, and those of the next round already now where that can
         be: a permission to send that queues up behind our own data would leave the link idle in the other direction.
         """
-        unsent: list[Flight] = []
+        unsent: list[Transfer] = []
         ahead: Posted = {}
         for number, step in enumerate(program.steps):
             self._doing = f"{call}, round {number}, since {time.strftime('%H:%M:%S')}"
@@ -79,7 +79,7 @@ class MessagesExecutor:
             unsent += sent
         self._await(unsent)
 
-    def _post(self, step: Step, takes: Sequence[Take], number: int, flat: torch.Tensor) -> Posted:
+    def _post(self, step: ProgramStep, takes: Sequence[Read], number: int, flat: torch.Tensor) -> Posted:
         """Post receives for some takes of a round: copies straight to their place, addends into scratch memory."""
         tags, posted = _Tags(), {}
         room, at = self._scratch_for(flat, step, number), 0
@@ -92,12 +92,12 @@ class MessagesExecutor:
                 tag = tags.next(source, adds=take.adds)
                 if take in takes:
                     pending = self._backend.recv([into], source, tag)
-                    flights.append((Flight(take.start, take.stop, source, pending), into))
+                    flights.append((Transfer(take.start, take.stop, source, pending), into))
             if take in takes:
                 posted[take] = flights
         return posted
 
-    def _post_ahead(self, program: Program, number: int, unsent: Sequence[Flight], flat: torch.Tensor) -> Posted:
+    def _post_ahead(self, program: Program, number: int, unsent: Sequence[Transfer], flat: torch.Tensor) -> Posted:
         """Receives of the next round that touch nothing which this round still reads, writes or sends."""
         if number + 1 == len(program.steps):
             return {}
@@ -107,22 +107,22 @@ class MessagesExecutor:
         free = [take for take in following.takes if take.adds or not _overlaps(take, busy)]
         return self._post(following, free, number + 1, flat)
 
-    def _send(self, step: Step, flat: torch.Tensor) -> list[Flight]:
+    def _send(self, step: ProgramStep, flat: torch.Tensor) -> list[Transfer]:
         tags, flights = _Tags(), []
         for give in step.gives:
             tag = tags.next(give.peer, adds=give.adds)
             pending = self._backend.send([flat[give.start : give.stop]], give.peer, tag)
-            flights.append(Flight(give.start, give.stop, give.peer, pending))
+            flights.append(Transfer(give.start, give.stop, give.peer, pending))
         return flights
 
-    def _settled(self, unsent: list[Flight], takes: Sequence[Take]) -> list[Flight]:
+    def _settled(self, unsent: list[Transfer], takes: Sequence[Read]) -> list[Transfer]:
         """Wait for the sends that overlap with what `takes` will write; give those that are left."""
         written = [(take.start, take.stop) for take in takes]
         leaving = [flight for flight in unsent if _overlaps(flight, written)]
         self._await(leaving)
         return [flight for flight in unsent if flight not in leaving]
 
-    def _await(self, flights: Sequence[Flight]) -> None:
+    def _await(self, flights: Sequence[Transfer]) -> None:
         """Until they have landed; a peer that does not come is named."""
         for flight in flights:
             peer = self._members[flight.peer]
@@ -133,11 +133,11 @@ class MessagesExecutor:
                 self._control.late(peer, self._members, self._doing, self._timeout.total_seconds())
             self._control.end_waiting()
 
-    def _sum(self, take: Take, addends: list[torch.Tensor], call: Call, flat: torch.Tensor) -> None:
+    def _sum(self, take: Read, addends: list[torch.Tensor], call: CallSignature, flat: torch.Tensor) -> None:
         divisor = len(self._members) if take.completes and call.op == "avg" else 1
         reduce_into(flat[take.start : take.stop], addends, call.op, divisor)
 
-    def _scratch_for(self, flat: torch.Tensor, step: Step, number: int) -> torch.Tensor:
+    def _scratch_for(self, flat: torch.Tensor, step: ProgramStep, number: int) -> torch.Tensor:
         """Room for all addends of a round; rounds take turns, since the next one is posted while this one goes on."""
         count = sum((take.stop - take.start) * len(take.sources) for take in step.takes if take.adds)
         key = (flat.dtype, flat.device, number % 2)
@@ -146,7 +146,7 @@ class MessagesExecutor:
         return self._scratch[key]
 
 
-def _overlaps(one: Take | Flight, others: Sequence[tuple[int, int]]) -> bool:
+def _overlaps(one: Read | Transfer, others: Sequence[tuple[int, int]]) -> bool:
     return any(one.start < stop and start < one.stop for start, stop in others)
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.comm.execution.program import Give
+from mimatrix.comm.execution.program import Serve
 from mimatrix.comm.memory.arena import Slot
 
 STAGE_BYTES = {"host": 1 << 20, "cuda": 32 << 20, "far": 4 << 20}
@@ -18,7 +18,7 @@ BUCKET_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagedChunk:
     """A part of what a collective works on: how many elements, how they get into a stage and out of it."""
 
     count: int
@@ -27,7 +27,7 @@ class Piece:
     outside: torch.Tensor | None = None
     """The elements themselves, where they are filled and drained as they lie."""
 
-    def fill_slot(self, slot: Slot, dtype: torch.dtype, only: Sequence[Give] | None = None) -> None:
+    def fill_slot(self, slot: Slot, dtype: torch.dtype, only: Sequence[Serve] | None = None) -> None:
         """Put it into a stage, once that has been read by all; or `only` what peers take of it."""
         slot.reuse()
         stage = slot.tensor(dtype, self.count)
@@ -38,12 +38,12 @@ class Piece:
             stage[give.start : give.stop].copy_(self.outside[give.start : give.stop])
 
 
-def whole(flat: torch.Tensor) -> Piece:
+def whole(flat: torch.Tensor) -> StagedChunk:
     """All of a flat tensor at once."""
-    return Piece(flat.numel(), partial(_copy_to, flat), flat.copy_, flat)
+    return StagedChunk(flat.numel(), partial(_copy_to, flat), flat.copy_, flat)
 
 
-def in_pieces(flat: torch.Tensor, stage_bytes: int) -> Iterator[Piece]:
+def in_pieces(flat: torch.Tensor, stage_bytes: int) -> Iterator[StagedChunk]:
     """A flat tensor, cut to the size of a stage."""
     step = stage_bytes // flat.element_size()
     for start in range(0, max(1, flat.numel()), step):
@@ -52,7 +52,7 @@ def in_pieces(flat: torch.Tensor, stage_bytes: int) -> Iterator[Piece]:
 
 def in_shared_pieces(
     flat: torch.Tensor, parts: Sequence[int], stage_bytes: int
-) -> Iterator[tuple[Shares, list[Piece]]]:
+) -> Iterator[tuple[Shares, list[StagedChunk]]]:
     """A flat tensor of which every rank has a part, cut so that a piece has something of every part; by their shares.
 
     Parts are cut into equally many pieces, so that all but the last are alike.
@@ -75,7 +75,7 @@ def in_shared_pieces(
             yield Shares.of(sizes), [_joined(slices(turn)) for turn in alike]
 
 
-def _joined(slices: Sequence[torch.Tensor]) -> Piece:
+def _joined(slices: Sequence[torch.Tensor]) -> StagedChunk:
     """Slices of a tensor, one after the other in the stage."""
     sizes = [each.numel() for each in slices]
 
@@ -87,12 +87,12 @@ def _joined(slices: Sequence[torch.Tensor]) -> Piece:
         for inside, outside in zip(torch.split(stage, sizes), slices, strict=True):
             outside.copy_(inside)
 
-    return Piece(sum(sizes), fill, drain)
+    return StagedChunk(sum(sizes), fill, drain)
 
 
 def scatter_pieces(
     output: torch.Tensor, source: torch.Tensor, me: int, ranks: int, stage_bytes: int
-) -> Iterator[Piece]:
+) -> Iterator[StagedChunk]:
     """For a reduce-scatter into `output`: columns of `source`, of which every rank owns a row."""
     rows = source.view(ranks, output.numel())
     for columns in _columns(output, ranks, stage_bytes):
@@ -101,10 +101,12 @@ def scatter_pieces(
         def drain(stage: torch.Tensor, part: torch.Tensor = part) -> None:
             part.copy_(stage.view(ranks, part.numel())[me])
 
-        yield Piece(ranks * part.numel(), partial(_copy_rows, rows[:, columns]), drain)
+        yield StagedChunk(ranks * part.numel(), partial(_copy_rows, rows[:, columns]), drain)
 
 
-def gather_pieces(output: torch.Tensor, source: torch.Tensor, me: int, ranks: int, stage_bytes: int) -> Iterator[Piece]:
+def gather_pieces(
+    output: torch.Tensor, source: torch.Tensor, me: int, ranks: int, stage_bytes: int
+) -> Iterator[StagedChunk]:
     """For an all-gather into `output`: columns of it, of which every rank fills its row."""
     rows = output.view(ranks, source.numel())
     for columns in _columns(source, ranks, stage_bytes):
@@ -115,7 +117,7 @@ def gather_pieces(output: torch.Tensor, source: torch.Tensor, me: int, ranks: in
         def drain(stage: torch.Tensor, part: torch.Tensor = rows[:, columns]) -> None:
             part.copy_(stage.view(part.shape))
 
-        yield Piece(ranks * source[columns].numel(), fill, drain)
+        yield StagedChunk(ranks * source[columns].numel(), fill, drain)
 
 
 def _columns(row: torch.Tensor, ranks: int, stage_bytes: int) -> Iterator[slice]:

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 import torch
 
-from mimatrix.comm.memory.mapped_view import ViewedPeer, check_size
-from mimatrix.comm.memory.memfd import MappedWindow, MappedWindows
+from mimatrix.comm.memory.mapped_view import MappedView, check_size
+from mimatrix.comm.memory.memfd import MemfdWindow, MemfdWindows
 from mimatrix.core.errors import UserError, WorldError
 
 _HANDLE_BYTES = 64
@@ -30,7 +30,7 @@ class CudaIpcWindows:
         if not torch.cuda.is_available():
             raise UserError("there is no GPU here that torch can use; use windows in mapped memory")
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        self._lifelines = MappedWindows()
+        self._lifelines = MemfdWindows()
         self._own: dict[str, CudaIpcWindow] = {}
         self._opened: dict[str, _Mapping] = {}
 
@@ -40,10 +40,10 @@ class CudaIpcWindows:
         self._own[window.handle()] = window
         return window
 
-    def open(self, handle: str) -> ViewedPeer:
+    def open(self, handle: str) -> MappedView:
         """A peer's window."""
         if handle in self._own:
-            return ViewedPeer(self._own[handle].bytes) if self._own[handle].bytes.numel() else _refuse("it is closed")
+            return MappedView(self._own[handle].bytes) if self._own[handle].bytes.numel() else _refuse("it is closed")
         _, lifeline = handle.split("|")
         self._lifelines.open(lifeline).close()
         if handle not in self._opened or not self._opened[handle].users:
@@ -54,7 +54,7 @@ class CudaIpcWindows:
 class CudaIpcWindow:
     """Memory of this rank on its GPU."""
 
-    def __init__(self, device: torch.device, size: int, lifeline: MappedWindow) -> None:
+    def __init__(self, device: torch.device, size: int, lifeline: MemfdWindow) -> None:
         check_size(size)
         self._device, self._size, self._lifeline = device, size, lifeline
         self._address = ctypes.c_void_p()
@@ -87,7 +87,7 @@ class CudaIpcWindow:
             self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
-class CudaIpcPeer(ViewedPeer):
+class CudaIpcPeer(MappedView):
     """A peer's memory on a GPU of this host, mapped here."""
 
     def __init__(self, mapping: "_Mapping") -> None:

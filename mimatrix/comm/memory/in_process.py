@@ -4,7 +4,7 @@ import secrets
 
 import torch
 
-from mimatrix.comm.memory.mapped_view import ViewedPeer, check_size
+from mimatrix.comm.memory.mapped_view import MappedView, check_size
 from mimatrix.core.errors import WorldError
 
 
@@ -19,11 +19,11 @@ class InProcessWindows:
         check_size(size)
         return InProcessWindow(self._windows, torch.zeros(size, dtype=torch.uint8))
 
-    def open(self, handle: str) -> ViewedPeer:
+    def open(self, handle: str) -> MappedView:
         """A peer's window."""
         if handle not in self._windows:
             raise WorldError(f"the window {handle} cannot be opened; is its rank still there?")
-        return ViewedPeer(self._windows[handle])
+        return MappedView(self._windows[handle])
 
 
 class InProcessWindow:

@@ -5,7 +5,7 @@ import torch
 from mimatrix.core.errors import UserError
 
 
-class ViewedPeer:
+class MappedView:
     """Another rank's bytes as a tensor over the memory itself."""
 
     def __init__(self, memory: torch.Tensor) -> None:

@@ -17,39 +17,39 @@ from contextlib import suppress
 
 import torch
 
-from mimatrix.comm.memory.mapped_view import ViewedPeer, check_size
-from mimatrix.comm.memory.shared_storage import BEYOND, NUMBERS, Adopted
+from mimatrix.comm.memory.mapped_view import MappedView, check_size
+from mimatrix.comm.memory.shared_storage import BEYOND, NUMBERS, SharedStorages
 from mimatrix.core.errors import WorldError
 
 _HANDOVER_S, _ASK_S = 20.0, 0.5
 
 
-class MappedWindows:
+class MemfdWindows:
     """Windows in mapped memory. One socket per process hands out all of them."""
 
     def __init__(self) -> None:
-        self._door = _Door()
+        self._door = _FdServer()
 
-    def allocate(self, size: int) -> "MappedWindow":
+    def allocate(self, size: int) -> "MemfdWindow":
         """A new window of `size` bytes, all zero."""
-        return MappedWindow(self._door, size)
+        return MemfdWindow(self._door, size)
 
-    def open(self, handle: str) -> "MappedPeer":
+    def open(self, handle: str) -> "MemfdPeer":
         """A peer's window."""
-        return MappedPeer(handle)
+        return MemfdPeer(handle)
 
     def close(self) -> None:
         """Hand nothing out any more."""
         self._door.close()
 
 
-class MappedPeer(ViewedPeer):
+class MemfdPeer(MappedView):
     """A peer's window, and what it adopted beside it: that is mapped once somebody looks there."""
 
     def __init__(self, handle: str) -> None:
         super().__init__(_mapped(handle))
         self._handle = handle
-        self._beside: dict[int, tuple[int, ViewedPeer]] = {}
+        self._beside: dict[int, tuple[int, MappedView]] = {}
 
     def view(self, start: int, stop: int) -> torch.Tensor:
         """The bytes themselves."""
@@ -63,26 +63,26 @@ class MappedPeer(ViewedPeer):
         self._beside.clear()
         super().close()
 
-    def _other(self, name: int) -> ViewedPeer:
+    def _other(self, name: int) -> MappedView:
         """What has this name now; whatever had the same number before is gone."""
         known, found = self._beside.get(name % NUMBERS, (0, None))
         if found is None or known != name:
-            found = ViewedPeer(_mapped(_beside(self._handle, name)))
+            found = MappedView(_mapped(_beside(self._handle, name)))
             self._beside[name % NUMBERS] = name, found
         return found
 
 
-class MappedWindow:
+class MemfdWindow:
     """Memory of this rank, backed by a memfd; `adopted` are storages beside it."""
 
-    def __init__(self, door: "_Door", size: int) -> None:
+    def __init__(self, door: "_FdServer", size: int) -> None:
         check_size(size)
         self._door, self._size = door, size
         self._fd = os.memfd_create("mimatrix", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
         self.bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
         self._token = door.offer(self._fd, size)
-        self.adopted = Adopted(self._lend, lambda name: door.withdraw(_beside(self._token, name)))
+        self.adopted = SharedStorages(self._lend, lambda name: door.withdraw(_beside(self._token, name)))
 
     def _lend(self, name: int, fd: int, size: int) -> None:
         self._door.offer(fd, size, _beside(self._token, name))
@@ -106,7 +106,7 @@ class MappedWindow:
             self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
-class _Door:
+class _FdServer:
     """A Unix socket where processes of the same user collect file descriptors by token."""
 
     def __init__(self) -> None:

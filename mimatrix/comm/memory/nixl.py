@@ -41,7 +41,7 @@ class NixlWindows:
 
     def __init__(self, patience_s: float = 30.0) -> None:
         self._agent = Agent(patience_s)
-        self._roll = _Roll(self._agent)
+        self._roll = _LivenessTable(self._agent)
 
     def allocate(self, size: int, device: str | torch.device = "cpu") -> "NixlWindow":
         """A new window of `size` bytes, all zero. On the host pages exist once touched, unless a NIC pins them."""
@@ -72,7 +72,7 @@ class NixlWindows:
 class NixlWindow:
     """Memory of this rank that peers on other hosts read."""
 
-    def __init__(self, agent: Agent, roll: "_Roll", memory: torch.Tensor, pages: mmap.mmap | None) -> None:
+    def __init__(self, agent: Agent, roll: "_LivenessTable", memory: torch.Tensor, pages: mmap.mmap | None) -> None:
         self.bytes = memory
         self._agent, self._roll, self._pages = agent, roll, pages
         self._span = Span.of(memory)
@@ -165,7 +165,7 @@ class _Published:
             raise UserError(f"{text[:40]!r} is no handle of a NIXL window; pass what its handle() gave") from error
 
 
-class _Roll:
+class _LivenessTable:
     """The tokens of this process's living windows, where peers read them; zeros stand for no window."""
 
     def __init__(self, agent: Agent) -> None:

@@ -19,7 +19,7 @@ NUMBERS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Lent:
+class _SharedStorage:
     storage: StorageWeakRef
     pointer: int
     name: int
@@ -30,12 +30,12 @@ class _Lent:
         return not _is_gone(self.storage) and self.pointer == storage.data_ptr()
 
 
-class Adopted:
+class SharedStorages:
     """The storages beside one window. `offer` lets peers have a file by its name here, `withdraw` no longer."""
 
     def __init__(self, offer: Callable[[int, int, int], object], withdraw: Callable[[int], object]) -> None:
         self._offer, self._withdraw = offer, withdraw
-        self._lent: dict[int, _Lent] = {}
+        self._lent: dict[int, _SharedStorage] = {}
         self._seen: dict[int, StorageWeakRef] = {}
         self._names = list(range(NUMBERS - 1, 0, -1))
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Adopted:
                 self.refused = str(error).splitlines()[0]
                 return
             name, fd = self._names.pop(), os.dup(shared)
-            self._lent[storage._cdata] = _Lent(_watched(storage), storage.data_ptr(), name, fd)
+            self._lent[storage._cdata] = _SharedStorage(_watched(storage), storage.data_ptr(), name, fd)
             self._offer(name, fd, size)
 
     def place_of(self, storage: torch.UntypedStorage) -> int | None:

@@ -6,8 +6,8 @@ Stronger than the wait rule (all ranks wait for all), so every schedule that was
 import time
 from collections.abc import Collection, Sequence
 
-from mimatrix.comm.calls import Announced, Call, disagreement
-from mimatrix.comm.control.client import Control
+from mimatrix.comm.calls import CallHeader, CallSignature, disagreement
+from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.sync.flag_sync import Release
 from mimatrix.core.errors import WorldError
 
@@ -17,16 +17,16 @@ _POLL_S = 0.05
 class CoordinatorSync:
     """The same promises as `Flags`, kept by the coordinator."""
 
-    def __init__(self, group: str, members: Sequence[int], control: Control, timeout_s: float) -> None:
+    def __init__(self, group: str, members: Sequence[int], control: ControlClient, timeout_s: float) -> None:
         self._group, self._members, self._control, self._timeout_s = group, members, control, timeout_s
         self._number, self._base, self._next, self._reached = -1, 0, 1, 0
-        self._call: Call | None = None
+        self._call: CallSignature | None = None
         self._broken = ""
         self._offsets: list[int] = []
         self._round = 0
         self.waited_s = 0.0
 
-    def begin(self, call: Call, offset: int, rounds: int) -> None:
+    def begin(self, call: CallSignature, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
         if self._broken:
             raise WorldError(f"this group is broken: {self._broken}; make it anew")
@@ -95,7 +95,7 @@ class CoordinatorSync:
         """Compare what all announced with their arrival at a call's start."""
         if not said or said[0] is None:
             return
-        announced = [Announced.unpack(bytes.fromhex(each or "")) for each in said]
+        announced = [CallHeader.unpack(bytes.fromhex(each or "")) for each in said]
         assert self._call
         for rank, theirs in zip(self._members, announced, strict=True):
             if not theirs.agrees(self._call):

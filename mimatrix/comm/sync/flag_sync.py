@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from mimatrix.comm.calls import PACKED_BYTES, Announced, Call, disagreement, offset_if_same
-from mimatrix.comm.control.client import Control
+from mimatrix.comm.calls import PACKED_BYTES, CallHeader, CallSignature, disagreement, offset_if_same
+from mimatrix.comm.control.client import ControlClient
 from mimatrix.core.errors import WorldError
 
 PAGE_BYTES = 4096
@@ -28,19 +28,19 @@ Release = tuple[tuple[int, int, int], ...]
 """What must have happened before a slot may be written again: (peer, the count that it must have reached, the call)."""
 
 
-class Flags:
+class FlagSync:
     """The pages of one group's members, as one rank sees them. `members[i]` is the rank in the job of member i."""
 
     def __init__(
-        self, me: int, pages: Sequence[memoryview], members: Sequence[int], control: Control, timeout_s: float
+        self, me: int, pages: Sequence[memoryview], members: Sequence[int], control: ControlClient, timeout_s: float
     ) -> None:
         self._me, self._pages, self._members = me, pages, members
         self._counts = [page[:8].cast("Q") for page in pages]
         self._control, self._timeout_s = control, timeout_s
         self._fence = threading.Lock()
         self._number, self._base, self._next = -1, 0, 1  # a page starts at zero: nothing announced
-        self._call: Call | None = None
-        self._calls: list[tuple[int, Call | None]] = [(-1, None)] * _HEADERS
+        self._call: CallSignature | None = None
+        self._calls: list[tuple[int, CallSignature | None]] = [(-1, None)] * _HEADERS
         self._packed = [b""] * _HEADERS
         self._broken = ""
         self._round = 0
@@ -49,7 +49,7 @@ class Flags:
         self.waited_s = 0.0
         """How long this rank has waited for others, all calls together."""
 
-    def begin(self, call: Call, offset: int, rounds: int) -> None:
+    def begin(self, call: CallSignature, offset: int, rounds: int) -> None:
         """The data of this call lie ready at `offset`."""
         if self._broken:
             raise WorldError(f"this group is broken: {self._broken}; make it anew")
@@ -164,13 +164,13 @@ class Flags:
         if known == number == found.number and call and not found.agrees(call):
             self._disagree(peer, number, found)
 
-    def _header(self, peer: int, number: int) -> Announced:
-        return Announced.unpack(self._raw_header(peer, number))
+    def _header(self, peer: int, number: int) -> CallHeader:
+        return CallHeader.unpack(self._raw_header(peer, number))
 
     def _raw_header(self, peer: int, number: int) -> bytes:
         return bytes(self._pages[peer][_header_at(number)])
 
-    def _disagree(self, peer: int, number: int, found: Announced) -> NoReturn:
+    def _disagree(self, peer: int, number: int, found: CallHeader) -> NoReturn:
         call = self._calls[number % _HEADERS][1]
         assert call
         ranks = self._members[self._me], self._members[peer]

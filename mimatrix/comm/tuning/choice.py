@@ -9,16 +9,16 @@ from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 
-Path = Literal["windows", "messages", "native"]
+Transport = Literal["windows", "messages", "native"]
 CACHED_BYTES = 256 << 10
 """A block of this size and its target stay in a core's second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AlgorithmChoice:
     """The path that data take, the algorithm, its segments, and shares of the blocks where they are uneven."""
 
-    path: Path = "windows"
+    path: Transport = "windows"
     algorithm: str = "gdraa"
     segments: int = 1
     shares: Shares | None = None
@@ -30,7 +30,7 @@ class Plan:
         return f"{self.path} {self.algorithm}{cut}{' by bandwidth' if self.shares else ''}"
 
     @classmethod
-    def parse(cls, text: str) -> "Plan":
+    def parse(cls, text: str) -> "AlgorithmChoice":
         """`messages ring`, `windows gdraa/8`: what `str` gives, shares apart."""
         path, _, rest = text.strip().partition(" ")
         algorithm, _, segments = rest.partition("/")
@@ -39,32 +39,34 @@ class Plan:
         return cls(path, find(algorithm).name, int(segments or 1))  # type: ignore[arg-type]
 
 
-NATIVE = Plan("native", "native")
+NATIVE = AlgorithmChoice("native", "native")
 _LEAST_BLOCK_BYTES = 32 << 10
 
 
-def default_plan(collective: Collective, size: int, ranks: int, path: Path) -> Plan:
+def default_plan(collective: Collective, size: int, ranks: int, path: Transport) -> AlgorithmChoice:
     """Without measurements: GDRAA, in segments whose blocks stay in cache."""
     segments = size // (ranks * CACHED_BYTES) if collective is Collective.ALL_REDUCE and path == "windows" else 1
-    return Plan(path, "gdraa", max(1, min(64, segments)))
+    return AlgorithmChoice(path, "gdraa", max(1, min(64, segments)))
 
 
-def candidates(collective: Collective, size: int, ranks: int, paths: tuple[Path, ...]) -> Iterator[Plan]:
+def candidates(
+    collective: Collective, size: int, ranks: int, paths: tuple[Transport, ...]
+) -> Iterator[AlgorithmChoice]:
     """What may be fastest for a message of `size` bytes; the native collective always."""
     yield NATIVE
     reducing = collective is Collective.ALL_REDUCE
     near = "messages" not in paths
     if "windows" in paths:
         for segments in _segment_counts(size, ranks) if reducing and near else (1,):
-            yield Plan("windows", "gdraa", segments)
+            yield AlgorithmChoice("windows", "gdraa", segments)
     if "messages" in paths:
-        yield Plan("messages", "gdraa")
-        yield Plan("messages", "ring", 1)
+        yield AlgorithmChoice("messages", "gdraa")
+        yield AlgorithmChoice("messages", "ring", 1)
         if reducing:
-            yield Plan("messages", "halving_doubling")
+            yield AlgorithmChoice("messages", "halving_doubling")
             if size >= 1 << 20:
-                yield Plan("messages", "gdraa", 4)
-                yield Plan("messages", "gdraa", 16)
+                yield AlgorithmChoice("messages", "gdraa", 4)
+                yield AlgorithmChoice("messages", "gdraa", 16)
 
 
 def _segment_counts(size: int, ranks: int) -> list[int]:

@@ -21,7 +21,7 @@ from mimatrix.collectives import (
     relabelled,
     shares_by_bandwidth,
 )
-from mimatrix.comm.tuning.choice import Plan
+from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.core.errors import UnsuitedError
 from mimatrix.netsim import Costs, replay
 
@@ -35,7 +35,7 @@ class Forecast:
 
     def __init__(self, cluster: Cluster, costs: Costs = Costs(sync_s=200e-6)) -> None:  # noqa: B008 (a value)
         self._cluster, self._costs = cluster, costs
-        self._schedules: dict[tuple[Plan, Collective], Schedule] = {}
+        self._schedules: dict[tuple[AlgorithmChoice, Collective], Schedule] = {}
 
     @cached_property
     def _fabric(self) -> Fabric:
@@ -46,13 +46,13 @@ class Forecast:
         everyone = range(len(self._cluster.device_names))
         return [float(rate) for rate in nic_rates(self._fabric, everyone)]
 
-    def by_bandwidth(self, plan: Plan) -> Plan | None:
+    def by_bandwidth(self, plan: AlgorithmChoice) -> AlgorithmChoice | None:
         """The same plan with shares by bandwidth, where NICs are unlike."""
         if not np.isfinite(self._rates).all() or max(self._rates) < _UNLIKE * min(self._rates):
             return None
         return replace(plan, shares=shares_by_bandwidth(self._rates, plan.segments).shares)
 
-    def suits(self, plan: Plan, collective: Collective) -> bool:
+    def suits(self, plan: AlgorithmChoice, collective: Collective) -> bool:
         """Whether the algorithm can run on this network."""
         try:
             self.schedule(plan, collective)
@@ -60,7 +60,7 @@ class Forecast:
             return False
         return True
 
-    def schedule(self, plan: Plan, collective: Collective) -> Schedule:
+    def schedule(self, plan: AlgorithmChoice, collective: Collective) -> Schedule:
         """The algorithm fitted to the network (a ring's order, HDRM's mapping), in the job's own ranks."""
         key = (plan, collective)
         if key not in self._schedules:
@@ -69,11 +69,13 @@ class Forecast:
             self._schedules[key] = relabelled(fitted.schedule, fitted.placement)
         return self._schedules[key]
 
-    def seconds(self, plan: Plan, collective: Collective, size: int) -> float:
+    def seconds(self, plan: AlgorithmChoice, collective: Collective, size: int) -> float:
         """How long it should take."""
         return replay(self.schedule(plan, collective), self._cluster, None, size, costs=self._costs).seconds
 
-    def worth_trying(self, plans: Sequence[Plan], collective: Collective, size: int) -> list[Plan]:
+    def worth_trying(
+        self, plans: Sequence[AlgorithmChoice], collective: Collective, size: int
+    ) -> list[AlgorithmChoice]:
         """Without those that are hopeless by the simulator; the native collective stays, whatever it may be."""
         ours = [plan for plan in plans if plan.path != "native"]
         expected = {plan: self.seconds(plan, collective, size) for plan in ours}

@@ -16,11 +16,11 @@ import torch
 
 from mimatrix import __version__
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.calls import Kind
+from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.execution.staging import STAGE_BYTES
 from mimatrix.comm.memory.arena import Slot, slot_bytes
-from mimatrix.comm.tuning.choice import Path as DataPath
-from mimatrix.comm.tuning.choice import Plan, candidates
+from mimatrix.comm.tuning.choice import AlgorithmChoice, candidates
+from mimatrix.comm.tuning.choice import Transport as DataPath
 from mimatrix.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,23 +68,23 @@ class Tuner:
 
     def __init__(self, group: "Group") -> None:
         self._group = group
-        self._plans: dict[SizeClass, Plan] = {}
+        self._plans: dict[SizeClass, AlgorithmChoice] = {}
         self.table: dict[str, dict[str, float]] = {}
         """Seconds of every candidate, by size class: why a plan was chosen."""
         self._file = cache_folder() / f"{fingerprint(group)}.json"
         self._only = ""
         """`MIMATRIX_PATH`: plans of this path alone are tried, where there are any; to find out what is to blame."""
-        self._named: Plan | None = None
+        self._named: AlgorithmChoice | None = None
         """Where it names a plan (`messages ring`): what all-reduces run as."""
         self._load()
 
-    def known(self, key: SizeClass) -> Plan | None:
+    def known(self, key: SizeClass) -> AlgorithmChoice | None:
         """The plan for such messages, if they were measured before, now or by an earlier job."""
         if key not in self._plans and str(key) in self.table:
             self._settle(key)
         return self._plans.get(key)
 
-    def plan(self, key: SizeClass) -> Plan:
+    def plan(self, key: SizeClass) -> AlgorithmChoice:
         """The fastest plan for such messages; measured now if it never was."""
         if self.known(key) is None:
             self.table[str(key)] = self._measured(key, list(self.candidates(key).values()))
@@ -98,7 +98,7 @@ class Tuner:
         if set(times) == set(known):
             self._plans[key] = known[min(times, key=lambda name: times[name])]
 
-    def candidates(self, key: SizeClass) -> dict[str, Plan]:
+    def candidates(self, key: SizeClass) -> dict[str, AlgorithmChoice]:
         """What is, or would be, measured for such messages."""
         group, named = self._group, self._named
         if named and named.path in group.paths and key.collective is Collective.ALL_REDUCE:
@@ -109,12 +109,12 @@ class Tuner:
         forecast = group.forecast
         if forecast and "messages" in group.paths and key.collective is Collective.ALL_REDUCE:
             uneven = [forecast.by_bandwidth(plan) for plan in plans if plan.segments > 1]
-            plans += [plan for plan in (*uneven, Plan("messages", "hdrm")) if plan]
+            plans += [plan for plan in (*uneven, AlgorithmChoice("messages", "hdrm")) if plan]
             possible = [plan for plan in plans if plan.path == "native" or forecast.suits(plan, key.collective)]
             plans = forecast.worth_trying(possible, key.collective, key.bytes)
         return {str(plan): plan for plan in plans if plan.path == self._only} or {str(plan): plan for plan in plans}
 
-    def _measured(self, key: SizeClass, plans: list[Plan]) -> dict[str, float]:
+    def _measured(self, key: SizeClass, plans: list[AlgorithmChoice]) -> dict[str, float]:
         """Interleaved, the least of a few rounds; a round counts as long as its slowest rank took."""
         native = self._group.native
         assert native
@@ -126,7 +126,9 @@ class Tuner:
         for number in range(_ROUNDS + 1):
             near = min(best.values()) * _WORTH_ANOTHER_LOOK
             trying = [plan for plan in plans if number < 2 or best[plan] <= near]
-            took = native.slowest([self._timed(Kind(key.collective, tensor.dtype), tensor, plan) for plan in trying])
+            took = native.slowest(
+                [self._timed(CollectiveOp(key.collective, tensor.dtype), tensor, plan) for plan in trying]
+            )
             spent += sum(took)
             # The first round warms up, and counts only where there is no time for another.
             if number or spent > _BUDGET_S:
@@ -144,7 +146,7 @@ class Tuner:
         full = native.slowest([float(arena.largest_free < slot_bytes(size))])
         return None if any(full) else arena.allocate(size)
 
-    def _timed(self, kind: Kind, tensor: torch.Tensor, plan: Plan) -> float:
+    def _timed(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> float:
         started = time.perf_counter()
         self._group.perform(kind, tensor, plan)
         if tensor.is_cuda:
@@ -158,7 +160,7 @@ class Tuner:
         if group.me == 0:
             group.endpoint.store.set(key, json.dumps([_sound(self._file), os.environ.get("MIMATRIX_PATH", "")]))
         self.table, asked = json.loads(group.endpoint.store.get(key))
-        self._named = Plan.parse(asked) if " " in asked else None
+        self._named = AlgorithmChoice.parse(asked) if " " in asked else None
         self._only = self._named.path if self._named else asked
         if self._only not in ("", *get_args(DataPath)):
             raise UserError(f'MIMATRIX_PATH is "{asked}"; use {", ".join(get_args(DataPath))}, or leave it out')

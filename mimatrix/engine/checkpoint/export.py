@@ -14,10 +14,10 @@ import torch
 from mimatrix.core.errors import MiMatrixError, UserError, WorldError
 from mimatrix.engine.checkpoint import storage as disk
 from mimatrix.engine.checkpoint.json_codec import dtype_of
-from mimatrix.engine.checkpoint.state import Facts
+from mimatrix.engine.checkpoint.state import Metadata
 
 
-def newest(folder: Path) -> tuple[Path, Facts]:
+def newest(folder: Path) -> tuple[Path, Metadata]:
     """The checkpoint at a path, or the newest good one in that folder."""
     alone = disk.is_checkpoint(folder)
     reasons = []
@@ -36,15 +36,15 @@ def newest(folder: Path) -> tuple[Path, Facts]:
     raise UserError(f"there is no checkpoint in {folder}; give a folder that run.save has written")
 
 
-def weights(path: Path, facts: Facts) -> dict[str, torch.Tensor]:
+def weights(path: Path, facts: Metadata) -> dict[str, torch.Tensor]:
     """Parameters and buffers in their shapes, under all their names: tied ones are copies."""
     found = {name: _empty(entry) for name, entry in (facts["parameters"] | facts["buffers"]).items()}
     parts = {
-        f"model.{name}": disk.Part(tensor.view(-1), 0, tensor.numel())
+        f"model.{name}": disk.TensorSlice(tensor.view(-1), 0, tensor.numel())
         for name, tensor in found.items()
         if tensor.numel()
     }
-    disk.Tensors(path).read(parts)
+    disk.TensorReader(path).read(parts)
     copies = {other: found[name].clone() for name, entry in facts["parameters"].items() for other in entry["names"][1:]}
     return found | copies
 
@@ -72,7 +72,7 @@ def export(folder: Path, file: Path) -> dict[str, Any]:
     }
 
 
-def _empty(entry: Facts) -> torch.Tensor:
+def _empty(entry: Metadata) -> torch.Tensor:
     return torch.empty(entry["shape"], dtype=dtype_of(entry["dtype"]))
 
 

@@ -9,14 +9,22 @@ import torch
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint import rng_state as chance
 from mimatrix.engine.checkpoint.json_codec import dtype_of, unpack
-from mimatrix.engine.checkpoint.state import Facts, Owned, Standing, Subject, described, group_names, persistent_buffers
-from mimatrix.engine.checkpoint.storage import Part, Tensors
-from mimatrix.engine.data.source import Position
-from mimatrix.engine.zero.sharding import OptimizerCut
-from mimatrix.engine.zero.zero3 import ParametersCut
+from mimatrix.engine.checkpoint.state import (
+    Metadata,
+    OwnedElements,
+    Progress,
+    TrainState,
+    described,
+    group_names,
+    persistent_buffers,
+)
+from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
+from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.zero.sharding import Zero1
+from mimatrix.engine.zero.zero3 import Zero3
 
 
-def check(subject: Subject, facts: Facts) -> None:
+def check(subject: TrainState, facts: Metadata) -> None:
     """Refuse a checkpoint of something else, before anything is changed."""
     if (subject.outer is None) == ("outer" in facts):
         saved, now = ("hybrid", "sync") if subject.outer is None else ("sync", "hybrid")
@@ -44,14 +52,14 @@ def check(subject: Subject, facts: Facts) -> None:
     _check_groups(subject, facts)
 
 
-def position_in(facts: Facts, standing: Standing) -> Position:
+def position_in(facts: Metadata, standing: Progress) -> DataPosition:
     """Where a run goes on: after the same samples, whatever its global batch is now."""
-    saved = Position.from_json(facts["position"])
+    saved = DataPosition.from_json(facts["position"])
     if saved.batch == 0:
         return saved
     if "outer" in facts and facts["seed"] != standing.seed:
         # Of another group: each goes through the samples in an order of its own, which begins anew.
-        return Position(saved.epoch + 1, 0)
+        return DataPosition(saved.epoch + 1, 0)
     if facts["seed"] != standing.seed:
         raise UserError(
             f"the checkpoint is from the middle of an epoch with seed = {facts['seed']}, and with {standing.seed} the "
@@ -64,13 +72,13 @@ def position_in(facts: Facts, standing: Standing) -> Position:
             f"{saved.batch * facts['global_batch']} samples, which are no whole batches of {standing.split.total}; "
             "use the same global_batch"
         )
-    return Position(saved.epoch, batches)
+    return DataPosition(saved.epoch, batches)
 
 
 @torch.no_grad()
-def read_into(subject: Subject, facts: Facts, tensors: Tensors) -> Callable[[], None]:
+def read_into(subject: TrainState, facts: Metadata, tensors: TensorReader) -> Callable[[], None]:
     """Read this rank's part of everything; what is then to be called, on all ranks together, puts it in force."""
-    reading = _Reading(subject, facts)
+    reading = _TensorLoader(subject, facts)
     for owned in subject.pieces():
         reading.parameter(owned)
         reading.state(owned)
@@ -99,12 +107,12 @@ def read_into(subject: Subject, facts: Facts, tensors: Tensors) -> Callable[[], 
 
 
 @dataclass
-class _Reading:
+class _TensorLoader:
     """What this rank reads, and what is to be done once it is there."""
 
-    subject: Subject
-    facts: Facts
-    parts: dict[str, Part] = field(default_factory=dict)
+    subject: TrainState
+    facts: Metadata
+    parts: dict[str, TensorSlice] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -115,11 +123,11 @@ class _Reading:
         if not tensor.numel():
             return
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
-        self.parts[key] = Part(flat, start, flat.numel() if count is None else count)
+        self.parts[key] = TensorSlice(flat, start, flat.numel() if count is None else count)
         if not tensor.is_contiguous():
             self.after.append(lambda: _fill(tensor, flat))
 
-    def parameter(self, owned: Owned) -> None:
+    def parameter(self, owned: OwnedElements) -> None:
         """A parameter: all of it, or what this rank owns."""
         key = f"model.{self._keys[owned.names[0]]}"
         if self.subject.cuts:
@@ -127,7 +135,7 @@ class _Reading:
         else:
             self.fill(key, owned.piece.parameter.detach())
 
-    def state(self, owned: Owned) -> None:
+    def state(self, owned: OwnedElements) -> None:
         """What the optimizer keeps for a parameter, in the place of whatever it keeps now."""
         leaf = self.subject.binding.leaves.get(owned.piece.parameter)
         if leaf is None:
@@ -144,7 +152,7 @@ class _Reading:
 
         self.after.append(put)
 
-    def _value(self, key: str, entry: Facts, owned: Owned, leaf: torch.Tensor) -> Any:
+    def _value(self, key: str, entry: Metadata, owned: OwnedElements, leaf: torch.Tensor) -> Any:
         if entry["is"] == "value":
             value = unpack(entry["value"])
             return value.to(_counts_on(self.subject, leaf)) if isinstance(value, torch.Tensor) else value
@@ -162,24 +170,24 @@ def _fill(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _counts_on(subject: Subject, leaf: torch.Tensor) -> torch.device:
+def _counts_on(subject: TrainState, leaf: torch.Tensor) -> torch.device:
     """Where an optimizer wants its counters: with the tensor if it never looks at them, otherwise on the CPU."""
     group = next(each for each in subject.binding.optimizer.param_groups if any(leaf is one for one in each["params"]))
     return leaf.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 
-def _random_states(subject: Subject, facts: Facts, tensors: Tensors) -> torch.Tensor | None:
+def _random_states(subject: TrainState, facts: Metadata, tensors: TensorReader) -> torch.Tensor | None:
     if facts["ranks"] != subject.ranks or _apart(subject, facts):
         return None
     return torch.empty(tensors.count(f"random.{subject.rank}"), dtype=torch.uint8)
 
 
-def _apart(subject: Subject, facts: Facts) -> int:
+def _apart(subject: TrainState, facts: Metadata) -> int:
     """By how much this group's number is another one than that of the group that saved."""
     return subject.outer.group - int(facts["outer"]["group"]) if subject.outer else 0
 
 
-def _restore_groups(subject: Subject, facts: Facts) -> None:
+def _restore_groups(subject: TrainState, facts: Metadata) -> None:
     for group, saved in zip(subject.binding.optimizer.param_groups, facts["groups"], strict=True):
         for name, value in unpack(saved["settings"]).items():
             here = group.get(name)
@@ -189,21 +197,21 @@ def _restore_groups(subject: Subject, facts: Facts) -> None:
                 group[name] = value
 
 
-def _restore_schedulers(subject: Subject, facts: Facts) -> None:
+def _restore_schedulers(subject: TrainState, facts: Metadata) -> None:
     for each, saved in zip(subject.schedulers, facts["schedulers"], strict=True):
         each.scheduler.load_state_dict(unpack(saved["state"]))
         each.calls = saved["calls"]
 
 
-def _show_others(subject: Subject) -> None:
+def _show_others(subject: TrainState) -> None:
     """In stages 1 and 2 all ranks have whole parameters: gather them, frozen ones too."""
     sharding = subject.sharding
-    if isinstance(sharding, OptimizerCut) and not isinstance(sharding, ParametersCut):
+    if isinstance(sharding, Zero1) and not isinstance(sharding, Zero3):
         for held in sharding.held.values():
             sharding.group.all_gather(held.values, shares=sharding.shares)
 
 
-def _check_tensors(saved: Mapping[str, Facts], here: Mapping[str, Facts], what: str) -> None:
+def _check_tensors(saved: Mapping[str, Metadata], here: Mapping[str, Metadata], what: str) -> None:
     same = "load a checkpoint of the same model"
     known = {name: entry for first, entry in saved.items() for name in entry.get("names", [first])}
     for name, mine in here.items():
@@ -220,7 +228,7 @@ def _check_tensors(saved: Mapping[str, Facts], here: Mapping[str, Facts], what: 
             raise UserError(f"the checkpoint has a {what} {name}, and the model has none; {same}")
 
 
-def _check_groups(subject: Subject, facts: Facts) -> None:
+def _check_groups(subject: TrainState, facts: Metadata) -> None:
     groups = {name: number for number, group in enumerate(facts["groups"]) for name in group["names"]}
     for number, names in enumerate(group_names(subject)):
         for name in names:

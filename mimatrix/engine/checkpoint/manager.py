@@ -18,27 +18,27 @@ from mimatrix.comm.work import Work
 from mimatrix.core.errors import MiMatrixError, UserError, WorldError
 from mimatrix.engine.checkpoint import load as restoring
 from mimatrix.engine.checkpoint import storage as disk
-from mimatrix.engine.checkpoint.state import Facts, Staged, Standing, Subject, merged, staged
-from mimatrix.engine.data.source import Position
-from mimatrix.engine.rank_exchange import Exchange
+from mimatrix.engine.checkpoint.state import Metadata, Progress, StagedCheckpoint, TrainState, merged, staged
+from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.rank_exchange import RankExchange
 
 KEPT = 3
 """Checkpoints of a folder that stay, if nothing else is said."""
 _MEETS_EVERY_S = 5.0
 
 
-class Checkpoints:
+class CheckpointManager:
     """Saves and loads checkpoints of a prepared run, one at a time, on all ranks of a group; alone without one."""
 
-    def __init__(self, group: Group | None, subject: Subject, standing: Callable[[], Standing]) -> None:
-        self._exchange = Exchange(group)
+    def __init__(self, group: Group | None, subject: TrainState, standing: Callable[[], Progress]) -> None:
+        self._exchange = RankExchange(group)
         self._subject, self._standing = subject, standing
         self._rank, self._ranks = subject.rank, subject.ranks
         self._work: Work | None = None
         self._saved: tuple[str, int] | None = None
         self.said: tuple[int, str, int] = (0, "", 1)
         """How often `save` was called on this rank, and with what folder and `keep` last."""
-        self.kept: tuple[disk.Saved, ...] = ()
+        self.kept: tuple[disk.CheckpointInfo, ...] = ()
         """On rank 0, the newest first."""
 
     def save(self, folder: str, keep: int, *, wait: bool) -> None:
@@ -72,7 +72,7 @@ class Checkpoints:
                 self._saved = None
                 raise
 
-    def load(self, folder: str) -> tuple[int, Position] | None:
+    def load(self, folder: str) -> tuple[int, DataPosition] | None:
         """Take over the newest checkpoint of a folder: the step and position at which the run goes on. A collective."""
         self.settle()
         found = self._find(folder)
@@ -81,7 +81,7 @@ class Checkpoints:
         path, facts = found
         self._check(facts)
         finish: list[Callable[[], None]] = []
-        tensors = disk.Tensors(path)
+        tensors = disk.TensorReader(path)
 
         def read() -> None:
             finish.append(restoring.read_into(self._subject, facts, tensors))
@@ -95,7 +95,7 @@ class Checkpoints:
         self._saved = None
         return facts["step"], restoring.position_in(facts, self._standing())
 
-    def _check(self, facts: Facts) -> None:
+    def _check(self, facts: Metadata) -> None:
         """Refuse what does not fit this run, on all ranks: each sees only its own slices."""
 
         def fits() -> None:
@@ -122,7 +122,7 @@ class Checkpoints:
         # Not a daemon: Python waits for it before it ends.
         threading.Thread(target=self._work.run, name="mimatrix-save").start()
 
-    def _find(self, folder: str) -> tuple[Path, Facts] | None:
+    def _find(self, folder: str) -> tuple[Path, Metadata] | None:
         """The newest checkpoint in a folder that is whole, or the one that the path names."""
         asked = Path(folder)
         mine = ["."] if disk.is_checkpoint(asked) else [path.name for path in disk.checkpoints_in(asked)]
@@ -141,7 +141,7 @@ class Checkpoints:
 
     # In the thread that writes
 
-    def _write(self, folder: Path, keep: int, staged: Staged) -> None:
+    def _write(self, folder: Path, keep: int, staged: StagedCheckpoint) -> None:
         try:
             place = self._begun(folder, staged.step)
             try:
@@ -166,7 +166,7 @@ class Checkpoints:
         messages = self._agree(error, "begin a checkpoint", name=made[0].name if made else "")
         return folder / str(messages[0]["name"])
 
-    def _written(self, place: Path, staged: Staged) -> None:
+    def _written(self, place: Path, staged: StagedCheckpoint) -> None:
         """Write this rank's file, and wait for the others'."""
         work = Work(partial(_write_part, place, self._rank, staged), lambda: None)
         thread = threading.Thread(target=work.run, name="mimatrix-write")
@@ -191,7 +191,7 @@ class Checkpoints:
 
     # Inside
 
-    def _agree(self, error: Exception | None, what: str, **said: object) -> list[Facts]:
+    def _agree(self, error: Exception | None, what: str, **said: object) -> list[Metadata]:
         """What all ranks say, if none has failed."""
         text = (
             f"{type(error).__name__}: {error}" if error and not isinstance(error, MiMatrixError) else str(error or "")
@@ -202,9 +202,9 @@ class Checkpoints:
                 raise WorldError(f"rank {rank} could not {what}: {message['error']}") from error
         return messages
 
-    def _verified(self, path: Path, reasons: list[str]) -> Facts | None:
+    def _verified(self, path: Path, reasons: list[str]) -> Metadata | None:
         """The facts of a checkpoint, if all ranks find it whole; otherwise another reason."""
-        found: list[Facts] = []
+        found: list[Metadata] = []
 
         def look() -> None:
             found.append(disk.read_facts(path))
@@ -223,7 +223,7 @@ class Checkpoints:
             sys.stderr.write(f"mimatrix: {reason}; the next older one is taken, {taken}\n")
 
 
-def _write_part(place: Path, rank: int, staged: Staged) -> None:
+def _write_part(place: Path, rank: int, staged: StagedCheckpoint) -> None:
     outside = staged.outside()
     facts = staged.facts | {"outer": dict(outside.facts)}
     disk.write_part(place, rank, {**staged.parts, **outside.parts}, facts)

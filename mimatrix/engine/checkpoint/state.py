@@ -23,20 +23,20 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint import rng_state as chance
 from mimatrix.engine.checkpoint.json_codec import name_of, pack
-from mimatrix.engine.checkpoint.storage import Part
-from mimatrix.engine.data.source import Position
+from mimatrix.engine.checkpoint.storage import TensorSlice
+from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.modules.precision import LossScale
-from mimatrix.engine.outer_optimizer import Outer, Outside
-from mimatrix.engine.zero.sharded_optimizer import Binding
-from mimatrix.engine.zero.sharding import OptimizerCut, Sharding
-from mimatrix.engine.zero.single import Alone
-from mimatrix.engine.zero.units import Piece, Unit
+from mimatrix.engine.outer_optimizer import OuterOptimizer, OuterState
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
+from mimatrix.engine.zero.sharding import Zero0, Zero1
+from mimatrix.engine.zero.single import SingleProcess
+from mimatrix.engine.zero.units import Unit, UnitParam
 from mimatrix.planner.split import Split
 
-Facts = dict[str, Any]
+Metadata = dict[str, Any]
 
 
-class Scheduled(Protocol):
+class HasLRScheduler(Protocol):
     """A scheduler, and how often it was called."""
 
     scheduler: LRScheduler
@@ -44,11 +44,11 @@ class Scheduled(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Progress:
     """Where a run stands and how it is cut."""
 
     step: int
-    position: Position
+    position: DataPosition
     split: Split
     shares: Shares
     seed: int
@@ -60,7 +60,7 @@ class Standing:
         """The rank that gives what all have alike: one that had data, since others are behind in the loop."""
         return next(rank for rank in range(self.split.ranks) if rank not in self.idle)
 
-    def to_json(self) -> Facts:
+    def to_json(self) -> Metadata:
         """For people and for `run.load`."""
         return {
             "step": self.step,
@@ -73,29 +73,29 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TrainState:
     """What a checkpoint is of, as one rank has it."""
 
     model: nn.Module
-    sharding: Sharding | Alone
-    binding: Binding
+    sharding: Zero0 | SingleProcess
+    binding: ShardedOptimizer
     scale: LossScale
-    schedulers: Sequence[Scheduled]
+    schedulers: Sequence[HasLRScheduler]
     rank: int
     ranks: int
     device: torch.device
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
 
-    def pieces(self) -> Iterator["Owned"]:
+    def pieces(self) -> Iterator["OwnedElements"]:
         """All parameters, each with what this rank has to write of it; tied ones once."""
         for unit in self.sharding.units:
             part = self._part(unit)
             for piece in unit.pieces:
                 start, stop = (min(max(end, piece.start), piece.stop) - piece.start for end in (part.start, part.stop))
-                yield Owned(unit, piece, start, stop)
+                yield OwnedElements(unit, piece, start, stop)
 
     def _part(self, unit: Unit) -> range:
-        if isinstance(self.sharding, OptimizerCut):
+        if isinstance(self.sharding, Zero1):
             return self.sharding.held[unit].part
         # Everybody has all of it: each writes as much as the others.
         sizes = Shares.equal(self.ranks).cut(unit.count)
@@ -104,11 +104,11 @@ class Subject:
     @property
     def cuts(self) -> bool:
         """Whether a rank has only its slices of the optimizer's state."""
-        return isinstance(self.sharding, OptimizerCut)
+        return isinstance(self.sharding, Zero1)
 
-    def values(self, owned: "Owned") -> torch.Tensor:
+    def values(self, owned: "OwnedElements") -> torch.Tensor:
         """The elements of a parameter that this rank writes."""
-        if isinstance(self.sharding, OptimizerCut):
+        if isinstance(self.sharding, Zero1):
             held = self.sharding.held[owned.unit]
             offset = owned.piece.start - held.part.start
             return (
@@ -118,11 +118,11 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedElements:
     """Elements [start, stop) of a parameter, perhaps none."""
 
     unit: Unit
-    piece: Piece
+    piece: UnitParam
     start: int
     stop: int
 
@@ -138,29 +138,29 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedCheckpoint:
     """One rank's part of a checkpoint, copied: training may go on."""
 
     step: int
-    parts: dict[str, Part]
-    facts: Facts
-    outside: Callable[[], Outside]
+    parts: dict[str, TensorSlice]
+    facts: Metadata
+    outside: Callable[[], OuterState]
     """Fetches what groups share; or raises what went wrong when it was marked, where all ranks can hear of it."""
 
 
-def staged(subject: Subject, standing: Standing, *, late: bool) -> Staged:
+def staged(subject: TrainState, standing: Progress, *, late: bool) -> StagedCheckpoint:
     """Copy this rank's part. The leader also gives what all have alike.
 
     `late`: the others were here before, so that only what nothing but a step changes may come from this rank.
     """
     leads = subject.rank == standing.leader and not late
-    parts: dict[str, Part] = {}
-    facts: Facts = {"late": late, "state": {}, "groups": group_names(subject)}
+    parts: dict[str, TensorSlice] = {}
+    facts: Metadata = {"late": late, "state": {}, "groups": group_names(subject)}
     counted = _per_element(subject)
     for owned in subject.pieces():
         name = owned.names[0]
         if owned.start < owned.stop:
-            parts[f"model.{name}"] = Part(_copied(subject.values(owned)), owned.start, owned.count)
+            parts[f"model.{name}"] = TensorSlice(_copied(subject.values(owned)), owned.start, owned.count)
         described = dict(_state(subject, owned, counted, parts, leads))
         if described:
             facts["state"][name] = described
@@ -170,12 +170,12 @@ def staged(subject: Subject, standing: Standing, *, late: bool) -> Staged:
         for name, buffer in persistent_buffers(subject.model).items():
             if buffer.numel():
                 parts[f"model.{name}"] = _whole(_copied(buffer))
-    return Staged(standing.step, parts, facts, _marked(subject.outer))
+    return StagedCheckpoint(standing.step, parts, facts, _marked(subject.outer))
 
 
-def merged(said: Sequence[Facts], step: int) -> Facts:
+def merged(said: Sequence[Metadata], step: int) -> Metadata:
     """The facts of all ranks, in their order, as one."""
-    found: Facts | None = next((facts["common"] for facts in said if "common" in facts), None)
+    found: Metadata | None = next((facts["common"] for facts in said if "common" in facts), None)
     if found is None:
         who = next((rank for rank, facts in enumerate(said) if facts["late"]), 0)
         raise UserError(f"rank {who} did not call run.save at step {step}, and others did; call it on all ranks")
@@ -197,25 +197,25 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def described(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Facts:
+def described(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Metadata:
     """What a tensor has to be to be the same one."""
     return {"shape": list(tensor.shape if shape is None else shape), "dtype": name_of(tensor.dtype)}
 
 
-def _marked(outer: Outer | None) -> Callable[[], Outside]:
+def _marked(outer: OuterOptimizer | None) -> Callable[[], OuterState]:
     if outer is None:
-        return Outside
+        return OuterState
     try:
         return outer.mark()
     except Exception as error:  # noqa: BLE001 (raised by what is returned)
         return partial(_raise, error)
 
 
-def _raise(error: Exception) -> Outside:
+def _raise(error: Exception) -> OuterState:
     raise error
 
 
-def _common(subject: Subject, standing: Standing) -> Facts:
+def _common(subject: TrainState, standing: Progress) -> Metadata:
     """What is the same on every rank."""
     parameters = {
         owned.names[0]: {**described(owned.piece.parameter, owned.piece.shape), "names": owned.names}
@@ -240,13 +240,13 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _scheduler(each: Scheduled) -> Facts:
+def _scheduler(each: HasLRScheduler) -> Metadata:
     # `step` is the run's own, put in the place of the class's.
     state = {name: value for name, value in each.scheduler.state_dict().items() if name != "step"}
     return {"class": type(each.scheduler).__name__, "calls": each.calls, "state": pack(state)}
 
 
-def group_names(subject: Subject) -> list[list[str]]:
+def group_names(subject: TrainState) -> list[list[str]]:
     """Of each param group the parameters of which this rank owns anything."""
     leaves = subject.binding.leaves
     names = {
@@ -255,7 +255,7 @@ def group_names(subject: Subject) -> list[list[str]]:
     return [[names[leaf] for leaf in group["params"]] for group in subject.binding.optimizer.param_groups]
 
 
-def _per_element(subject: Subject) -> set[str]:
+def _per_element(subject: TrainState) -> set[str]:
     """The keys under which the optimizer keeps something for each element.
 
     Where a parameter is a single number, the shape of what is kept for it does not tell; other parameters do.
@@ -272,8 +272,8 @@ def _per_element(subject: Subject) -> set[str]:
 
 
 def _state(
-    subject: Subject, owned: Owned, counted: set[str], parts: dict[str, Part], leads: bool
-) -> Iterator[tuple[str, Facts]]:
+    subject: TrainState, owned: OwnedElements, counted: set[str], parts: dict[str, TensorSlice], leads: bool
+) -> Iterator[tuple[str, Metadata]]:
     """What the optimizer keeps for a parameter: copies into `parts`, the rest described."""
     leaf = subject.binding.leaves.get(owned.piece.parameter)
     state = subject.binding.optimizer.state.get(leaf, {}) if leaf is not None else {}
@@ -285,7 +285,7 @@ def _state(
             flat = value.detach().reshape(-1)
             cut = flat if subject.cuts else flat[owned.start : owned.stop]
             if owned.start < owned.stop:
-                parts[place] = Part(_copied(cut), owned.start, owned.count)
+                parts[place] = TensorSlice(_copied(cut), owned.start, owned.count)
             yield key, {"is": "elements", "dtype": name_of(value.dtype)}
         else:
             if leads and value.numel():
@@ -297,5 +297,5 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", copy=True).reshape(-1)
 
 
-def _whole(flat: torch.Tensor) -> Part:
-    return Part(flat, 0, flat.numel())
+def _whole(flat: torch.Tensor) -> TensorSlice:
+    return TensorSlice(flat, 0, flat.numel())

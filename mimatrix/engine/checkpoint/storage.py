@@ -47,7 +47,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """Elements from `start` on of a flat tensor that has `count` in all: what one rank writes of it, or reads.
 
     torch.distributed.checkpoint knows these methods by their names (its `_Checkpointable`).
@@ -75,11 +75,11 @@ class Part:
         return ChunkStorageMetadata(torch.Size([self.start]), self.value.size())
 
 
-Parts = Mapping[str, Part]
+TensorSlices = Mapping[str, TensorSlice]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFiles:
     """What one rank has written: for the index, and the size and checksum of its file."""
 
     plan: SavePlan
@@ -89,7 +89,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointInfo:
     """A checkpoint that is there."""
 
     path: str
@@ -99,8 +99,8 @@ class Saved:
     bytes: int
 
 
-class _Saving(DefaultSavePlanner):
-    def __init__(self, parts: Parts) -> None:
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, parts: TensorSlices) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.set_up_planner(dict(parts))
 
@@ -108,8 +108,8 @@ class _Saving(DefaultSavePlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
-class _Loading(DefaultLoadPlanner):
-    def __init__(self, parts: Parts, metadata: Metadata) -> None:
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, parts: TensorSlices, metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.state_dict, self.metadata = dict(parts), metadata
 
@@ -131,25 +131,25 @@ def begin(folder: Path, step: int, whose: str = "") -> Path:
     return place
 
 
-def write_part(place: Path, rank: int, parts: Parts, facts: dict[str, Any]) -> None:
+def write_part(place: Path, rank: int, parts: TensorSlices, facts: dict[str, Any]) -> None:
     """One rank's file, and beside it what `publish` must know of it."""
-    planner, writer = _Saving(parts), FileSystemWriter(place, per_thread_copy_ahead=0)
+    planner, writer = _SavePlanner(parts), FileSystemWriter(place, per_thread_copy_ahead=0)
     # The storage names a plan's file by the plan's number, so ours must come at the place of this rank.
     plans = writer.prepare_global_plan([*[SavePlan([])] * rank, planner.create_local_plan()])
     results = writer.write_data(plans[rank], planner).wait()
     names = {result.storage_data.relative_path for result in results}
-    written = Written(plans[rank], results, {name: _sum_of(place / name) for name in sorted(names)}, facts)
+    written = WrittenFiles(plans[rank], results, {name: _sum_of(place / name) for name in sorted(names)}, facts)
     _write(_note(place, rank), pickle.dumps(written))
 
 
-def read_notes(place: Path, ranks: int) -> list[Written]:
+def read_notes(place: Path, ranks: int) -> list[WrittenFiles]:
     """What all ranks have written."""
     return [_read_note(place, rank) for rank in range(ranks)]
 
 
-def publish(place: Path, written: Sequence[Written], facts: Mapping[str, Any]) -> Path:
+def publish(place: Path, written: Sequence[WrittenFiles], facts: Mapping[str, Any]) -> Path:
     """All ranks have written: complete the checkpoint and give it its name."""
-    _, metadata = _Saving({}).create_global_plan([each.plan for each in written])
+    _, metadata = _SavePlanner({}).create_global_plan([each.plan for each in written])
     FileSystemWriter(place).finish(metadata, [each.results for each in written])
     files = {name: found for each in written for name, found in each.files.items()}
     files[_INDEX] = _sum_of(place / _INDEX)
@@ -192,14 +192,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=_saved_at, reverse=True)
 
 
-def listed(folder: Path, most: int = 20) -> tuple[Saved, ...]:
+def listed(folder: Path, most: int = 20) -> tuple[CheckpointInfo, ...]:
     """The checkpoints of a folder that are whole, the one saved last first."""
     found = []
     for path in checkpoints_in(folder)[:most]:
         with suppress(WorldError, KeyError):  # half copied by somebody, or of another version
             facts = read_facts(path)
             weight = sum(size for size, _ in facts["files"].values())
-            found.append(Saved(str(path), facts["step"], facts["saved_at"], weight))
+            found.append(CheckpointInfo(str(path), facts["step"], facts["saved_at"], weight))
     return tuple(found)
 
 
@@ -228,7 +228,7 @@ def verify(path: Path, facts: Mapping[str, Any], rank: int = 0, ranks: int = 1) 
             raise WorldError(f"{name} {what}")
 
 
-class Tensors:
+class TensorReader:
     """The tensors of a checkpoint, by key."""
 
     def __init__(self, path: Path) -> None:
@@ -240,9 +240,9 @@ class Tensors:
         assert isinstance(found, TensorStorageMetadata)
         return found.size.numel()
 
-    def read(self, parts: Parts) -> None:
+    def read(self, parts: TensorSlices) -> None:
         """Fill in every part."""
-        planner = _Loading(parts, self._metadata)
+        planner = _LoadPlanner(parts, self._metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
 
@@ -283,12 +283,12 @@ def _note(place: Path, rank: int) -> Path:
     return place / f"part-{rank}"
 
 
-def _read_note(place: Path, rank: int) -> Written:
+def _read_note(place: Path, rank: int) -> WrittenFiles:
     try:
         found = pickle.loads(_note(place, rank).read_bytes())  # noqa: S301 (our own, of a moment ago)
     except FileNotFoundError as error:
         raise WorldError(f"rank 0 does not see rank {rank}'s file; use a folder that all ranks share") from error
-    assert isinstance(found, Written)
+    assert isinstance(found, WrittenFiles)
     return found
 
 

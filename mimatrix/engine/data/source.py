@@ -29,12 +29,12 @@ from torch.utils.data import (
 from mimatrix.core.errors import UserError, WorldError, nearest
 from mimatrix.planner.split import Split
 
-Collate = Callable[[list[Any]], Any]
+CollateFn = Callable[[list[Any]], Any]
 Ticket = TypeVar("Ticket")
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatch:
     """What a rank is to do next: its micro-batch number `index` of `count` in global batch `batch` of `epoch`.
 
     Where `count` is 0 the rank has no samples in this global batch, and the Micro comes without data.
@@ -55,7 +55,7 @@ class Micro:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Position:
+class DataPosition:
     """The next global batch to be drawn. Positions compare in the order of training."""
 
     epoch: int
@@ -66,7 +66,7 @@ class Position:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, int]) -> "Position":
+    def from_json(cls, fields: Mapping[str, int]) -> "DataPosition":
         """What `to_json` gave."""
         return cls(fields["epoch"], fields["batch"])
 
@@ -85,7 +85,7 @@ def check_loading(given: Mapping[str, Any]) -> None:
             raise UserError(f'there is no setting "{name}" of a loader{fix}')
 
 
-class Feed:
+class MicroBatchSource:
     """The micro-batches of one rank, on its device.
 
     `dataset` is map-style, iterable (every rank reads the whole stream and keeps its part, in the order it comes), or
@@ -101,7 +101,7 @@ class Feed:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        collate: Collate | None = None,
+        collate: CollateFn | None = None,
         workers: int = 0,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
@@ -111,7 +111,9 @@ class Feed:
         if isinstance(dataset, DataLoader):
             self._reading = _reading_of(dataset, collate, pin)
         else:
-            self._reading = _Reading(dataset, shuffle, drop_last, collate or default_collate, workers, prefetch, pin)
+            self._reading = _LoadingConfig(
+                dataset, shuffle, drop_last, collate or default_collate, workers, prefetch, pin
+            )
         self._streams = _is_stream(self._reading.dataset)
         _check_reading(self._reading, self._streams)
         self._total = split.total
@@ -120,8 +122,8 @@ class Feed:
         self._rank = rank
         self._seed = seed
         self._device = torch.device(device)
-        self._splits = [(Position(0, 0), split)]  # as agreed one after the other, each from its position on
-        self._head = Position(0, 0)
+        self._splits = [(DataPosition(0, 0), split)]  # as agreed one after the other, each from its position on
+        self._head = DataPosition(0, 0)
         self._requests = _Requests()
 
     def __len__(self) -> int:
@@ -140,7 +142,7 @@ class Feed:
             )
         return len(self._reading.dataset)
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Micro, Any]]:
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
         """The micro-batches of epoch `number` from global batch `start` on.
 
         With no data, and None in its place, comes each global batch in which this rank has no samples. One epoch
@@ -148,7 +150,7 @@ class Feed:
         """
         assert number >= 0
         assert start >= 0
-        self._head = Position(number, start)
+        self._head = DataPosition(number, start)
         parts = self._of_stream(number, start) if self._streams else self._of_rows(number, start)
         if self._device.type == "cuda":
             return self._copied_ahead(parts)
@@ -178,19 +180,19 @@ class Feed:
         """Whether samples are made by other processes, beside the computation."""
         return self._reading.workers > 0
 
-    def split_at(self, position: Position) -> Split:
+    def split_at(self, position: DataPosition) -> Split:
         """The split that holds for the global batch at `position`, as far as is agreed."""
         return next(split for at, split in reversed(self._splits) if at <= position)
 
-    def head(self) -> Position:
+    def head(self) -> DataPosition:
         """The first global batch that is not yet asked for. Loaders run ahead of what `epoch` has yielded."""
         return self._head
 
     def restart(self, split: Split) -> None:
         """Wherever the next epoch begins, `split` holds: all that was agreed before is forgotten. On all ranks."""
-        self._splits, self._head = [(Position(0, 0), split)], Position(0, 0)
+        self._splits, self._head = [(DataPosition(0, 0), split)], DataPosition(0, 0)
 
-    def change(self, split: Split, at: Position) -> None:
+    def change(self, split: Split, at: DataPosition) -> None:
         """From global batch `at` on `split` holds, in place of whatever was agreed for later ones.
 
         All ranks must choose the same `at`, and none may be past it: the furthest of their heads will do.
@@ -214,20 +216,20 @@ class Feed:
                 f"use a smaller global_batch"
             )
 
-    def _draw(self, position: Position) -> Split:
+    def _draw(self, position: DataPosition) -> Split:
         """The split of the global batch at `position`, which from now on cannot change."""
-        self._head = Position(position.epoch, position.batch + 1)
+        self._head = DataPosition(position.epoch, position.batch + 1)
         return self.split_at(position)
 
-    def _of_rows(self, epoch: int, start: int) -> Iterator[tuple[Micro, Any]]:
+    def _of_rows(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
         return self._load(epoch, self._rows(epoch, start))
 
-    def _rows(self, epoch: int, start: int) -> Iterator[tuple[Micro, list[int]]]:
+    def _rows(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Each micro-batch with the rows of the dataset that are in it."""
         order = self._order(epoch)
         for batch in range(start, len(self)):
             first = batch * self._total
-            split = self._draw(Position(epoch, batch)).for_samples(min(self._total, len(order) - first))
+            split = self._draw(DataPosition(epoch, batch)).for_samples(min(self._total, len(order) - first))
             for micro, part in _micros(epoch, batch, split, self._rank):
                 rows = order[first + part.start : first + part.stop]
                 yield micro, list(rows) if isinstance(rows, range) else rows.tolist()
@@ -238,7 +240,7 @@ class Feed:
             return range(samples)
         return torch.randperm(samples, generator=torch.Generator().manual_seed(_mixed(self._seed, epoch)))
 
-    def _of_stream(self, epoch: int, start: int) -> Iterator[tuple[Micro, Any]]:
+    def _of_stream(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
         for (batch, split), (samples, parts) in self._load(epoch, self._cuts(epoch, start)):
             if batch == 0:
                 self._check_size(samples)
@@ -250,11 +252,11 @@ class Feed:
             if not whole:
                 return
 
-    def _cuts(self, epoch: int, start: int) -> Iterator[tuple[tuple[int, Split], "_Cut"]]:
+    def _cuts(self, epoch: int, start: int) -> Iterator[tuple[tuple[int, Split], "_StreamRequest"]]:
         """Each global batch of the stream; whoever reads it finds out where it ends."""
         for batch in count(start):
-            split = self._draw(Position(epoch, batch))
-            yield (batch, split), _Cut(epoch, start * self._total if batch == start else None, split)
+            split = self._draw(DataPosition(epoch, batch))
+            yield (batch, split), _StreamRequest(epoch, start * self._total if batch == start else None, split)
 
     def _load(self, epoch: int, asked: Iterator[tuple[Ticket, Any]]) -> Iterator[tuple[Ticket, Any]]:
         """What each request brings, with the ticket that it was asked with. Workers draw ahead from `asked`."""
@@ -312,10 +314,10 @@ class Feed:
             generator=torch.Generator(),
         )
 
-    def _copied_ahead(self, parts: Iterator[tuple[Micro, Any]]) -> Iterator[tuple[Micro, Any]]:
+    def _copied_ahead(self, parts: Iterator[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
         """Copy one micro-batch ahead on a stream of its own, while the device computes on the one before."""
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        ready: deque[tuple[Micro, Any, torch.cuda.Event]] = deque()
+        ready: deque[tuple[MicroBatch, Any, torch.cuda.Event]] = deque()
         for micro, data in parts:
             # Memory that an earlier micro-batch has left may still be read by what is queued here.
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -326,19 +328,19 @@ class Feed:
         if ready:
             yield self._handed_over(*ready.popleft())
 
-    def _handed_over(self, micro: Micro, data: Any, copied: torch.cuda.Event) -> tuple[Micro, Any]:
+    def _handed_over(self, micro: MicroBatch, data: Any, copied: torch.cuda.Event) -> tuple[MicroBatch, Any]:
         torch.cuda.current_stream(self._device).wait_event(copied)
         return micro, data
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _LoadingConfig:
     """A dataset and how it is read."""
 
     dataset: Any
     shuffle: bool
     drop_last: bool
-    collate: Collate
+    collate: CollateFn
     workers: int
     prefetch: int
     pin: bool | None  # None: where the device gains from it
@@ -348,13 +350,13 @@ class _Reading:
     persistent: bool = False
 
 
-def _reading_of(loader: "DataLoader[Any]", collate: Collate | None, pin: bool | None) -> _Reading:
+def _reading_of(loader: "DataLoader[Any]", collate: CollateFn | None, pin: bool | None) -> _LoadingConfig:
     """What a DataLoader says about reading; which samples go together is not its to say."""
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
         raise _refused(loader.batch_sampler)
     if loader.batch_size is None:
         raise UserError("the DataLoader has batch_size = None, so nobody can cut its batches; let it make batches")
-    return _Reading(
+    return _LoadingConfig(
         dataset=loader.dataset,
         shuffle=not isinstance(loader.dataset, IterableDataset) and _shuffles(loader.sampler, loader.dataset),
         drop_last=loader.drop_last,
@@ -399,7 +401,7 @@ def _is_stream(dataset: Any) -> bool:
     return True
 
 
-def _check_reading(reading: _Reading, streams: bool) -> None:
+def _check_reading(reading: _LoadingConfig, streams: bool) -> None:
     if reading.workers < 0:
         raise UserError(f"workers = {reading.workers} is negative; use 0 to load in the process itself")
     if reading.workers and reading.prefetch < 1:
@@ -411,11 +413,11 @@ def _check_reading(reading: _Reading, streams: bool) -> None:
         )
 
 
-def _micros(epoch: int, batch: int, split: Split, rank: int) -> Iterator[tuple[Micro, range]]:
+def _micros(epoch: int, batch: int, split: Split, rank: int) -> Iterator[tuple[MicroBatch, range]]:
     """What `rank` does in this global batch, each with its positions; one without any where it has no samples."""
     parts = split.ranges(rank)
     for index, part in enumerate(parts or (range(0),)):
-        yield Micro(epoch, batch, index, len(parts), len(part), split.total, split.rounds), part
+        yield MicroBatch(epoch, batch, index, len(parts), len(part), split.total, split.rounds), part
 
 
 def _mixed(*numbers: int) -> int:
@@ -437,7 +439,7 @@ class _Requests:
 class _Rows(Dataset[Any]):
     """A map-style dataset by micro-batches: a list of rows brings them collated, an empty one brings None."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
+    def __init__(self, dataset: Any, collate: CollateFn) -> None:
         self.dataset = dataset
         self._collate = collate
 
@@ -450,7 +452,7 @@ class _Rows(Dataset[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _StreamRequest:
     """The next global batch of a stream; with `skip` the stream begins anew, that many samples on."""
 
     epoch: int
@@ -461,13 +463,13 @@ class _Cut:
 class _Stream(Dataset[Any]):
     """An iterable dataset by global batches: how many samples came, and this rank's micro-batches of them."""
 
-    def __init__(self, dataset: Any, collate: Collate, rank: int) -> None:
+    def __init__(self, dataset: Any, collate: CollateFn, rank: int) -> None:
         self.dataset = dataset
         self._collate = collate
         self._rank = rank
         self._samples: Iterator[Any] = iter(())
 
-    def __getitem__(self, cut: _Cut) -> tuple[int, list[Any]]:
+    def __getitem__(self, cut: _StreamRequest) -> tuple[int, list[Any]]:
         if cut.skip is not None:
             self._begin(cut.epoch, cut.skip)
         # The whole of it before any is cut: only then is it known whether it is the last, partial one.

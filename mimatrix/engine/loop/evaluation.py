@@ -6,15 +6,15 @@ from typing import Any
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import Feed
-from mimatrix.engine.zero.zero3 import ParametersCut
+from mimatrix.engine.data.source import MicroBatchSource
+from mimatrix.engine.zero.zero3 import Zero3
 
 Sums = dict[str, list[float]]
 """By name: the sum of weighted figures, and of their weights."""
-Measure = Callable[[nn.Module, Any], dict[str, Any]]
+MetricFn = Callable[[nn.Module, Any], dict[str, Any]]
 
 
-def measured(model: nn.Module, feed: Feed, measure: Measure, cut: ParametersCut | None) -> Sums:
+def measured(model: nn.Module, feed: MicroBatchSource, measure: MetricFn, cut: Zero3 | None) -> Sums:
     """Sums and weights of this rank's part of a dataset."""
     sums: Sums = {}
     for micro, batch in feed.epoch(0):

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import Micro
+from mimatrix.engine.data.source import MicroBatch
 from mimatrix.engine.modules.precision import LossScale
-from mimatrix.engine.rank_exchange import Exchange, Message
-from mimatrix.engine.step_timer import Watch
-from mimatrix.engine.zero.sharded_optimizer import Binding
-from mimatrix.engine.zero.sharding import OUTSIDE, Sharding
-from mimatrix.engine.zero.single import Alone
-from mimatrix.engine.zero.zero3 import ParametersCut
+from mimatrix.engine.rank_exchange import Message, RankExchange
+from mimatrix.engine.step_timer import StepTimer
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
+from mimatrix.engine.zero.sharding import OUTSIDE, Zero0
+from mimatrix.engine.zero.single import SingleProcess
+from mimatrix.engine.zero.zero3 import Zero3
 
 
-class Ghost(Protocol):
+class ShadowStep(Protocol):
     """How a rank without data takes part in what couples samples: it runs the model, and nothing of that counts."""
 
     def __call__(self) -> None:
@@ -32,7 +32,7 @@ class Ghost(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """What all ranks found at the end of a global batch."""
 
     weight: float
@@ -43,24 +43,24 @@ class Outcome:
     messages: list[Message]
 
 
-class Cycle:
+class GlobalStep:
     """Goes through global batches, one after the other."""
 
     def __init__(
         self,
-        sharding: Sharding | Alone,
-        binding: Binding,
-        exchange: Exchange,
-        watch: Watch,
+        sharding: Zero0 | SingleProcess,
+        binding: ShardedOptimizer,
+        exchange: RankExchange,
+        watch: StepTimer,
         *,
         clip_norm: float | None,
         scale: LossScale,
     ) -> None:
         self.sharding, self.binding, self.scale = sharding, binding, scale
         self._exchange, self._watch, self._clip_norm = exchange, watch, clip_norm
-        self.ghost: Ghost | None = None
+        self.ghost: ShadowStep | None = None
         """Set where samples meet in the model."""
-        self.micro: Micro | None = None
+        self.micro: MicroBatch | None = None
         """The micro-step in which the user's loop is, or was last."""
         self.is_open = False
         """A global batch has begun and not ended."""
@@ -76,7 +76,7 @@ class Cycle:
         self.hear: Callable[[list[Message]], None] = lambda messages: None  # noqa: ARG005
         """Told what all have said, before the step."""
 
-    def step_by(self, step: Callable[[Micro, Callable[[], object]], None]) -> None:
+    def step_by(self, step: Callable[[MicroBatch, Callable[[], object]], None]) -> None:
         """From now on another one steps in place of the optimizer, and may let it."""
         own = self._step
 
@@ -88,11 +88,11 @@ class Cycle:
 
         self._step = stepped
 
-    def enter(self, micro: Micro) -> None:
+    def enter(self, micro: MicroBatch) -> None:
         """The next micro-step begins."""
         assert not self.is_open or (self.micro and not self.micro.last)
         self.micro, self.is_open, self.went_back = micro, True, False
-        if micro.count and isinstance(self.sharding, Sharding):
+        if micro.count and isinstance(self.sharding, Zero0):
             self.sharding.begin(micro.last)
 
     def leave(self) -> None:
@@ -107,7 +107,7 @@ class Cycle:
         if not math.isfinite(counts) or counts < 0:
             raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
         self.went_back = True
-        if isinstance(self.sharding, ParametersCut):
+        if isinstance(self.sharding, Zero3):
             self._check_first(loss, counts)
             self.sharding.back()
         # A mean over nothing is no number, and counts nothing. Where samples meet in the model others wait for it.
@@ -122,7 +122,7 @@ class Cycle:
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient."""
-        assert isinstance(self.sharding, Sharding)
+        assert isinstance(self.sharding, Zero0)
         if self.is_ghost:
             parameter.grad = None
             self.sharding.passed(parameter)
@@ -136,13 +136,13 @@ class Cycle:
         """Whether this rank has done all its micro-steps of the global batch."""
         return self.is_open and self.micro is not None and self.micro.last
 
-    def end(self) -> Outcome:
+    def end(self) -> StepResult:
         """The global batch ends: reduce, agree, step. A collective."""
         micro = self.micro
         assert micro
         assert self.may_end
         self._join_rest(micro.rounds)
-        if isinstance(self.sharding, Sharding):
+        if isinstance(self.sharding, Zero0):
             self.sharding.end(micro.rounds)
         mine = {"weight": self._weight, "square": self._square(), "touched": self.sharding.touched(), **self.tell()}
         with self._watch.apart():
@@ -156,7 +156,7 @@ class Cycle:
         self._clear()
         return outcome
 
-    def _checked(self, loss: torch.Tensor) -> Micro:
+    def _checked(self, loss: torch.Tensor) -> MicroBatch:
         if not self.is_open or self.micro is None:
             raise UserError("run.backward was called outside of the loop over the loader; call it once per micro-batch")
         if self.went_back:
@@ -179,20 +179,20 @@ class Cycle:
 
     def _finish(self) -> None:
         self._done += 1
-        if isinstance(self.sharding, Sharding):
+        if isinstance(self.sharding, Zero0):
             self.sharding.finish()
 
     def _join_rest(self, rounds: int) -> None:
         """Where samples meet in the model, a rank that has fewer micro-steps runs it for the others' sake."""
         if self.ghost is None:
             return
-        gathers = isinstance(self.sharding, Sharding) and self.sharding.stage >= 2
+        gathers = isinstance(self.sharding, Zero0) and self.sharding.stage >= 2
         for _ in range(self._done, rounds):
             self.is_ghost = True
-            if gathers and isinstance(self.sharding, Sharding):
+            if gathers and isinstance(self.sharding, Zero0):
                 self.sharding.begin(last=True)
             self.ghost()
-            if gathers and isinstance(self.sharding, Sharding):
+            if gathers and isinstance(self.sharding, Zero0):
                 self.sharding.finish()
             self.is_ghost = False
 
@@ -202,7 +202,7 @@ class Cycle:
         norms = [torch.linalg.vector_norm(each) for each in self.sharding.gradients() if each.numel()]
         return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
 
-    def _agreed(self, micro: Micro, messages: list[Message]) -> Outcome:
+    def _agreed(self, micro: MicroBatch, messages: list[Message]) -> StepResult:
         weight = math.fsum(message["weight"] for message in messages)
         # Uncut gradients are the same on every rank; cut ones are each rank's own part.
         squares = [message["square"] for message in messages]
@@ -210,11 +210,11 @@ class Cycle:
         factor = micro.total / weight / self.scale.value if weight else 0.0
         wants = self._clip_norm is not None or self.scale.on
         finite = math.isfinite(square)
-        return Outcome(
+        return StepResult(
             weight, math.sqrt(square) * factor if wants and finite else None, finite and weight > 0, messages
         )
 
-    def _stepped(self, outcome: Outcome, micro: Micro) -> None:
+    def _stepped(self, outcome: StepResult, micro: MicroBatch) -> None:
         factor = micro.total / outcome.weight / self.scale.value
         if self._clip_norm is not None and outcome.norm is not None:
             factor *= min(1.0, self._clip_norm / (outcome.norm + 1e-6))
@@ -222,12 +222,12 @@ class Cycle:
             gradients = [each for each in self.sharding.gradients() if each.numel()]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
-            if isinstance(self.sharding, Sharding):
+            if isinstance(self.sharding, Zero0):
                 self.sharding.scaled()
-        if isinstance(self.sharding, Sharding):
+        if isinstance(self.sharding, Zero0):
             self.binding.give({index for message in outcome.messages for index in message["touched"]})
         self._step()
-        if isinstance(self.sharding, Sharding):
+        if isinstance(self.sharding, Zero0):
             with torch.no_grad():
                 self.sharding.publish()
 

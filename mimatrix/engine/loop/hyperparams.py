@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from mimatrix.core.errors import UserError
 
-Values = dict[str, Any]
+Hyperparams = dict[str, Any]
 """By `group/name`."""
 
 
-class Knobs:
+class HyperparamSync:
     """The settings of an optimizer's param groups, and what ranks have agreed that they are."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -25,7 +25,7 @@ class Knobs:
         self._count = len(self._groups)
         self._agreed = self.all()
 
-    def all(self) -> Values:
+    def all(self) -> Hyperparams:
         """Every setting that is a number or the like."""
         return {
             f"{number}/{name}": _plain(value)
@@ -38,13 +38,15 @@ class Knobs:
         """What they are now is agreed: a checkpoint was loaded, on all ranks."""
         self._agreed = self.all()
 
-    def changed(self) -> Values:
+    def changed(self) -> Hyperparams:
         """What has changed on this rank since all agreed."""
         if len(self._groups) != self._count:
             raise UserError("a param group was added after run.prepare; give the optimizer all of them before")
         return {name: value for name, value in self.all().items() if self._agreed.get(name) != value}
 
-    def agree(self, changes: Sequence[Values], after: Sequence[bool], before: Sequence[bool], *, rank: int) -> None:
+    def agree(
+        self, changes: Sequence[Hyperparams], after: Sequence[bool], before: Sequence[bool], *, rank: int
+    ) -> None:
         """What has changed on all ranks since they agreed last, and who was in the loop's body since.
 
         `after` the last step, and `before` this one. Those that were in both must agree, and the others do as they do;
@@ -60,7 +62,7 @@ class Knobs:
         if rank not in both:
             self._set({name: value for name, value in self._agreed.items() if self.all().get(name) != value})
 
-    def _set(self, values: Values) -> None:
+    def _set(self, values: Hyperparams) -> None:
         for name, value in values.items():
             number, _, key = name.partition("/")
             group = self._groups[int(number)]
@@ -74,7 +76,7 @@ def _those(flags: Sequence[bool]) -> list[int]:
     return [rank for rank, flag in enumerate(flags) if flag]
 
 
-def _compare(one: Values, other: Values, agreed: Values, first: int, second: int) -> None:
+def _compare(one: Hyperparams, other: Hyperparams, agreed: Hyperparams, first: int, second: int) -> None:
     for name in {**one, **other}:
         mine, theirs = one.get(name, agreed.get(name)), other.get(name, agreed.get(name))
         if mine != theirs:

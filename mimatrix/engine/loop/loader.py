@@ -3,13 +3,13 @@
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from mimatrix.engine.loop.train_loop import Course
+from mimatrix.engine.loop.train_loop import TrainLoop
 
 
-class Loader:
+class MicroBatchLoader:
     """The micro-batches of this rank, on its device."""
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: TrainLoop) -> None:
         self._course = course
 
     def __len__(self) -> int:

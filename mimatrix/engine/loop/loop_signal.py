@@ -16,7 +16,7 @@ _PAUSE_S = 1e-4
 _LONGEST_PAUSE_S = 5e-3
 
 
-class Word:
+class LoopSignal:
     """Left and found in the store of a job, numbered by the batches to which it belongs."""
 
     def __init__(self, group: Group, run: str, timeout_s: float = 300.0) -> None:

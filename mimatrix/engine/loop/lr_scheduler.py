@@ -6,13 +6,13 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.loop.global_step import Cycle
+from mimatrix.engine.loop.global_step import GlobalStep
 
 
-class Scheduler:
+class SyncedLRScheduler:
     """An lr scheduler that steps only between global batches, and as often on every rank."""
 
-    def __init__(self, scheduler: LRScheduler, cycle: Cycle) -> None:
+    def __init__(self, scheduler: LRScheduler, cycle: GlobalStep) -> None:
         self.scheduler, self.calls = scheduler, 0
         self._step, self._cycle = scheduler.step, cycle
         scheduler.step = self.step  # type: ignore[method-assign,assignment]

@@ -13,7 +13,7 @@ Sums = dict[str, list[Any]]
 _EVERY_S = 2.0
 
 
-class Logs:
+class MetricLog:
     """What was logged on this rank and not yet joined with the others', and what was."""
 
     def __init__(self, *, prints: bool) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from mimatrix.engine.rank_exchange import Message
 
-LEFT = 75
+EXIT_PREEMPTED = 75
 """The exit code of a rank that has left (EX_TEMPFAIL): it can go on where it was."""
 
 
-class Leaving:
+class Preemption:
     """Of one rank: whether somebody asked for it, and how far it is."""
 
     def __init__(self, is_asked: Callable[[], bool], folder: Path) -> None:

@@ -12,22 +12,22 @@ from torch import nn
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import KEPT, Checkpoints
-from mimatrix.engine.checkpoint.state import Standing, Subject
-from mimatrix.engine.data.source import Feed, Micro, Position
-from mimatrix.engine.loop.global_step import Cycle
-from mimatrix.engine.loop.hyperparams import Knobs
-from mimatrix.engine.loop.loop_signal import Word
-from mimatrix.engine.loop.lr_scheduler import Scheduler
-from mimatrix.engine.loop.metrics import Logs
-from mimatrix.engine.loop.preemption import LEFT, Leaving
-from mimatrix.engine.outer_optimizer import Outer
-from mimatrix.engine.planning.plan_follower import Plans
+from mimatrix.engine.checkpoint.manager import KEPT, CheckpointManager
+from mimatrix.engine.checkpoint.state import Progress, TrainState
+from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.loop.global_step import GlobalStep
+from mimatrix.engine.loop.hyperparams import HyperparamSync
+from mimatrix.engine.loop.loop_signal import LoopSignal
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
+from mimatrix.engine.loop.metrics import MetricLog
+from mimatrix.engine.loop.preemption import EXIT_PREEMPTED, Preemption
+from mimatrix.engine.outer_optimizer import OuterOptimizer
+from mimatrix.engine.planning.plan_follower import PlanFollower
 from mimatrix.engine.prepare import publish
 from mimatrix.engine.rank_exchange import Message
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.sharding import Sharding
+from mimatrix.engine.zero.sharding import Zero0
 from mimatrix.engine.zero.units import check_frozen
 from mimatrix.planner.split import Split
 
@@ -35,38 +35,38 @@ _SEEN = 1000
 """Steps whose figures stay."""
 
 
-class Course:
+class TrainLoop:
     """Where one rank stands in it. `plans`, `knobs` and `word` are what it has agreed on with the others."""
 
     def __init__(
         self,
         world: World,
         model: nn.Module,
-        cycle: Cycle,
-        feed: Feed,
-        plans: Plans,
+        cycle: GlobalStep,
+        feed: MicroBatchSource,
+        plans: PlanFollower,
         shares: Shares,
         *,
-        agreed: tuple[Knobs, Word] | None = None,
-        outer: Outer | None = None,
-        leaving: Leaving | None = None,
+        agreed: tuple[HyperparamSync, LoopSignal] | None = None,
+        outer: OuterOptimizer | None = None,
+        leaving: Preemption | None = None,
     ) -> None:
         self._world, self.cycle, self.feed, self.plans, self._shares = world, cycle, feed, plans, shares
-        self._knobs: Knobs | None = None
-        self._word: Word | None = None
+        self._knobs: HyperparamSync | None = None
+        self._word: LoopSignal | None = None
         if agreed:
             self._knobs, self._word = agreed
         self._outer, self._leaving = outer, leaving
         self.step = 0
         """Global batches done."""
-        self.position = Position(0, 0)
+        self.position = DataPosition(0, 0)
         """The next global batch."""
         self.epochs: int | None = None
         """How many there will be, if the loop has said so."""
-        self.schedulers: list[Scheduler] = []
-        self.logs = Logs(prints=world.rank == 0 and not world.settings.quiet)
+        self.schedulers: list[SyncedLRScheduler] = []
+        self.logs = MetricLog(prints=world.rank == 0 and not world.settings.quiet)
         self.stats: list[StepStats] = []
-        subject = Subject(
+        subject = TrainState(
             model,
             cycle.sharding,
             cycle.binding,
@@ -78,7 +78,9 @@ class Course:
             outer,
         )
         # Made here and not at the first save: ranks without data do not come by there.
-        self.checkpoints = Checkpoints(world.further("checkpoint") if world.main else None, subject, self._standing)
+        self.checkpoints = CheckpointManager(
+            world.further("checkpoint") if world.main else None, subject, self._standing
+        )
         self._logging = 0
         self._counted: float | None = None
         self._unweighed: list[dict[str, Any]] = []
@@ -149,7 +151,7 @@ class Course:
             if not self._has_met:
                 self._meet()
             if self._outer is None and self.position.epoch == number:
-                self.position = Position(number + 1, 0)
+                self.position = DataPosition(number + 1, 0)
             number = self.epoch if self._outer is None else max(number + 1, self.epoch)
 
     def load(self, folder: str) -> bool:
@@ -195,7 +197,7 @@ class Course:
         finally:
             if self._outer:
                 self._outer.close()
-            if isinstance(self.cycle.sharding, Sharding):
+            if isinstance(self.cycle.sharding, Zero0):
                 self.cycle.sharding.close()
             self._world.close()
 
@@ -210,7 +212,7 @@ class Course:
         self._world.watch.restart()
         self._began = max(self.epoch, self._number)
 
-    def drawn(self, parts: Iterator[tuple[Micro, Any]]) -> tuple[Micro, Any] | None:
+    def drawn(self, parts: Iterator[tuple[MicroBatch, Any]]) -> tuple[MicroBatch, Any] | None:
         """The next part, the time for which counts as waiting for the loader."""
         with self._world.watch.data():
             return next(parts, None)
@@ -235,7 +237,7 @@ class Course:
             return False
         return True
 
-    def enter(self, micro: Micro) -> bool:
+    def enter(self, micro: MicroBatch) -> bool:
         """The next micro-step; False if this rank has no data in its global batch, which then is done."""
         self.cycle.enter(micro)
         self._logging, self._counted = self.step, None
@@ -252,7 +254,7 @@ class Course:
         assert micro
         outcome = self.cycle.end()
         self._join_logs(outcome.messages)
-        self.position = Position(micro.epoch, micro.batch + 1)
+        self.position = DataPosition(micro.epoch, micro.batch + 1)
         batches = self._split_of(micro).batches
         self.stats = [*self.stats[1 - _SEEN :], self._world.watch.step(self.step, batches[self._world.rank])]
         self.step += 1
@@ -265,7 +267,7 @@ class Course:
         self._leader = busy[0] if len(busy) < self._world.ranks else None
         if self._leaving and self._leaving.ends:
             self.close()
-            raise SystemExit(LEFT)
+            raise SystemExit(EXIT_PREEMPTED)
 
     def leave_loop(self) -> None:
         """The loop over the loader has ended, however it did."""
@@ -274,7 +276,7 @@ class Course:
 
     def end_epoch(self, epoch: int) -> None:
         """The loader has come to its end."""
-        self.position = Position(epoch + 1, 0)
+        self.position = DataPosition(epoch + 1, 0)
         messages = self._world.exchange.all({**self._tell(before=True), "backs": self._backs, "asked": self._asked})
         if self._ended and not any(message["backs"] for message in messages):
             raise UserError("run.backward was not called in this epoch; call run.backward(loss) for each micro-batch")
@@ -376,7 +378,7 @@ class Course:
             self.logs.add(self._logging, weight, values)
         self._unweighed.clear()
 
-    def _leave_when_due(self, leaving: Leaving) -> None:
+    def _leave_when_due(self, leaving: Preemption) -> None:
         last = self.cycle.micro
         if self.cycle.is_open or last is None or not last.count:
             return
@@ -384,21 +386,21 @@ class Course:
         if not self.checkpoints.would_wait(folder):
             leaving.between_batches(lambda: self.checkpoints.save(folder, KEPT, wait=False))
 
-    def _steps_left(self, micro: Micro) -> int | None:
+    def _steps_left(self, micro: MicroBatch) -> int | None:
         """After the one of this micro-step, if one can know."""
         if self.epochs is None or self._outer or self.feed.is_stream:
             return None
         return (self.epochs - micro.epoch) * len(self.feed) - micro.batch - 1
 
-    def _split_of(self, micro: Micro) -> Split:
+    def _split_of(self, micro: MicroBatch) -> Split:
         """How the global batch of a micro-step is cut."""
-        return self.feed.split_at(Position(micro.epoch, micro.batch)).for_samples(micro.total)
+        return self.feed.split_at(DataPosition(micro.epoch, micro.batch)).for_samples(micro.total)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> Progress:
         micro = self.cycle.micro
         cut = self._split_of(micro) if micro else self.split
         idle = tuple(rank for rank, sizes in enumerate(cut.micro) if not sizes)
-        return Standing(self.step, self.position, self.split, self._shares, self._world.settings.seed, idle)
+        return Progress(self.step, self.position, self.split, self._shares, self._world.settings.seed, idle)
 
 
 def _not_all_come(what: str, idle: int) -> UserError:

@@ -15,26 +15,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
-from mimatrix.engine.step_timer import Watch
+from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.units import is_compiled
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class SyncContext:
     """Where the ranks meet. A copy of a model meets there too."""
 
     group: Group
     is_ghost: Callable[[], bool]
-    watch: Watch
+    watch: StepTimer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Meeting":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncContext":
         return self
 
 
 class SyncBatchNorm(_BatchNorm):
     """A batch norm of any number of dimensions, trained over the samples of all ranks."""
 
-    meeting: Meeting
+    meeting: SyncContext
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:
@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(x)
         self._check_input_dim(x)
         y: torch.Tensor
-        found = _Normalised.apply(x, self.weight, self.bias, self.eps, self.meeting)  # type: ignore[no-untyped-call]
+        found = _SyncBatchNormFunction.apply(x, self.weight, self.bias, self.eps, self.meeting)  # type: ignore[no-untyped-call]
         y, mean, variance, count = found
         self._remember(mean, variance, float(count))
         return y
@@ -63,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
-class _Normalised(torch.autograd.Function):
+class _SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -71,7 +71,7 @@ class _Normalised(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        meeting: Meeting,
+        meeting: SyncContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -107,7 +107,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _merged(
-    x: torch.Tensor, dims: list[int], meeting: Meeting, ghost: bool
+    x: torch.Tensor, dims: list[int], meeting: SyncContext, ghost: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, variance and count over the samples of all ranks, the same to the last bit on each."""
     channels, group = x.shape[1], meeting.group
@@ -126,10 +126,10 @@ def _merged(
     return mean, squared / total, total
 
 
-def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], watch: Watch) -> int:
+def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], watch: StepTimer) -> int:
     """Turn every batch norm of a model into a synchronised one, in place; how many there were."""
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    compiled, meeting = is_compiled(model), Meeting(group, is_ghost, watch)
+    compiled, meeting = is_compiled(model), SyncContext(group, is_ghost, watch)
     for module in found:
         # The same object with the same parameters and buffers: whoever holds it sees it synchronised.
         module.__class__ = SyncBatchNorm
@@ -140,12 +140,12 @@ def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], wa
 
 
 @contextmanager
-def alone(model: nn.Module, watch: Watch) -> Iterator[None]:
+def alone(model: nn.Module, watch: StepTimer) -> Iterator[None]:
     """While this lasts, batch norms compute as synchronised ones do, but nobody else comes: for measuring."""
     kinds = {module: type(module) for module in model.modules() if isinstance(module, _BatchNorm)}
     for module in kinds:
         module.__class__ = SyncBatchNorm
-        module.meeting = Meeting(_Nobody(), lambda: False, watch)  # type: ignore[assignment,arg-type]
+        module.meeting = SyncContext(_SingleRankGroup(), lambda: False, watch)  # type: ignore[assignment,arg-type]
     try:
         yield
     finally:
@@ -154,7 +154,7 @@ def alone(model: nn.Module, watch: Watch) -> Iterator[None]:
             module.__class__ = kind
 
 
-class _Nobody:
+class _SingleRankGroup:
     """In the place of a group: one rank, and nothing to exchange."""
 
     size, me = 1, 0

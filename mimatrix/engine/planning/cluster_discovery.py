@@ -9,17 +9,17 @@ import torch
 
 from mimatrix.cluster import Cluster, Device, load_cluster, read_cluster, write_cluster
 from mimatrix.core.errors import UserError
-from mimatrix.engine.planning.measure import Ground, hosts_of, say, together
+from mimatrix.engine.planning.measure import PrepareContext, hosts_of, say, together
 from mimatrix.profiler import measure_links, remarks, to_cluster
 
 
-def described_cluster(ground: Ground) -> Cluster | None:
+def described_cluster(ground: PrepareContext) -> Cluster | None:
     """The one that `MIMATRIX_CLUSTER` names on rank 0, if its devices can be the ranks. A collective."""
     said = together(ground, lambda: _described(ground.ranks) if ground.rank == 0 else None)
     return read_cluster(said[0], os.environ.get("MIMATRIX_CLUSTER", "MIMATRIX_CLUSTER")) if said[0] else None
 
 
-def measured_cluster(ground: Ground, devices: Sequence[Device]) -> Cluster:
+def measured_cluster(ground: PrepareContext, devices: Sequence[Device]) -> Cluster:
     """What the links between all ranks make up. A collective."""
     said = ground.exchange.all({"name": socket.gethostname()})
     hosts = _named(hosts_of(ground), [str(message["name"]) for message in said])

@@ -7,7 +7,7 @@ import torch
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
-from mimatrix.engine.rank_exchange import Exchange
+from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.zero.buffers import Buffers
 from mimatrix.planner.profile import Communication
 
@@ -19,7 +19,7 @@ _MEETINGS = 2
 
 
 def measure_communication(
-    group: Group, exchange: Exchange, model_bytes: int, dtype: torch.dtype, device: torch.device, norms: int = 0
+    group: Group, exchange: RankExchange, model_bytes: int, dtype: torch.dtype, device: torch.device, norms: int = 0
 ) -> Communication:
     """The time of each stage's collectives over a whole model, nothing of it hidden. All ranks call it.
 
@@ -48,7 +48,7 @@ def measure_communication(
     return _of_stages(took, ending_s(exchange), meeting_s * norms * _MEETINGS)
 
 
-def ending_s(exchange: Exchange) -> float:
+def ending_s(exchange: RankExchange) -> float:
     """What ranks take to tell one another something small, as they do at the end of every step. All call it."""
     return _seconds(exchange, lambda: exchange.all({}))
 
@@ -64,7 +64,7 @@ def _of_stages(took: Sequence[float], each_s: float, meeting_s: float) -> Commun
     return Communication(once, tuple(each + meeting_s for each in found.round_s), f"measured: {reason}")
 
 
-def _seconds(exchange: Exchange, act: Callable[[], object]) -> float:
+def _seconds(exchange: RankExchange, act: Callable[[], object]) -> float:
     """Of one call, the mean over some: the slowest rank's count, since the others wait for it."""
     act()  # a first call may try several ways
     once = _timed(act, 1)

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import Feed, Position
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.planning.communication import measure_communication
-from mimatrix.engine.rank_exchange import Exchange
+from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
-from mimatrix.engine.step_timer import Watch
+from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.engine.zero.units import is_compiled, units_of
 from mimatrix.planner.plan import Plan, misfit
@@ -28,7 +28,7 @@ from mimatrix.planner.planning import Problem, make_plan
 from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
 from mimatrix.profiler import (
     Limits,
-    Subject,
+    ProfileTarget,
     cached_measure,
     code_fingerprint,
     device_identity,
@@ -38,21 +38,21 @@ from mimatrix.profiler import (
     model_size,
 )
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
 _FOR_EVERYONE = 0.05
 """The part of a step that it is worth that all ranks come by in the loop: then it may evaluate there."""
 
 
 @dataclass(frozen=True)
-class Ground:
+class PrepareContext:
     """What is to be trained, and where: the model is whole and on its device."""
 
     settings: Settings
     model: nn.Module
     optimizer: Optimizer
-    loss: Loss | None
-    feed: Feed
-    exchange: Exchange
+    loss: LossFn | None
+    feed: MicroBatchSource
+    exchange: RankExchange
     group: Group | None
     rank: int
     devices: Sequence[str]
@@ -71,10 +71,12 @@ class Ground:
     @property
     def global_batch(self) -> int:
         """Samples of a step."""
-        return self.feed.split_at(Position(0, 0)).total
+        return self.feed.split_at(DataPosition(0, 0)).total
 
 
-def survey(ground: Ground, paying: Callable[[Ground, ModelSize], Communication] | None = None) -> Measurements:
+def survey(
+    ground: PrepareContext, paying: Callable[[PrepareContext, ModelSize], Communication] | None = None
+) -> Measurements:
     """What all ranks measured. A collective: what goes wrong on one is raised on all.
 
     `paying` finds what moving the model takes; without, its collectives are timed.
@@ -94,7 +96,7 @@ def survey(ground: Ground, paying: Callable[[Ground, ModelSize], Communication] 
     return Measurements(size, profiles, paid, equal_counts=bool(ground.norms))
 
 
-def timed_communication(ground: Ground, size: ModelSize) -> Communication:
+def timed_communication(ground: PrepareContext, size: ModelSize) -> Communication:
     """What moving the model takes, tried out. A collective."""
     if ground.group is None:
         return Communication((0.0,) * 4, reason="nothing moves: one rank")
@@ -104,7 +106,7 @@ def timed_communication(ground: Ground, size: ModelSize) -> Communication:
     )
 
 
-def problem_of(ground: Ground, found: Measurements) -> Problem:
+def problem_of(ground: PrepareContext, found: Measurements) -> Problem:
     """What the planner is asked about these measurements."""
     settings = ground.settings
     return Problem(
@@ -120,7 +122,7 @@ def problem_of(ground: Ground, found: Measurements) -> Problem:
     )
 
 
-def planned(ground: Ground, problem: Problem) -> Plan:
+def planned(ground: PrepareContext, problem: Problem) -> Plan:
     """The plan that rank 0 makes, on every rank."""
     said = together(ground, lambda: make_plan(problem).to_json() if ground.rank == 0 else None)
     plan = Plan.from_json(said[0])
@@ -129,7 +131,7 @@ def planned(ground: Ground, problem: Problem) -> Plan:
     return plan
 
 
-def stored(ground: Ground) -> Plan:
+def stored(ground: PrepareContext) -> Plan:
     """The plan that was given, or is in the file that was named; rank 0 reads it."""
     given = ground.settings.plan
     if isinstance(given, Plan):
@@ -142,7 +144,7 @@ def stored(ground: Ground) -> Plan:
     return plan
 
 
-def size_of(ground: Ground) -> ModelSize:
+def size_of(ground: PrepareContext) -> ModelSize:
     """What the model holds, and its fingerprint."""
     unit_bytes = ground.settings.unit_bytes_for(3, ground.devices)
     units = units_of(ground.model, unit_bytes, ground.whole)
@@ -153,12 +155,12 @@ def size_of(ground: Ground) -> ModelSize:
     return model_size(ground.model, ground.optimizer, largest, sample, precision)
 
 
-def hosts_of(ground: Ground) -> list[str]:
+def hosts_of(ground: PrepareContext) -> list[str]:
     """The host of every rank."""
     return [place.host for place in ground.group.endpoint.places] if ground.group else [""]
 
 
-def together(ground: Ground, act: Callable[[], Any]) -> list[Any]:
+def together(ground: PrepareContext, act: Callable[[], Any]) -> list[Any]:
     """What each rank's `act` gives, on every rank; what goes wrong on one is raised by all."""
     raised: Exception | None = None
     found = None
@@ -177,11 +179,11 @@ def together(ground: Ground, act: Callable[[], Any]) -> list[Any]:
     return [message["found"] for message in messages]
 
 
-def _profile(ground: Ground, size: ModelSize, neighbours: int, sharers: int) -> Profile:
+def _profile(ground: PrepareContext, size: ModelSize, neighbours: int, sharers: int) -> Profile:
     assert ground.loss
     # Samples that other processes make ahead cost nothing here; those made in the loop are a part of its time.
     fetch = lru_cache(maxsize=1)(ground.feed.sample) if ground.feed.hides_loading else ground.feed.sample
-    subject = Subject(
+    subject = ProfileTarget(
         ground.model,
         ground.optimizer,
         ground.loss,
@@ -196,11 +198,11 @@ def _profile(ground: Ground, size: ModelSize, neighbours: int, sharers: int) -> 
     limits = Limits(_most(ground), neighbours=neighbours, sharers=sharers)
     if is_limited(ground.device):
         give_back_at_once()
-    with batchnorm.alone(ground.model, Watch()) if ground.norms else nullcontext():
+    with batchnorm.alone(ground.model, StepTimer()) if ground.norms else nullcontext():
         return cached_measure(subject, limits, _progress(ground))
 
 
-def _circumstances(ground: Ground) -> str:
+def _circumstances(ground: PrepareContext) -> str:
     """What else changes the curves of a model, as far as one can see it."""
     eager = [name for name, module in ground.model.named_modules() if getattr(module, "gradient_checkpointing", False)]
     defaults = {key: str(value) for key, value in ground.optimizer.defaults.items()}
@@ -216,7 +218,7 @@ def _circumstances(ground: Ground) -> str:
     return repr([*facts, torch.get_float32_matmul_precision()])
 
 
-def _around(ground: Ground) -> tuple[int, int]:
+def _around(ground: PrepareContext) -> tuple[int, int]:
     """How many ranks share this one's memory, and how many the limit that was set to it; itself included."""
     host = hosts_of(ground)[ground.rank]
     memory = device_identity(ground.device)
@@ -225,14 +227,14 @@ def _around(ground: Ground) -> tuple[int, int]:
     return tuple(sum(each[key] == mine[key] for each in said) for key in ("memory", "limit"))
 
 
-def _most(ground: Ground) -> int:
+def _most(ground: PrepareContext) -> int:
     """No micro-batch of this rank can be larger."""
     given = ground.settings.micro_batch
     limit = given[ground.rank] if isinstance(given, Sequence) else given
     return min(ground.global_batch, limit or ground.global_batch)
 
 
-def _stages(ground: Ground) -> tuple[int, ...]:
+def _stages(ground: PrepareContext) -> tuple[int, ...]:
     """Those that this model and this optimizer can be trained in."""
     if ground.ranks == 1:
         return (0,)
@@ -254,7 +256,7 @@ def _read(name: str) -> Plan:
     return Plan.from_text(text, f'plan="{name}"')
 
 
-def _check_stored(ground: Ground, plan: Plan, name: str) -> None:
+def _check_stored(ground: PrepareContext, plan: Plan, name: str) -> None:
     if complaint := misfit(plan, ground.devices):
         raise UserError(f"{name} {complaint}")
     if plan.global_batch != ground.global_batch:
@@ -270,13 +272,13 @@ def _check_stored(ground: Ground, plan: Plan, name: str) -> None:
         raise UserError(f"{name} is for stage {plan.stage}, which this run cannot be trained in; make another plan")
 
 
-def say(ground: Ground, sentence: str) -> None:
+def say(ground: PrepareContext, sentence: str) -> None:
     """A line for the person, once."""
     if ground.rank == 0 and not ground.settings.quiet:
         sys.stderr.write(f"mimatrix: {sentence}\n")
 
 
-def _progress(ground: Ground) -> Callable[[float], None]:
+def _progress(ground: PrepareContext) -> Callable[[float], None]:
     """A line that moves, for a person who watches."""
     if ground.rank or ground.settings.quiet or not sys.stderr.isatty():
         return lambda _: None

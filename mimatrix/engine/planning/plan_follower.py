@@ -12,26 +12,26 @@ from typing import Any
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import Feed, Position
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.planning import profile_only as storing
-from mimatrix.engine.planning.measure import Ground, planned, problem_of, stored, survey
+from mimatrix.engine.planning.measure import PrepareContext, planned, problem_of, stored, survey
 from mimatrix.engine.rank_exchange import Message
 from mimatrix.planner.drift import Change, Drift, learned
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
 
-_START = Position(0, 0)
+_START = DataPosition(0, 0)
 _LEARNT_FROM = 3
 """Steps from which the first plan of a run that did not measure is made; the one before them is a warm-up."""
 _SAID_S = 10.0
 """Between lines about changes."""
 
 
-class Plans:
+class PlanFollower:
     """The plan that holds, those before it, and on rank 0 what may come next."""
 
-    def __init__(self, rank: int, feed: Feed, *, quiet: bool) -> None:
+    def __init__(self, rank: int, feed: MicroBatchSource, *, quiet: bool) -> None:
         self._rank, self._feed, self._quiet = rank, feed, quiet
         self.now: Plan | None = None
         self.measured: Measurements | None = None
@@ -40,10 +40,10 @@ class Plans:
         """(step in which it was agreed, plan, why), in order."""
         self._drift: Drift | None = None
         self._said_s, self._unsaid = float("-inf"), 0
-        self._learns: _Learning | None = None
+        self._learns: _WarmUp | None = None
         self._offer: dict[str, Any] | None = None
 
-    def begin(self, ground: Ground) -> Plan | None:
+    def begin(self, ground: PrepareContext) -> Plan | None:
         """The first plan, if the settings ask for one; None: the split that they give. A collective.
 
         Where only measurements are wanted (`mimatrix profile`), the process ends here.
@@ -60,13 +60,13 @@ class Plans:
             return self._begun(plan)
         if settings.plan == "online" or settings.plan is None:
             stage, shares = settings.stage_for(), settings.shares_for(ground.ranks)
-            self._learns = _Learning(self._feed.split_at(_START), stage, shares) if learns else None
+            self._learns = _WarmUp(self._feed.split_at(_START), stage, shares) if learns else None
             return None
         plan = stored(ground)
-        self._learns = _Learning(plan.split, plan.stage, plan.shares) if learns else None
+        self._learns = _WarmUp(plan.split, plan.stage, plan.shares) if learns else None
         return self._begun(plan)
 
-    def _refuses_to_learn(self, ground: Ground) -> bool:
+    def _refuses_to_learn(self, ground: PrepareContext) -> bool:
         """Where memory was not measured, a fast rank gets more micro-batches, not larger ones: batch norm minds."""
         refuses = ground.norms > 0 and ground.settings.plan not in (None, "profile")
         if refuses and ground.settings.follows and self._rank == 0 and not self._quiet:
@@ -89,14 +89,14 @@ class Plans:
 
     def hear(self, messages: Sequence[Message], split: Split, step: int, steps_left: int | None) -> None:
         """What all ranks said at the end of step number `step`, which was cut by `split`."""
-        heads = [Position(*message["head"]) for message in messages]
+        heads = [DataPosition(*message["head"]) for message in messages]
         offer = messages[0]["offer"]
         if offer:
             self._adopt(offer, max(heads), step)
         elif self._rank == 0:
             self._consider(split, [message["busy"] for message in messages], steps_left)
 
-    def _adopt(self, offer: Mapping[str, Any], at: Position, step: int) -> None:
+    def _adopt(self, offer: Mapping[str, Any], at: DataPosition, step: int) -> None:
         plan = Plan.from_json(offer["plan"])
         self._feed.change(plan.split, at)
         self.now = plan
@@ -106,7 +106,7 @@ class Plans:
         if self._rank == 0 and not self._quiet:
             self._say(plan, at, offer["why"])
 
-    def _say(self, plan: Plan, at: Position, why: str) -> None:
+    def _say(self, plan: Plan, at: DataPosition, why: str) -> None:
         """Not every time: where speeds jump, batches follow every few steps."""
         if time.monotonic() - self._said_s < _SAID_S:
             self._unsaid += 1
@@ -133,7 +133,7 @@ class Plans:
             self._offer = {"plan": found.plan.to_json(), "why": found.reason}
 
 
-class _Learning:
+class _WarmUp:
     """The first steps of a run that measured nothing."""
 
     def __init__(self, split: Split, stage: int, shares: Shares) -> None:

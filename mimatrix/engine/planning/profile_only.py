@@ -10,7 +10,7 @@ from pathlib import Path
 from mimatrix.cluster import Device, write_cluster
 from mimatrix.core.errors import UserError
 from mimatrix.engine.planning.cluster_discovery import measured_cluster
-from mimatrix.engine.planning.measure import Ground, survey, together
+from mimatrix.engine.planning.measure import PrepareContext, survey, together
 from mimatrix.planner.matching import memory_with
 
 
@@ -19,7 +19,7 @@ def is_asked() -> bool:
     return bool(os.environ.get("MIMATRIX_PROFILE"))
 
 
-def store_and_end(ground: Ground) -> None:
+def store_and_end(ground: PrepareContext) -> None:
     """Measure, write down and end well. A collective."""
     found = survey(ground)
     cluster = os.environ.get("MIMATRIX_PROFILE_CLUSTER")

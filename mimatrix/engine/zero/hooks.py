@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.zero.units import Unit
-from mimatrix.engine.zero.zero3 import ParametersCut
+from mimatrix.engine.zero.zero3 import Zero3
 
 
 def hear_gradients(units: tuple[Unit, ...], arrived: Callable[[nn.Parameter], None]) -> list[RemovableHandle]:
@@ -33,7 +33,7 @@ def hear_gradients(units: tuple[Unit, ...], arrived: Callable[[nn.Parameter], No
     ]
 
 
-def hear_modules(model: nn.Module, sharding: ParametersCut) -> None:
+def hear_modules(model: nn.Module, sharding: Zero3) -> None:
     """Let parameters come before the modules that use them run, forward and back, and go after."""
     uses: dict[nn.Module, list[Unit]] = {}
     for unit in sharding.units:
@@ -45,7 +45,7 @@ def hear_modules(model: nn.Module, sharding: ParametersCut) -> None:
         frozen = [unit for unit in units if all(map(_is_plainly_frozen, unit.modules))]
         if frozen:
             module.register_forward_hook(partial(_after_frozen, sharding, frozen), with_kwargs=True)
-    keeping = _Keeping(sharding)
+    keeping = _SavedParamHooks(sharding)
     model.register_forward_pre_hook(keeping.begin)
     model.register_forward_hook(keeping.end, prepend=True, always_call=True)
     model.register_forward_hook(lambda *_: sharding.looked())
@@ -53,17 +53,17 @@ def hear_modules(model: nn.Module, sharding: ParametersCut) -> None:
     model.register_load_state_dict_pre_hook(_refuse_load_state_dict)  # type: ignore[no-untyped-call]
 
 
-def _before(sharding: ParametersCut, units: list[Unit], *_: Any) -> None:
+def _before(sharding: Zero3, units: list[Unit], *_: Any) -> None:
     for unit in units:
         sharding.needed(unit)
 
 
-def _before_back(sharding: ParametersCut, units: list[Unit], *_: Any) -> None:
+def _before_back(sharding: Zero3, units: list[Unit], *_: Any) -> None:
     for unit in units:
         sharding.needed_back(unit)
 
 
-def _after(sharding: ParametersCut, units: list[Unit], module: nn.Module, arguments: Any, outputs: Any) -> None:  # noqa: ARG001
+def _after(sharding: Zero3, units: list[Unit], module: nn.Module, arguments: Any, outputs: Any) -> None:  # noqa: ARG001
     for unit in units:
         sharding.used(unit, module)
     flowing = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -76,9 +76,7 @@ def _is_plainly_frozen(module: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in module.parameters()) and not list(module.children())
 
 
-def _after_frozen(
-    sharding: ParametersCut, units: list[Unit], _: nn.Module, arguments: Any, named: Any, outputs: Any
-) -> None:
+def _after_frozen(sharding: Zero3, units: list[Unit], _: nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
     """Hear when a module has run back: when its inputs have their gradients."""
     if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
         return
@@ -89,19 +87,19 @@ def _after_frozen(
         register_multi_grad_hook(flowing, partial(_came_back, sharding, counted))
 
 
-def _came_back(sharding: ParametersCut, units: list[Unit], *_: Any) -> None:
+def _came_back(sharding: Zero3, units: list[Unit], *_: Any) -> None:
     for unit in units:
         sharding.came_back(unit)
 
 
-class _Keeping:
+class _SavedParamHooks:
     """What autograd keeps of the parameters for the way back: it finds them there when it asks.
 
     The outputs of modules say mostly before that they will be asked for; not where a module hands its results on in
     another way, as a loss beside the output.
     """
 
-    def __init__(self, sharding: ParametersCut) -> None:
+    def __init__(self, sharding: Zero3) -> None:
         self._sharding = sharding
         self._open: list[saved_tensors_hooks] = []
 

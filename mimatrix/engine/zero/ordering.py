@@ -14,7 +14,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.zero.units import Unit
 
 
-class Reduction:
+class GradReducer:
     """The gradients of one micro-step (or of a whole global batch) on their way."""
 
     def __init__(self, units: Sequence[Unit], issue: Callable[[Unit], None], *, overlaps: bool = True) -> None:
@@ -47,7 +47,7 @@ class Reduction:
         self._issue(unit)
 
 
-class Gathering:
+class ParamPrefetcher:
     """The parameters of one pass on their way: forward, and back unless it only looks."""
 
     def __init__(self, units: Sequence[Unit], issue: Callable[[Unit], None], *, looks: bool) -> None:

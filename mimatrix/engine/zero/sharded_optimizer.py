@@ -10,15 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.zero.sharding import Slice
+from mimatrix.engine.zero.sharding import ParamShard
 
 _LR = 0.1
 
 
-class Binding:
+class ShardedOptimizer:
     """An optimizer whose parameters are slices; or the parameters themselves where nothing is cut."""
 
-    def __init__(self, optimizer: Optimizer, slices: Iterable[Slice], known: Collection[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, slices: Iterable[ParamShard], known: Collection[nn.Parameter]) -> None:
         self.optimizer = optimizer
         _check_known(optimizer, known)
         self._slices = {piece.piece.parameter: piece for piece in slices}
@@ -29,7 +29,7 @@ class Binding:
         for group in optimizer.param_groups:
             group["params"] = [self._leaf(each) for each in group["params"] if each in self._slices]
 
-    def slice_of(self, parameter: nn.Parameter) -> Slice | None:
+    def slice_of(self, parameter: nn.Parameter) -> ParamShard | None:
         """What this rank owns of a parameter, if it steps it."""
         return self._slices.get(parameter) if parameter in self.leaves else None
 
@@ -64,7 +64,7 @@ class Binding:
         return leaf
 
 
-def _cut(value: Any, parameter: nn.Parameter, found: Slice) -> Any:
+def _cut(value: Any, parameter: nn.Parameter, found: ParamShard) -> Any:
     """A slice of what an optimizer keeps for each element; anything else as it is."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or found.value is parameter:
         return value

@@ -23,10 +23,10 @@ from mimatrix.comm.group import Group
 from mimatrix.comm.memory.arena import slot_bytes
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
-from mimatrix.engine.step_timer import Watch
+from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.buffers import IN_FLIGHT, Buffers
-from mimatrix.engine.zero.ordering import Reduction
-from mimatrix.engine.zero.units import Piece, Unit
+from mimatrix.engine.zero.ordering import GradReducer
+from mimatrix.engine.zero.units import Unit, UnitParam
 
 OUTSIDE = "gradients came outside of run.backward; call run.backward(loss) instead of loss.backward()"
 _IN_FLIGHT = 2
@@ -34,10 +34,10 @@ _IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ParamShard:
     """What this rank owns of a parameter: elements [start, stop) of it, flat, and their gradient."""
 
-    piece: Piece
+    piece: UnitParam
     start: int
     stop: int
     value: torch.Tensor
@@ -45,7 +45,7 @@ class Slice:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class UnitState:
     """What a rank holds of a unit."""
 
     unit: Unit
@@ -70,7 +70,7 @@ class Held:
         return self.grads[self.part.start : self.part.stop] if whole else self.grads
 
 
-class Sharding:
+class Zero0:
     """Stage 0, and what all stages have in common."""
 
     stage = 0
@@ -78,7 +78,7 @@ class Sharding:
     """Whether each rank has the sums of another part of the gradients, or all have all."""
 
     def __init__(
-        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: Watch
+        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: StepTimer
     ) -> None:
         self.group, self._gathers, self.units, self.shares = group, gathers or group, units, shares
         model_bytes = sum(slot_bytes(unit.bytes) for unit in units)
@@ -87,7 +87,7 @@ class Sharding:
         self._of = {
             piece.parameter: (unit, number) for unit in units for number, piece in enumerate(unit.pieces) if unit.learns
         }
-        self._reduction: Reduction | None = None
+        self._reduction: GradReducer | None = None
         self._rounds = 0
         self.overlaps = has_room(group, units)
         """Whether gradients are reduced beside the backward pass, or after it."""
@@ -97,11 +97,11 @@ class Sharding:
     def _part(self, unit: Unit) -> range:
         return range(unit.count)
 
-    def _view(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor:
+    def _view(self, piece: UnitParam, flat: torch.Tensor) -> torch.Tensor:
         """A parameter's gradient in a buffer. Parameters stay as they are laid out, so gradients are too."""
         return piece.laid(flat)
 
-    def _hold(self, unit: Unit) -> Held:
+    def _hold(self, unit: Unit) -> UnitState:
         """Parameters stay where they are; their gradients are summed in a buffer."""
         count = unit.count if unit.learns else 0
         grads = self.buffers.shared(count, unit.dtype, unit.device, "gradients")
@@ -118,7 +118,7 @@ class Sharding:
                 self.group.broadcast(piece.parameter.detach())
         self.buffers.count("parameters", unit.bytes)
         nothing = torch.empty(0, dtype=unit.dtype, device=unit.device)
-        return Held(unit, self._part(unit), nothing, nothing, grads)
+        return UnitState(unit, self._part(unit), nothing, nothing, grads)
 
     def _issue(self, unit: Unit) -> None:
         held = self.held[unit]
@@ -139,7 +139,7 @@ class Sharding:
 
     def begin(self, last: bool) -> None:
         """A micro-step begins; `last`: this rank has no further one in this global batch."""
-        self._reduction = Reduction(self.units, self._issue, overlaps=self.overlaps) if last else None
+        self._reduction = GradReducer(self.units, self._issue, overlaps=self.overlaps) if last else None
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient."""
@@ -193,7 +193,7 @@ class Sharding:
             held.summed = False
         self._rounds = 0
 
-    def _take(self, held: Held, piece: Piece, number: int) -> None:
+    def _take(self, held: UnitState, piece: UnitParam, number: int) -> None:
         """Add a gradient to the buffer, the first by copying."""
         gradient, view = piece.parameter.grad, self._view(piece, held.grads)
         assert gradient is not None
@@ -204,13 +204,13 @@ class Sharding:
             held.touched.add(number)
         piece.parameter.grad = None
 
-    def _blank(self, held: Held) -> None:
+    def _blank(self, held: UnitState) -> None:
         """What has no gradient on this rank may have one on another."""
         for number, piece in enumerate(held.unit.pieces):
             if number not in held.touched:
                 piece.of(held.grads).zero_()
 
-    def _settle(self, held: Held) -> None:
+    def _settle(self, held: UnitState) -> None:
         if held.work:
             self._watch.waits(held.work)
             held.work = None
@@ -243,24 +243,24 @@ class Sharding:
         """All that this rank owns, each element once."""
         return [held.own_grads for unit, held in self.held.items() if unit.learns]
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Iterator[ParamShard]:
         """What this rank owns of every parameter that learns; nothing of some."""
         for unit, held in self.held.items():
             for piece in unit.pieces if unit.learns else ():
                 yield from self._slice(held, piece)
 
-    def _slice(self, held: Held, piece: Piece) -> Iterator[Slice]:
+    def _slice(self, held: UnitState, piece: UnitParam) -> Iterator[ParamShard]:
         # Whole tensors in their shape: any optimizer does with them what it always does.
-        yield Slice(piece, 0, piece.shape.numel(), piece.parameter, self._view(piece, held.grads))
+        yield ParamShard(piece, 0, piece.shape.numel(), piece.parameter, self._view(piece, held.grads))
 
 
-class OptimizerCut(Sharding):
+class Zero1(Zero0):
     """Stage 1: a rank steps its part of every unit; full parameters and gradients lie flat in the arena."""
 
     stage = 1
     parts = True
 
-    def _view(self, piece: Piece, flat: torch.Tensor) -> torch.Tensor:
+    def _view(self, piece: UnitParam, flat: torch.Tensor) -> torch.Tensor:
         # Row by row, so that a part of it is the same part whatever the layout: checkpoints count on that.
         return piece.of(flat)
 
@@ -268,11 +268,11 @@ class OptimizerCut(Sharding):
         sizes = self.shares.cut(unit.count)
         return range(sum(sizes[: self.group.me]), sum(sizes[: self.group.me + 1]))
 
-    def _hold(self, unit: Unit) -> Held:
+    def _hold(self, unit: Unit) -> UnitState:
         part, values = self._part(unit), self._flat_values(unit)
         grads = self._grads(unit, part)
         grads.zero_()
-        return Held(unit, part, values, values[part.start : part.stop], grads)
+        return UnitState(unit, part, values, values[part.start : part.stop], grads)
 
     def _flat_values(self, unit: Unit) -> torch.Tensor:
         """The parameters, moved into one buffer; the same on all ranks."""
@@ -293,23 +293,23 @@ class OptimizerCut(Sharding):
         for work in [self.group.all_gather(values, shares=self.shares, wait=False) for values in learning]:
             self._watch.waits(work)
 
-    def _slice(self, held: Held, piece: Piece) -> Iterator[Slice]:
+    def _slice(self, held: UnitState, piece: UnitParam) -> Iterator[ParamShard]:
         start, stop = max(piece.start, held.part.start), min(piece.stop, held.part.stop)
         if start < stop:
             inside = slice(start - held.part.start, stop - held.part.start)
             grad = held.own_grads[inside]
-            yield Slice(piece, start - piece.start, stop - piece.start, held.owned[inside], grad)
+            yield ParamShard(piece, start - piece.start, stop - piece.start, held.owned[inside], grad)
 
 
-class GradientsCut(OptimizerCut):
+class Zero2(Zero1):
     """Stage 2: gradients are reduced in every micro-step, and a rank keeps the sum of its part alone."""
 
     stage = 2
 
     def __init__(
-        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: Watch
+        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: StepTimer
     ) -> None:
-        self._flying: deque[tuple[Held, torch.Tensor, Work]] = deque()
+        self._flying: deque[tuple[UnitState, torch.Tensor, Work]] = deque()
         super().__init__(group, gathers, units, shares, watch)
         self.overlaps = True  # or the gradients of all units would lie here at once
 
@@ -323,7 +323,7 @@ class GradientsCut(OptimizerCut):
     def _wanted(self, rounds: int) -> int:
         return rounds
 
-    def _take(self, held: Held, piece: Piece, number: int) -> None:  # noqa: ARG002
+    def _take(self, held: UnitState, piece: UnitParam, number: int) -> None:  # noqa: ARG002
         """It stays where it is until its whole unit goes."""
         held.touched.add(number)
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mimatrix.engine.zero.sharding import Slice
+from mimatrix.engine.zero.sharding import ParamShard
 from mimatrix.engine.zero.units import Unit
 
 
-class Alone:
+class SingleProcess:
     """Takes the place of a `Sharding` where there is nobody to share with; gradients stay with the parameters."""
 
     stage = 0
@@ -36,7 +36,7 @@ class Alone:
         for piece in self._pieces:
             piece.parameter.grad = None
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Iterator[ParamShard]:
         """Every parameter whole; gradients are where autograd leaves them."""
         for piece in self._pieces:
-            yield Slice(piece, 0, piece.shape.numel(), piece.parameter, piece.parameter)
+            yield ParamShard(piece, 0, piece.shape.numel(), piece.parameter, piece.parameter)

@@ -21,7 +21,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class UnitParam:
     """One parameter in its unit: elements [start, stop) of the flat buffer. `names`: all that the model has for it."""
 
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ class Unit:
     """Parameters that move together, and the modules that use them."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UnitParam, ...]
     modules: tuple[nn.Module, ...]
     count: int
     """Elements of the flat buffer, gaps included."""
@@ -99,7 +99,7 @@ class Unit:
 
 
 @dataclass
-class _Use:
+class _ParamUse:
     """One parameter: its names and the modules that have it."""
 
     parameter: nn.Parameter
@@ -117,7 +117,7 @@ def units_of(model: nn.Module, unit_bytes: int, whole: tuple[type[nn.Module], ..
     if not any(use.parameter.requires_grad for use in uses.values()):
         raise UserError("the model has no parameter that learns; set requires_grad on some before prepare")
     owners = {module: number for number, block in enumerate(_blocks(covers, unit_bytes)) for module in block}
-    boxes: dict[tuple[int, torch.dtype, torch.device, bool], list[_Use]] = {}
+    boxes: dict[tuple[int, torch.dtype, torch.device, bool], list[_ParamUse]] = {}
     for use in uses.values():
         parameter = use.parameter
         key = (owners[use.modules[0]], parameter.dtype, parameter.device, parameter.requires_grad)
@@ -146,12 +146,14 @@ def check_frozen(units: Sequence[Unit]) -> None:
                 )
 
 
-def _unit(index: int, box: Sequence[_Use], block: int, owners: dict[nn.Module, int], numbers: dict[int, int]) -> Unit:
+def _unit(
+    index: int, box: Sequence[_ParamUse], block: int, owners: dict[nn.Module, int], numbers: dict[int, int]
+) -> Unit:
     pieces, at = [], 0
     gap = max(1, _ALIGNED // box[0].parameter.dtype.itemsize)
     for use in box:
         number = numbers[id(use.parameter)]
-        pieces.append(Piece(tuple(use.names), use.parameter, number, tuple(use.modules), at, use.parameter.shape))
+        pieces.append(UnitParam(tuple(use.names), use.parameter, number, tuple(use.modules), at, use.parameter.shape))
         at += -(-use.parameter.numel() // gap) * gap
     modules = tuple(dict.fromkeys(module for use in box for module in use.modules))
     keeps, learns = any(owners[module] != block for module in modules), box[0].parameter.requires_grad
@@ -168,15 +170,15 @@ def _covers(model: nn.Module, whole: tuple[type[nn.Module], ...]) -> dict[nn.Mod
     return found
 
 
-def _uses(model: nn.Module, covers: dict[nn.Module, nn.Module]) -> dict[int, _Use]:
+def _uses(model: nn.Module, covers: dict[nn.Module, nn.Module]) -> dict[int, _ParamUse]:
     """Every parameter once, in the order of the tree, with all its names and modules."""
-    found: dict[int, _Use] = {}
+    found: dict[int, _ParamUse] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{prefix}.{name}" if prefix else name
             if isinstance(parameter, UninitializedParameter):
                 raise UserError(f"{full} has no shape yet; run the model once on a batch before run.prepare")
-            use = found.setdefault(id(parameter), _Use(parameter))
+            use = found.setdefault(id(parameter), _ParamUse(parameter))
             use.names.append(full)
             use.modules.append(covers[module])
     return found

@@ -14,21 +14,21 @@ from torch.optim import Optimizer
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.engine.step_timer import Watch
-from mimatrix.engine.zero.sharding import Held, Sharding, Slice, has_room
-from mimatrix.engine.zero.units import Piece, Unit
+from mimatrix.engine.step_timer import StepTimer
+from mimatrix.engine.zero.sharding import ParamShard, UnitState, Zero0, has_room
+from mimatrix.engine.zero.units import Unit, UnitParam
 
 _MOST = 1.15
 """Times the mean that a rank may have to sum: parameters stay whole, so parts are only nearly equal."""
 
 
-class GradientsRead(Sharding):
+class Zero0SharedGrads(Zero0):
     """Stage 0 without the second half of its all-reduce."""
 
     parts = True
 
     def __init__(
-        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: Watch
+        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: StepTimer
     ) -> None:
         super().__init__(group, gathers, units, shares, watch)
         self.overlaps = False
@@ -45,11 +45,11 @@ class GradientsRead(Sharding):
         with self._watch.apart():
             held.work = self.group.reduce_scatter(held.grads, shares=Shares.of(sizes))
 
-    def _take(self, held: Held, piece: Piece, number: int) -> None:
+    def _take(self, held: UnitState, piece: UnitParam, number: int) -> None:
         self._until_read()
         super()._take(held, piece, number)
 
-    def _blank(self, held: Held) -> None:
+    def _blank(self, held: UnitState) -> None:
         self._until_read()
         super()._blank(held)
 
@@ -67,7 +67,7 @@ class GradientsRead(Sharding):
             self._watch.waits(self._being_read)
             self._being_read = None
 
-    def _slice(self, held: Held, piece: Piece) -> Iterator[Slice]:
+    def _slice(self, held: UnitState, piece: UnitParam) -> Iterator[ParamShard]:
         parts = _parts(held.unit, self.group.size)
         inside = (member for member, part in enumerate(parts) if part.start <= piece.start < part.stop)
         owner = next(inside, self.group.me)  # a parameter without elements may lie behind all of them
@@ -76,7 +76,7 @@ class GradientsRead(Sharding):
             at = self._places[owner][held.unit.index] + piece.start * held.grads.element_size()
             theirs = self.group.peer_tensor(owner, at, piece.shape.numel(), held.grads.dtype)
             whole = theirs.as_strided(piece.shape, piece.strides)
-        yield Slice(piece, 0, piece.shape.numel(), piece.parameter, whole)
+        yield ParamShard(piece, 0, piece.shape.numel(), piece.parameter, whole)
 
     def _exchanged(self) -> list[list[int]]:
         """Where in its arena each rank has the gradients of each unit."""

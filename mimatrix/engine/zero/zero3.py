@@ -17,21 +17,21 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
-from mimatrix.engine.step_timer import Watch
-from mimatrix.engine.zero.ordering import Gathering
-from mimatrix.engine.zero.sharding import OUTSIDE, GradientsCut, Held, OptimizerCut, Sharding, flatten
-from mimatrix.engine.zero.units import Piece, Unit
+from mimatrix.engine.step_timer import StepTimer
+from mimatrix.engine.zero.ordering import ParamPrefetcher
+from mimatrix.engine.zero.sharding import OUTSIDE, UnitState, Zero0, Zero1, Zero2, flatten
+from mimatrix.engine.zero.units import Unit, UnitParam
 
 
-class ParametersCut(GradientsCut):
+class Zero3(Zero2):
     """Stage 3: a rank keeps its part of the parameters alone; the others' come for the time of use."""
 
     stage = 3
 
     def __init__(
-        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: Watch
+        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: StepTimer
     ) -> None:
-        self._pass: Gathering | None = None
+        self._pass: ParamPrefetcher | None = None
         self._micro = self._leaves = False
         self.passes = 0
         """How often the model ran, or would have with data."""
@@ -46,7 +46,7 @@ class ParametersCut(GradientsCut):
         self._by_storage: dict[int, Unit] = {}
         super().__init__(group, gathers, units, shares, watch)
 
-    def _hold(self, unit: Unit) -> Held:
+    def _hold(self, unit: Unit) -> UnitState:
         part = self._part(unit)
         values = torch.empty(unit.count, dtype=unit.dtype, device=unit.device)
         flatten(unit, values)
@@ -63,9 +63,9 @@ class ParametersCut(GradientsCut):
         values.untyped_storage().resize_(0)
         grads = self._grads(unit, part)
         grads.zero_()
-        return Held(unit, part, values, owned, grads)
+        return UnitState(unit, part, values, owned, grads)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "ParametersCut":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Zero3":
         raise UserError(
             "in stage 3 a rank has only its part of the parameters, so the model cannot be copied; copy it before "
             "run.prepare, and load run.full_state_dict(model) into the copy"
@@ -155,7 +155,7 @@ class ParametersCut(GradientsCut):
         if not self._uses[unit] and unit in self._present and not unit.keeps:
             self._free(unit)
 
-    def _take(self, held: Held, piece: Piece, number: int) -> None:
+    def _take(self, held: UnitState, piece: UnitParam, number: int) -> None:
         if self._ran.isdisjoint(piece.modules):
             raise UserError(
                 f"{piece.names[0]} is used although its module does not run, so stage 3 cannot gather it in time; use "
@@ -205,7 +205,7 @@ class ParametersCut(GradientsCut):
     def _start_pass(self, *, looks: bool) -> None:
         self.leave()
         self.passes += 1
-        self._pass = Gathering(self.units, self._gather, looks=looks)
+        self._pass = ParamPrefetcher(self.units, self._gather, looks=looks)
 
     def _gather(self, unit: Unit) -> None:
         """Start gathering a unit into its memory."""
@@ -247,4 +247,4 @@ class ParametersCut(GradientsCut):
         return values
 
 
-STAGES: tuple[type[Sharding], ...] = (Sharding, OptimizerCut, GradientsCut, ParametersCut)
+STAGES: tuple[type[Zero0], ...] = (Zero0, Zero1, Zero2, Zero3)

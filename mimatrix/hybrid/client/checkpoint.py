@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from mimatrix.engine.checkpoint.json_codec import dtype_of, name_of, pack, unpack
-from mimatrix.engine.checkpoint.state import Facts
-from mimatrix.engine.checkpoint.storage import Part, Tensors
+from mimatrix.engine.checkpoint.state import Metadata
+from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
 from mimatrix.hybrid.flat_layout import cut
-from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.server.push_log import Ledger
-from mimatrix.hybrid.server.shard import GATHERED, Piece
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.server.push_log import PushLog
+from mimatrix.hybrid.server.shard import GATHERED, ParamSpan
+from mimatrix.hybrid.server.state import ShardState
 
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalState:
     """At one version."""
 
     values: torch.Tensor
@@ -36,7 +36,7 @@ class Whole:
     samples: int
 
     @classmethod
-    def joined(cls, kept: Sequence[Kept], pieces: Sequence[Piece]) -> "Whole":
+    def joined(cls, kept: Sequence[ShardState], pieces: Sequence[ParamSpan]) -> "GlobalState":
         """Of all shards, in their order."""
         sizes = [len(each.values) for each in kept]
         states: dict[int, State] = {}
@@ -52,7 +52,9 @@ class Whole:
             max(each.ledger.samples for each in kept),
         )
 
-    def cut(self, pieces: Sequence[Piece], sizes: Sequence[int], rules: Rules, origin: str) -> list[Kept]:
+    def cut(
+        self, pieces: Sequence[ParamSpan], sizes: Sequence[int], rules: PushScaling, origin: str
+    ) -> list[ShardState]:
         """For shards of these sizes."""
         parts = torch.split(self.values, list(sizes))
         factors = [self._factor_at(stop - size) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
@@ -63,28 +65,28 @@ class Whole:
                 own = {key: _slice(value, start, piece.count) for key, value in state.items()}
                 self._correct(own, at, factors[number], rules)
                 states[number][piece.parameter] = own
-        ledger = Ledger(self.version, self.samples)
+        ledger = PushLog(self.version, self.samples)
         return [
-            Kept(part.clone(), state, factor, ledger, origin)
+            ShardState(part.clone(), state, factor, ledger, origin)
             for part, state, factor in zip(parts, states, factors, strict=True)
         ]
 
-    def to_parts(self) -> tuple[dict[str, Part], Facts]:
+    def to_parts(self) -> tuple[dict[str, TensorSlice], Metadata]:
         """For a checkpoint."""
         rows = {"outer.values": self.values}
-        said: dict[str, Facts] = {}
+        said: dict[str, Metadata] = {}
         for number, state in self.states.items():
             said[str(number)] = {key: _described(value) for key, value in state.items()}
             rows |= {f"outer.{number}.{key}": value for key, value in state.items() if _is_row(value)}
         facts = {"state": said, "factors": self.factors, "version": self.version, "samples": self.samples}
         facts |= {"count": len(self.values), "dtype": name_of(self.values.dtype)}
-        return {key: Part(row, 0, len(row)) for key, row in rows.items()}, facts
+        return {key: TensorSlice(row, 0, len(row)) for key, row in rows.items()}, facts
 
     @classmethod
-    def read(cls, facts: Mapping[str, Any], tensors: Tensors, pieces: Sequence[Piece]) -> "Whole":
+    def read(cls, facts: Mapping[str, Any], tensors: TensorReader, pieces: Sequence[ParamSpan]) -> "GlobalState":
         """From one."""
         values = torch.empty(facts["count"], dtype=dtype_of(facts["dtype"]))
-        parts = {"outer.values": Part(values, 0, len(values))}
+        parts = {"outer.values": TensorSlice(values, 0, len(values))}
         states: dict[int, State] = {}
         for number, described in facts["state"].items():
             state = states.setdefault(int(number), {})
@@ -93,7 +95,7 @@ class Whole:
                     state[key] = unpack(entry["value"])
                 else:
                     state[key] = torch.empty(pieces[int(number)].count, dtype=dtype_of(entry["dtype"]))
-                    parts[f"outer.{number}.{key}"] = Part(state[key], 0, len(state[key]))
+                    parts[f"outer.{number}.{key}"] = TensorSlice(state[key], 0, len(state[key]))
         tensors.read(parts)
         factors = tuple((size, factor) for size, factor in facts["factors"])
         return cls(values, states, factors, facts["version"], facts["samples"])
@@ -106,7 +108,7 @@ class Whole:
         for (size, factor), stop in zip(self.factors, stops, strict=True):
             yield stop - size, stop, factor
 
-    def _correct(self, state: State, at: int, factor: float | None, rules: Rules) -> None:
+    def _correct(self, state: State, at: int, factor: float | None, rules: PushScaling) -> None:
         """What momentum has gathered keeps its size where elements come to a shard with another factor."""
         for gathered in (state[name] for name in GATHERED if _is_row(state.get(name))):
             for start, stop, before in self._ranges():
@@ -115,7 +117,7 @@ class Whole:
                     gathered[first - at : last - at].mul_(rules.correction(before, factor))
 
 
-def _placed(pieces: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[int, Piece, int, int]]:
+def _placed(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[int, ParamSpan, int, int]]:
     """Each piece with the shard that it lies in, and where it begins in the row and in its parameter."""
     begins = [stop - piece.count for piece, stop in zip(pieces, accumulate(each.count for each in pieces), strict=True)]
     at = 0
@@ -140,7 +142,7 @@ def _slice(value: Any, start: int, count: int) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _described(value: Any) -> Facts:
+def _described(value: Any) -> Metadata:
     return {"dtype": name_of(value.dtype)} if _is_row(value) else {"value": pack(value)}
 
 

@@ -8,17 +8,17 @@ from functools import partial
 import torch
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.hybrid.client.consistent_cut import Holding
-from mimatrix.hybrid.client.shard_client import Line
-from mimatrix.hybrid.net import Head, Stream
-from mimatrix.hybrid.places import Place
-from mimatrix.hybrid.server.shard import Settings
+from mimatrix.hybrid.client.consistent_cut import ConsistentCut
+from mimatrix.hybrid.client.shard_client import ShardClient
+from mimatrix.hybrid.net import Connection, Header
+from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.server.shard import Hyperparameters
 
-Answer = tuple[Head, torch.Tensor]
+Answer = tuple[Header, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PulledParams:
     """All parameters, each shard of one version."""
 
     values: torch.Tensor
@@ -32,18 +32,18 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledged:
+class PushResult:
     """What became of a push, over all shards."""
 
     staleness: float
     """A mean."""
     waited_s: float
     """At the shard that was busiest with pushes of others."""
-    pulled: Pulled
+    pulled: PulledParams
     """As each shard is after it."""
 
 
-class Link:
+class ShardsClient:
     """Of one group. `places` has for each shard where it may be, in their order.
 
     `beside`: a service of this group's that has no shards yet, and stays as long as the group is there.
@@ -54,15 +54,15 @@ class Link:
         group: int,
         count: int,
         shares: Shares,
-        places: Sequence[Sequence[Place]],
+        places: Sequence[Sequence[Address]],
         token: str,
         *,
         timeout_s: float = 30.0,
-        beside: Stream | None = None,
+        beside: Connection | None = None,
     ) -> None:
         self._group, self._beside = group, beside
         self._sizes = list(shares.cut(count))
-        self._lines = [Line(group, number, found, token, timeout_s) for number, found in enumerate(places)]
+        self._lines = [ShardClient(group, number, found, token, timeout_s) for number, found in enumerate(places)]
         self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
         self._number = self._life = 0
 
@@ -79,11 +79,11 @@ class Link:
         with self.holding() as held:
             self._number, self._life = held.join(self._group)
 
-    def holding(self, lease_s: float = 10.0) -> Holding:
+    def holding(self, lease_s: float = 10.0) -> ConsistentCut:
         """All shards, to be held for a moment; not while a push of this group is under way."""
-        return Holding([line.another() for line in self._lines], lease_s)
+        return ConsistentCut([line.another() for line in self._lines], lease_s)
 
-    def pull(self) -> Pulled:
+    def pull(self) -> PulledParams:
         """The newest of every shard."""
         return self._whole(self._from_all([line.pull for line in self._lines]))
 
@@ -93,23 +93,23 @@ class Link:
         wait(under_way)
         return [each.result() for each in under_way]
 
-    def _whole(self, found: Sequence[Answer]) -> Pulled:
+    def _whole(self, found: Sequence[Answer]) -> PulledParams:
         versions = tuple(int(head["version"]) for head, _ in found)
         samples = min(int(head["samples"]) for head, _ in found)
         clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}
         last = min(clocks, key=lambda group: clocks[group], default=self._group)
         ahead = self._number - clocks.get(last, self._number)
-        return Pulled(torch.cat([values for _, values in found]), versions, samples, ahead, last)
+        return PulledParams(torch.cat([values for _, values in found]), versions, samples, ahead, last)
 
     def push(
         self,
         gradient: torch.Tensor,
         samples: int,
         nominal: int,
-        settings: Sequence[Settings],
+        settings: Sequence[Hyperparameters],
         seen: Sequence[int],
         untouched: Collection[int] = (),
-    ) -> Acknowledged:
+    ) -> PushResult:
         """The mean gradient of so many samples, at parameters of the versions `seen`. Back when all shards have it."""
         self._number += 1
         heads = [
@@ -131,7 +131,7 @@ class Link:
         answers = self._from_all([partial(line.push, head, part) for line, head, part in whole])
         late = [int(head["staleness"]) for head, _ in answers]
         waited_s = max(float(head["waited_s"]) for head, _ in answers)
-        return Acknowledged(sum(late) / len(late), waited_s, self._whole(answers))
+        return PushResult(sum(late) / len(late), waited_s, self._whole(answers))
 
     def close(self) -> None:
         """Say goodbye."""

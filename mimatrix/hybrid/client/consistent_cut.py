@@ -13,36 +13,36 @@ from dataclasses import replace
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.client.shard_client import Line
-from mimatrix.hybrid.net import Head
+from mimatrix.hybrid.client.shard_client import ShardClient
+from mimatrix.hybrid.net import Header
 from mimatrix.hybrid.server.hold import entry, furthest
-from mimatrix.hybrid.server.push_log import Ledger
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.server.push_log import PushLog
+from mimatrix.hybrid.server.state import ShardState
 
 
-class Holding:
+class ConsistentCut:
     """On lines of its own, one for each shard. Whatever happens to whoever holds them, pushes go on after a while."""
 
-    def __init__(self, lines: Sequence[Line], lease_s: float) -> None:
+    def __init__(self, lines: Sequence[ShardClient], lease_s: float) -> None:
         self._lines = lines
         timeout_s = min(line.timeout_s for line in lines)
         self._lease_s, self._patience_s = min(lease_s, timeout_s / 3), timeout_s / 2
         self._threads = ThreadPoolExecutor(len(lines), thread_name_prefix="mimatrix-hold")
         self._has_copies = False
-        self.ledgers: list[Ledger] = []
+        self.ledgers: list[PushLog] = []
         self.origins: list[str] = []
         self.there: set[int] = set()
         """The groups that are connected to any of them."""
 
-    def __enter__(self) -> "Holding":
-        asks: Head = {"what": "hold", "lease_s": self._lease_s, "patience_s": self._patience_s}
+    def __enter__(self) -> "ConsistentCut":
+        asks: Header = {"what": "hold", "lease_s": self._lease_s, "patience_s": self._patience_s}
         try:
             first, _ = self._lines[0].ask(asks)
             found = [first, *self._all(asks, self._lines[1:])]
         except BaseException:
             self.close()
             raise
-        self.ledgers = [Ledger.from_json(head["ledger"]) for head in found]
+        self.ledgers = [PushLog.from_json(head["ledger"]) for head in found]
         self.origins = [str(head["origin"]) for head in found]
         self.there = {int(group) for head in found for group in head["there"]}
         return self
@@ -57,7 +57,7 @@ class Holding:
     def copy(self) -> None:
         """Let each shard copy itself, with the same pushes in all."""
         upto = furthest(self.ledgers)
-        asks: Head = {
+        asks: Header = {
             "what": "let",
             "upto": {str(group): number for group, number in upto.items()},
             "gone": sorted(upto.keys() - self.there),
@@ -66,7 +66,7 @@ class Holding:
         self._all(asks)
         self._has_copies = True
 
-    def fetched(self) -> list[Kept]:
+    def fetched(self) -> list[ShardState]:
         """The copies, once; pushes may have gone on since."""
         try:
             futures = [self._threads.submit(_fetched, line) for line in self._lines]
@@ -78,11 +78,11 @@ class Holding:
     def join(self, group: int) -> tuple[int, int]:
         """Let a group come: the number of its last push, and which of its lives this is."""
         number, life = entry(group, self.ledgers, self.there)
-        asks: Head = {"what": "join", "group": group, "number": number, "life": life}
+        asks: Header = {"what": "join", "group": group, "number": number, "life": life}
         self._all(asks)
         return number, life
 
-    def put(self, kept: Sequence[Kept]) -> bool:
+    def put(self, kept: Sequence[ShardState]) -> bool:
         """Let shards that have not begun yet begin with this; whether all are there now, and no further."""
         fresh = [not origin and not ledger.version for origin, ledger in zip(self.origins, self.ledgers, strict=True)]
         same = [
@@ -106,23 +106,23 @@ class Holding:
             line.close()
         self._threads.shutdown()
 
-    def _all(self, asks: Head, lines: Sequence[Line] | None = None) -> list[Head]:
+    def _all(self, asks: Header, lines: Sequence[ShardClient] | None = None) -> list[Header]:
         """What all say. All are waited for, also where one fails: a line closed while it asks would ask elsewhere."""
         futures = [self._threads.submit(line.ask, asks) for line in (self._lines if lines is None else lines)]
         wait(futures)
         return [future.result()[0] for future in futures]
 
 
-def _fetched(line: Line) -> Kept:
+def _fetched(line: ShardClient) -> ShardState:
     _, copy = line.ask({"what": "fetch"})
     assert copy is not None
-    return Kept.from_bytes(copy.numpy().tobytes())
+    return ShardState.from_bytes(copy.numpy().tobytes())
 
 
-def _sent(kept: Kept) -> torch.Tensor:
+def _sent(kept: ShardState) -> torch.Tensor:
     return torch.frombuffer(bytearray(kept.to_bytes()), dtype=torch.uint8)
 
 
-def _begun(here: Ledger, saved: Ledger) -> Ledger:
+def _begun(here: PushLog, saved: PushLog) -> PushLog:
     """Who is here stays; what was counted is as it was saved."""
     return replace(here, version=saved.version, samples=saved.samples)

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.checkpoint.storage import Tensors
-from mimatrix.engine.outer_optimizer import Outside, Pushing
-from mimatrix.engine.zero.sharded_optimizer import Binding, check_elementwise
-from mimatrix.hybrid.client.checkpoint import Whole
-from mimatrix.hybrid.client.client import Link, Pulled
-from mimatrix.hybrid.client.consistent_cut import Holding
-from mimatrix.hybrid.flat_layout import Layout
+from mimatrix.engine.checkpoint.storage import TensorReader
+from mimatrix.engine.outer_optimizer import OuterState, PushStats
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_elementwise
+from mimatrix.hybrid.client.checkpoint import GlobalState
+from mimatrix.hybrid.client.client import PulledParams, ShardsClient
+from mimatrix.hybrid.client.consistent_cut import ConsistentCut
+from mimatrix.hybrid.flat_layout import FlatLayout
 from mimatrix.hybrid.policy import Policy
-from mimatrix.hybrid.server.shard import Settings
+from mimatrix.hybrid.server.shard import Hyperparameters
 
-Connect = Callable[[Layout, torch.Tensor], Link]
+Connect = Callable[[FlatLayout, torch.Tensor], ShardsClient]
 """Finds the shards, or makes those that are this group's; only its first rank does."""
 _LOOKS_S = 0.005
 
@@ -35,7 +35,7 @@ class _Push:
     change: torch.Tensor
     samples: int
     usual: int
-    settings: list[Settings]
+    settings: list[Hyperparameters]
     seen: tuple[int, ...]
     untouched: list[int]
 
@@ -52,7 +52,7 @@ def _check_cut(optimizer: Optimizer) -> None:
         ) from None
 
 
-class Member:
+class GroupOptimizer:
     """One rank of a group, as its run sees the others (`engine.outer.Outer`)."""
 
     def __init__(
@@ -69,26 +69,26 @@ class Member:
         self._connect, self._policy = connect, policy
         self._overlaps = overlaps and not policy.local_steps and not policy.rules.together
         self._timeout_s = timeout_s
-        self._link: Link | None = None
+        self._link: ShardsClient | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mimatrix-push")
-        self._under_way: Future[Pulled] | None = None
-        self._has: Pulled | None = None
+        self._under_way: Future[PulledParams] | None = None
+        self._has: PulledParams | None = None
         """What was pulled last; known to the first rank."""
         self._steps = self._since = 0
         """Of its own, and samples, since the last push."""
         self.samples = 0
         self._others_s = 0.0
         """Of the last push: what others were in its way."""
-        self.now = Pushing()
+        self.now = PushStats()
 
-    def begin(self, model: nn.Module, binding: Binding, group: Group | None, *, cut: bool) -> None:
+    def begin(self, model: nn.Module, binding: ShardedOptimizer, group: Group | None, *, cut: bool) -> None:
         """Meet the others: all begin with the same parameters."""
         del model
         if not self._policy.local_steps:
             _check_cut(binding.optimizer)
         self._group, self._cut = group, cut
         known = [[each for each in part if each.requires_grad] for part in binding.given]
-        self._layout = Layout.of(binding, known)
+        self._layout = FlatLayout.of(binding, known)
         self._row = torch.zeros(self._layout.count, dtype=self._layout.dtype)
         self._layout.read_values(self._row)
         self._join()
@@ -111,21 +111,21 @@ class Member:
             self._steps = 0
             self._step_by_distance(usual * self._policy.local_steps)
 
-    def mark(self) -> Callable[[], Outside]:
+    def mark(self) -> Callable[[], OuterState]:
         """What the shards have, all of them with the same pushes: this group's last one, and what others pushed."""
         if not self.is_first:
-            return Outside
+            return OuterState
         if self._under_way:
             self._under_way.result()
         held = self._copied()
         own = {"group": self.group, "steps": self._steps, "since": self._since, "local": self._policy.local_steps}
         return lambda: self._fetched(held, own | {"mark": secrets.token_hex(8)})
 
-    def restore(self, facts: Mapping[str, Any], tensors: Tensors) -> Callable[[], None]:
+    def restore(self, facts: Mapping[str, Any], tensors: TensorReader) -> Callable[[], None]:
         """Shards that have not begun yet begin with the checkpoint; others keep what they have, and it is taken."""
         if bool(facts["local"]) != bool(self._policy.local_steps) or facts["count"] != self._layout.count:
             raise UserError("the checkpoint is of another model, or of groups with another policy; use the same")
-        is_there = self.is_first and self._put(Whole.read(facts, tensors, self._layout.pieces), facts["mark"])
+        is_there = self.is_first and self._put(GlobalState.read(facts, tensors, self._layout.pieces), facts["mark"])
 
         def finish() -> None:
             kept = torch.tensor([int(is_there and bool(self._policy.local_steps))])
@@ -150,7 +150,7 @@ class Member:
         if self._link:
             self._link.close()
 
-    def _copied(self) -> Holding:
+    def _copied(self) -> ConsistentCut:
         """Twice, where a shard goes over to its mirror meanwhile."""
         assert self._link
         for attempt in range(2):
@@ -163,16 +163,16 @@ class Member:
                     raise
         return held
 
-    def _fetched(self, held: Holding, own: dict[str, Any]) -> Outside:
+    def _fetched(self, held: ConsistentCut, own: dict[str, Any]) -> OuterState:
         try:
             kept = held.fetched()
         except WorldError:
             # A service was lost with its copy. What all have by now is as good: others have gone on, too.
             kept = self._copied().fetched()
-        parts, facts = Whole.joined(kept, self._layout.pieces).to_parts()
-        return Outside(parts, facts | own)
+        parts, facts = GlobalState.joined(kept, self._layout.pieces).to_parts()
+        return OuterState(parts, facts | own)
 
-    def _put(self, whole: Whole, mark: str) -> bool:
+    def _put(self, whole: GlobalState, mark: str) -> bool:
         """Whether the shards are where the checkpoint is."""
         link = self._link
         assert link
@@ -201,7 +201,7 @@ class Member:
             self._row.copy_(self._has.values)
         self._share()
 
-    def _waited_for(self, under_way: Future[Pulled]) -> Pulled:
+    def _waited_for(self, under_way: Future[PulledParams]) -> PulledParams:
         began = time.monotonic()
         found = under_way.result()
         self._count(time.monotonic() - began)
@@ -223,13 +223,13 @@ class Member:
             began, drawn, outer = time.monotonic(), self._policy.drawn, dict(self._policy.outer or {})
             common = self._has if drawn == 1 else self._link.pull()
             way = (common.values - self._row) * drawn
-            settings: list[Settings] = [outer for _ in self._layout.settings()]
+            settings: list[Hyperparameters] = [outer for _ in self._layout.settings()]
             self._has = self._pushed(_Push(way, self._since, usual, settings, common.versions, []))
             self._count(time.monotonic() - began)
             self._row.copy_(self._has.values if drawn == 1 else self._row + way)
         self._share()
 
-    def _pushed(self, push: _Push) -> Pulled:
+    def _pushed(self, push: _Push) -> PulledParams:
         link = self._link
         assert link
         found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
@@ -244,7 +244,7 @@ class Member:
         self.now = replace(now, pushes=now.pushes + 1, samples=now.samples + push.samples, staleness=found.staleness)
         return pulled
 
-    def _stepped(self, link: Link, pulled: Pulled, seen: tuple[int, ...]) -> Pulled:
+    def _stepped(self, link: ShardsClient, pulled: PulledParams, seen: tuple[int, ...]) -> PulledParams:
         """What there is when enough groups have pushed on the same version."""
         began = time.monotonic()
         while any(now <= before for now, before in zip(pulled.versions, seen, strict=True)):
@@ -257,7 +257,7 @@ class Member:
             pulled = link.pull()
         return pulled
 
-    def _caught_up(self, link: Link, pulled: Pulled) -> Pulled:
+    def _caught_up(self, link: ShardsClient, pulled: PulledParams) -> PulledParams:
         """Wait for groups that are too far behind, where the policy says so."""
         began, most = time.monotonic(), self._policy.most_ahead
         while most is not None and pulled.ahead > most:

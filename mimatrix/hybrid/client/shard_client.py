@@ -7,38 +7,38 @@ from contextlib import suppress
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Head, Stream
-from mimatrix.hybrid.places import Place, greeted
+from mimatrix.hybrid.net import Connection, Header
+from mimatrix.hybrid.places import Address, greeted
 
 
-class Line:
+class ShardClient:
     """`places`: where the shard may be, in their order. `group`: who asks, where it counts as being there."""
 
-    def __init__(self, group: int | None, shard: int, places: Sequence[Place], token: str, timeout_s: float) -> None:
+    def __init__(self, group: int | None, shard: int, places: Sequence[Address], token: str, timeout_s: float) -> None:
         self._group, self._shard, self._places = group, shard, list(places)
         self._token, self.timeout_s = token, timeout_s
-        self._stream: Stream | None = None
+        self._stream: Connection | None = None
         self._version = 0
         """The newest that came from there; a place that has an older one is not the shard's."""
         self._is_closed = False
 
-    def another(self) -> "Line":
+    def another(self) -> "ShardClient":
         """To the same shard, beside this one."""
-        found = Line(None, self._shard, self._places, self._token, self.timeout_s)
+        found = ShardClient(None, self._shard, self._places, self._token, self.timeout_s)
         found._version = self._version
         return found
 
-    def pull(self) -> tuple[Head, torch.Tensor]:
+    def pull(self) -> tuple[Header, torch.Tensor]:
         """The newest parameters."""
         answer, values = self.ask({"what": "pull"})
         return answer, torch.empty(0) if values is None else values
 
-    def push(self, head: Head, values: torch.Tensor) -> tuple[Head, torch.Tensor]:
+    def push(self, head: Header, values: torch.Tensor) -> tuple[Header, torch.Tensor]:
         """What became of it, and the newest parameters."""
         answer, newest = self.ask(head, values)
         return answer, torch.empty(0) if newest is None else newest
 
-    def ask(self, head: Head, values: torch.Tensor | None = None) -> tuple[Head, torch.Tensor | None]:
+    def ask(self, head: Header, values: torch.Tensor | None = None) -> tuple[Header, torch.Tensor | None]:
         """Ask until somebody answers; each place has the time. A push may be said twice: its number tells."""
         deadline, last = time.monotonic() + self.timeout_s, ""
         while not self._is_closed and self._places and time.monotonic() < deadline:
@@ -61,11 +61,11 @@ class Line:
         where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"
         raise WorldError(f"shard {self._shard} does not answer at {where} ({last}), and neither does its mirror")
 
-    def _learn(self, answer: Head) -> None:
+    def _learn(self, answer: Header) -> None:
         """How far the shard is, and where to look for it next should it be lost."""
         self._version = max(self._version, int(answer.get("version", 0)))
         if "mirror" in answer:
-            mirror = Place(*answer["mirror"])
+            mirror = Address(*answer["mirror"])
             here, *others = self._places
             self._places = [here, mirror, *(place for place in others if place != mirror)]
 
@@ -80,7 +80,7 @@ class Line:
             self._stream = None
 
 
-def _exchanged(stream: Stream, head: Head, values: torch.Tensor | None) -> tuple[Head, torch.Tensor | None]:
+def _exchanged(stream: Connection, head: Header, values: torch.Tensor | None) -> tuple[Header, torch.Tensor | None]:
     stream.send(head, values)
     answer, found = stream.receive()
     if "moved" in answer:

@@ -15,28 +15,28 @@ from dataclasses import dataclass
 import torch
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.places import Place
-from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.server.server import Service
-from mimatrix.hybrid.server.shard import Shard, Stepping
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.server.server import ShardServer
+from mimatrix.hybrid.server.shard import OptimizerSpec, Shard
+from mimatrix.hybrid.server.state import ShardState
 
 _LINGERS_S = 10.0
 _LOOKS_S = 0.5
 
 
 @dataclass(frozen=True)
-class Order:
+class ServerSpec:
     """What a process is to serve."""
 
     address: str
     token: str
     groups: int
     """How many will come."""
-    rules: Rules
+    rules: PushScaling
     shards: dict[int, torch.Tensor]
     """In the beginning."""
-    steppings: tuple[Stepping, ...]
+    steppings: tuple[OptimizerSpec, ...]
     """Of all shards: others may come to lie here, too."""
     timeout_s: float
 
@@ -44,14 +44,14 @@ class Order:
         """One that begins with these values."""
         return Shard(values, self.steppings[number], self.rules)
 
-    def copied(self, number: int, kept: Kept) -> Shard:
+    def copied(self, number: int, kept: ShardState) -> Shard:
         """One that is elsewhere, too."""
         found = self.shard(number, kept.values)
         found.load(kept)
         return found
 
 
-def started(order: Order) -> Place:
+def started(order: ServerSpec) -> Address:
     """Where a new process of this machine serves it."""
     kinds = {stepping.kind for stepping in order.steppings}
     try:
@@ -81,15 +81,15 @@ def started(order: Order) -> Place:
         raise WorldError(f"the process that serves shards did not come up within {order.timeout_s:g} s")
     if not port:
         raise WorldError(f"the process that serves shards ended with {process.wait(10)}; see what it said above")
-    return Place(order.address, int(port))
+    return Address(order.address, int(port))
 
 
 def main() -> None:
     """Serve until nobody comes any more."""
     torch.set_num_threads(1)
-    order: Order = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
+    order: ServerSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
     shards = {number: order.shard(number, values) for number, values in order.shards.items()}
-    service = Service(shards, order.token, order.address, timeout_s=order.timeout_s, say=_say, makes=order.copied)
+    service = ShardServer(shards, order.token, order.address, timeout_s=order.timeout_s, say=_say, makes=order.copied)
     sys.stdout.write(f"{service.place.port}\n")
     sys.stdout.flush()
     sys.stdout.close()

@@ -26,7 +26,7 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedPush:
     """It counts now, or did before."""
 
     version: int
@@ -39,26 +39,26 @@ class Applied:
 
 
 @dataclass
-class Ledger:
+class PushLog:
     """Of one shard."""
 
     version: int = 0
     samples: int = 0
     pushes: dict[int, int] = field(default_factory=dict)
     """The last number of each group."""
-    applied: dict[int, Applied] = field(default_factory=dict)
+    applied: dict[int, AppliedPush] = field(default_factory=dict)
     """What became of it."""
     lives: dict[int, int] = field(default_factory=dict)
     """How often each group has joined."""
 
-    def known(self, push: Push) -> Applied | None:
+    def known(self, push: Push) -> AppliedPush | None:
         """What became of this push, if it came before. A gap is an error: pushes of a group come in order."""
         if push.life != self.lives.get(push.group, 0):
             raise WorldError(f"group {push.group} was started again, and this is the one before; it is refused")
         last = self.pushes.get(push.group, 0)
         if push.number == last:
             found = self.applied[push.group]
-            return Applied(found.version, found.staleness, again=True)
+            return AppliedPush(found.version, found.staleness, again=True)
         if push.number != last + 1:
             raise WorldError(
                 f"group {push.group} pushes number {push.number} after {last}; it has lost track, start it again"
@@ -71,12 +71,12 @@ class Ledger:
             raise WorldError(f"group {push.group} has version {push.seen} of a shard that is at {self.version}")
         return self.version - push.seen
 
-    def enter(self, push: Push, stepped: int | None = None) -> Applied:
+    def enter(self, push: Push, stepped: int | None = None) -> AppliedPush:
         """It is applied. `stepped`: samples of the step that it completes; 0 where it waits for others, or is late."""
         staleness, steps = self.staleness(push), stepped != 0
         self.version += steps
         self.samples += push.samples if stepped is None else stepped
-        found = Applied(self.version, staleness, again=False)
+        found = AppliedPush(self.version, staleness, again=False)
         self.pushes[push.group], self.applied[push.group] = push.number, found
         return found
 
@@ -88,7 +88,7 @@ class Ledger:
     def forgo(self, group: int, number: int) -> None:
         """What is missing of a group's pushes up to this one will not come any more."""
         if self.pushes.get(group, 0) < number:
-            self.pushes[group], self.applied[group] = number, Applied(self.version, 0, again=False)
+            self.pushes[group], self.applied[group] = number, AppliedPush(self.version, 0, again=False)
 
     def to_json(self) -> dict[str, object]:
         """For a checkpoint, and for a mirror that begins."""
@@ -102,7 +102,7 @@ class Ledger:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, object]) -> "Ledger":
+    def from_json(cls, found: Mapping[str, object]) -> "PushLog":
         """The same again."""
         pushes, applied, lives = found["pushes"], found["applied"], found["lives"]
         version, samples = found["version"], found["samples"]
@@ -115,6 +115,6 @@ class Ledger:
             version,
             samples,
             {int(group): int(number) for group, number in pushes.items()},
-            {int(group): Applied(int(at), int(late), again=False) for group, (at, late) in applied.items()},
+            {int(group): AppliedPush(int(at), int(late), again=False) for group, (at, late) in applied.items()},
             {int(group): int(life) for group, life in lives.items()},
         )

@@ -21,27 +21,27 @@ from functools import partial
 import torch
 
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.hybrid.net import Head, Stream, own_side
-from mimatrix.hybrid.places import Place
+from mimatrix.hybrid.net import Connection, Header, own_side
+from mimatrix.hybrid.places import Address
 from mimatrix.hybrid.server.push_log import Push
-from mimatrix.hybrid.server.replication import Mirror, Mirrors, MovedError
+from mimatrix.hybrid.server.replication import MovedError, Replica, Replicas
 from mimatrix.hybrid.server.shard import Shard
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.server.state import ShardState
 
 _HELLO_S = 30.0
 Say = Callable[[str], None]
-Makes = Callable[[int, Kept], Shard]
-Answer = tuple[Head, torch.Tensor | None]
+Makes = Callable[[int, ShardState], Shard]
+Answer = tuple[Header, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """A message that came, for one shard."""
 
     shard: Shard
-    head: Head
+    head: Header
     values: torch.Tensor | None
-    stream: Stream
+    stream: Connection
 
     @property
     def is_mirrored(self) -> bool:
@@ -49,7 +49,7 @@ class _Asked:
         return bool(self.head.get("mirrored"))
 
 
-class Service:
+class ShardServer:
     """Holds some shards and listens: groups push and pull, other services mirror."""
 
     def __init__(
@@ -68,13 +68,13 @@ class Service:
         self.left: set[int] = set()
         """Groups that have said goodbye."""
         self._listener = socket.create_server((address, 0), backlog=256)
-        self.place = Place(address, self._listener.getsockname()[1])
-        self.mirrors = Mirrors(self.place, token, timeout_s, say)
-        self._streams: set[Stream] = set()
-        self._groups: dict[Stream, int] = {}
-        self._copies: dict[Stream, Kept] = {}
+        self.place = Address(address, self._listener.getsockname()[1])
+        self.mirrors = Replicas(self.place, token, timeout_s, say)
+        self._streams: set[Connection] = set()
+        self._groups: dict[Connection, int] = {}
+        self._copies: dict[Connection, ShardState] = {}
         """Of shards, for those who are to fetch them."""
-        self._answers: dict[str, Callable[[_Asked], Answer]] = {
+        self._answers: dict[str, Callable[[_Request], Answer]] = {
             "push": self._pushed,
             "pull": self._pulled,
             "hold": self._held,
@@ -84,7 +84,7 @@ class Service:
             "join": self._joined,
             "put": self._put,
         }
-        self._of_services: dict[str, Callable[[Head, torch.Tensor | None], Head]] = {
+        self._of_services: dict[str, Callable[[Header, torch.Tensor | None], Header]] = {
             "bye": self._left,
             "mirror": self._told_of_mirror,
             "know": self._told_of_places,
@@ -115,11 +115,11 @@ class Service:
                 raw, _ = self._listener.accept()
             except OSError:
                 return
-            stream = Stream(raw, _HELLO_S)
+            stream = Connection(raw, _HELLO_S)
             self._streams.add(stream)
             threading.Thread(target=self._serve, args=(stream,), name="mimatrix-shard", daemon=True).start()
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Connection) -> None:
         try:
             hello, _ = stream.receive()
             if not hmac.compare_digest(str(hello.get("token", "")), self._token):
@@ -143,7 +143,7 @@ class Service:
                 shard.release(stream)
             stream.close()
 
-    def _answer(self, stream: Stream, head: Head, values: torch.Tensor | None) -> Answer:
+    def _answer(self, stream: Connection, head: Header, values: torch.Tensor | None) -> Answer:
         try:
             if told := self._of_services.get(head["what"]):
                 return told(head, values), None
@@ -155,7 +155,7 @@ class Service:
                 return {"moved": True}, None  # a mirror that was given up, and knows nothing of it
             if not head.get("mirrored"):
                 self._taken_over.add(number)
-            return self._answers[head["what"]](_Asked(shard, head, values, stream))
+            return self._answers[head["what"]](_Request(shard, head, values, stream))
         except MovedError:
             return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
@@ -163,48 +163,48 @@ class Service:
         except Exception as error:  # noqa: BLE001 (whoever asked is told, and does not ask again)
             return {"error": f"the service failed: {type(error).__name__}: {error}"}, None
 
-    def _left(self, head: Head, _: torch.Tensor | None) -> Head:
+    def _left(self, head: Header, _: torch.Tensor | None) -> Header:
         self.left.add(head["group"])
         return {}
 
-    def _told_of_mirror(self, head: Head, _: torch.Tensor | None) -> Head:
+    def _told_of_mirror(self, head: Header, _: torch.Tensor | None) -> Header:
         """Of the place where this service's shard lies once more, and of all others."""
         self._told_of_places(head | {"groups": len(head["places"])}, None)
         self.mirrors.begin(head["shard"], self.mirrors.places[head["at"]])
         return {}
 
-    def _told_of_places(self, head: Head, _: torch.Tensor | None) -> Head:
+    def _told_of_places(self, head: Header, _: torch.Tensor | None) -> Header:
         """Where services are, the groups' own first."""
-        self.mirrors.know([Place(*each) for each in head["places"]], head["groups"])
+        self.mirrors.know([Address(*each) for each in head["places"]], head["groups"])
         return {}
 
-    def _welcomed(self, head: Head, _: torch.Tensor | None) -> Head:
-        return {"places": [place.to_json() for place in self.mirrors.welcome(Place(*head["place"]))]}
+    def _welcomed(self, head: Header, _: torch.Tensor | None) -> Header:
+        return {"places": [place.to_json() for place in self.mirrors.welcome(Address(*head["place"]))]}
 
-    def _kept(self, head: Head, values: torch.Tensor | None) -> Head:
+    def _kept(self, head: Header, values: torch.Tensor | None) -> Header:
         """Another service wants its shard to lie here, too."""
         if values is None or self._makes is None:
             raise WorldError("this service keeps no shards of others")
-        self._shards[head["shard"]] = self._makes(head["shard"], Kept.from_bytes(values.numpy().tobytes()))
+        self._shards[head["shard"]] = self._makes(head["shard"], ShardState.from_bytes(values.numpy().tobytes()))
         self._taken_over.discard(head["shard"])
         return {}
 
-    def _pushed(self, asked: _Asked) -> Answer:
+    def _pushed(self, asked: _Request) -> Answer:
         head, values = asked.head, asked.values
         assert values is not None
         push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"], head["life"])
         mirrored = partial(self._mirrored, asked)
         found = asked.shard.push(push, values, head["settings"], head["untouched"], mirrored=mirrored)
-        told: Head = {"staleness": found.staleness, "again": found.again, "waited_s": found.waited_s}
+        told: Header = {"staleness": found.staleness, "again": found.again, "waited_s": found.waited_s}
         if asked.is_mirrored:
             return told, None
         newest, values = self._pulled(asked)
         return told | newest, values
 
-    def _pulled(self, asked: _Asked) -> Answer:
+    def _pulled(self, asked: _Request) -> Answer:
         pulled = asked.shard.pull()
         clocks = {str(group): asked.shard.ledger.pushes.get(group, 0) for group in self._there()}
-        found: Head = {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}
+        found: Header = {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}
         if place := self.mirrors.place_of(asked.head["shard"]):
             found["mirror"] = place.to_json()
         return found, pulled.values
@@ -212,7 +212,7 @@ class Service:
     def _there(self) -> set[int]:
         return set(self._groups.copy().values()) - self.left
 
-    def _held(self, asked: _Asked) -> Answer:
+    def _held(self, asked: _Request) -> Answer:
         if asked.is_mirrored:
             return {}, None
         with self._mirrored(asked):
@@ -220,36 +220,36 @@ class Service:
         ledger = asked.shard.hold(asked.stream, asked.head["lease_s"], asked.head["patience_s"])
         return {"ledger": ledger.to_json(), "origin": asked.shard.origin, "there": sorted(self._there())}, None
 
-    def _let(self, asked: _Asked) -> Answer:
+    def _let(self, asked: _Request) -> Answer:
         head = asked.head
         upto = {int(group): int(number) for group, number in head["upto"].items()}
         self._copies[asked.stream] = asked.shard.let(asked.stream, upto, head["gone"], head["patience_s"])
         return {}, None
 
-    def _released(self, asked: _Asked) -> Answer:
+    def _released(self, asked: _Request) -> Answer:
         asked.shard.release(asked.stream)
         return {}, None
 
-    def _fetched(self, asked: _Asked) -> Answer:
+    def _fetched(self, asked: _Request) -> Answer:
         copy = self._copies.pop(asked.stream, None)
         if copy is None:
             raise WorldError("there is no copy of the shard any more; try again")
         return {}, torch.frombuffer(bytearray(copy.to_bytes()), dtype=torch.uint8)
 
-    def _joined(self, asked: _Asked) -> Answer:
+    def _joined(self, asked: _Request) -> Answer:
         head = asked.head
         asked.shard.join(head["group"], head["number"], head["life"], partial(self._mirrored, asked))
         return {}, None
 
-    def _put(self, asked: _Asked) -> Answer:
+    def _put(self, asked: _Request) -> Answer:
         assert asked.values is not None
-        kept = Kept.from_bytes(asked.values.numpy().tobytes())
+        kept = ShardState.from_bytes(asked.values.numpy().tobytes())
         owner = None if asked.is_mirrored else asked.stream
         asked.shard.load(kept, partial(self._mirrored, asked), owner)
         return {}, None
 
     @contextmanager
-    def _mirrored(self, asked: _Asked) -> Iterator[None]:
+    def _mirrored(self, asked: _Request) -> Iterator[None]:
         """Pass it on; over when the mirror has it, too."""
         number = asked.head["shard"]
         mirror = None if asked.is_mirrored else self.mirrors.of(number, asked.shard)
@@ -261,7 +261,7 @@ class Service:
                 if mirror:
                     self._hear(number, mirror, lost)
 
-    def _hear(self, number: int, mirror: Mirror, lost: Exception | None) -> None:
+    def _hear(self, number: int, mirror: Replica, lost: Exception | None) -> None:
         """What the mirror says, if it is there."""
         try:
             if lost:

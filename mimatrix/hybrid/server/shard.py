@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.rules import Rules
-from mimatrix.hybrid.server.hold import Hold, missing
-from mimatrix.hybrid.server.push_log import Applied, Ledger, Push
-from mimatrix.hybrid.server.state import Kept
+from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.server.hold import ShardHold, missing
+from mimatrix.hybrid.server.push_log import AppliedPush, Push, PushLog
+from mimatrix.hybrid.server.state import ShardState
 
-Settings = Mapping[str, Any]
+Hyperparameters = Mapping[str, Any]
 """Of one of the optimizer's groups of parameters: `lr` and the like."""
 Mirroring = Callable[[], AbstractContextManager[object]]
 """While it lasts the mirror does the same; at its end the mirror has done so."""
@@ -27,7 +27,7 @@ GATHERED = ("momentum_buffer",)
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class ShardSnapshot:
     """Parameters of one version; nobody changes them any more."""
 
     values: torch.Tensor
@@ -37,7 +37,7 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParamSpan:
     """What a shard has of one parameter."""
 
     parameter: int
@@ -47,12 +47,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stepping:
+class OptimizerSpec:
     """How a shard is stepped: the class of the user's optimizer, its settings, and the pieces in their order."""
 
     kind: type[Optimizer]
-    settings: tuple[Settings, ...]
-    pieces: tuple[Piece, ...]
+    settings: tuple[Hyperparameters, ...]
+    pieces: tuple[ParamSpan, ...]
 
     def made(self, flat: torch.Tensor) -> tuple[Optimizer, dict[int, nn.Parameter]]:
         """An optimizer of that class on parts of a flat tensor, and these by the numbers of their parameters."""
@@ -71,7 +71,7 @@ class Shard:
     Double-buffered: a push is worked into one copy while pulls read the other, so that nobody reads half an update.
     """
 
-    def __init__(self, values: torch.Tensor, stepping: Stepping, rules: Rules) -> None:
+    def __init__(self, values: torch.Tensor, stepping: OptimizerSpec, rules: PushScaling) -> None:
         self._values = values.detach().clone()
         self._optimizer, self._leaves = stepping.made(self._values)
         self._rules = rules
@@ -81,13 +81,13 @@ class Shard:
         """Samples, gradients and what they do not touch, of pushes that wait for others."""
         self._changed = Condition()
         """The lock of all that follows; told of whenever somebody may wait for it."""
-        self._hold: Hold | None = None
-        self.ledger = Ledger()
+        self._hold: ShardHold | None = None
+        self.ledger = PushLog()
         self.origin = ""
         """The checkpoint that it began from."""
-        self._shown = Pulled(self._values.clone(), 0, 0)
+        self._shown = ShardSnapshot(self._values.clone(), 0, 0)
 
-    def pull(self) -> Pulled:
+    def pull(self) -> ShardSnapshot:
         """The newest whole version."""
         return self._shown
 
@@ -95,10 +95,10 @@ class Shard:
         self,
         push: Push,
         gradient: torch.Tensor,
-        settings: Sequence[Settings] = (),
+        settings: Sequence[Hyperparameters] = (),
         untouched: Collection[int] = (),
         mirrored: Mirroring = nullcontext,
-    ) -> Applied:
+    ) -> AppliedPush:
         """Step by a group's mean gradient; `settings`: what its schedulers say now, for each group of parameters.
 
         Parameters that are `untouched` had no gradient, and are not stepped.
@@ -114,20 +114,20 @@ class Shard:
                 return known
             with mirrored():
                 found = self._enter(push, gradient, settings or self._usual, untouched)
-            self._shown = Pulled(self._values.clone(), found.version, self.ledger.samples)
+            self._shown = ShardSnapshot(self._values.clone(), found.version, self.ledger.samples)
             self._changed.notify_all()
             return replace(found, waited_s=waited_s)
 
     def _enter(
-        self, push: Push, gradient: torch.Tensor, settings: Sequence[Settings], untouched: Collection[int]
-    ) -> Applied:
+        self, push: Push, gradient: torch.Tensor, settings: Sequence[Hyperparameters], untouched: Collection[int]
+    ) -> AppliedPush:
         if self._rules.together:
             return self._gather(push, gradient, settings, untouched)
         factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
         self._step(gradient, factor, settings, untouched)
         return self.ledger.enter(push)
 
-    def hold(self, owner: object, lease_s: float, patience_s: float) -> Ledger:
+    def hold(self, owner: object, lease_s: float, patience_s: float) -> PushLog:
         """Let no further push in until `release`, or for so long; what came in before."""
         deadline = time.monotonic() + patience_s
         with self._changed:
@@ -136,10 +136,10 @@ class Shard:
                 if left_s <= 0:
                     raise WorldError(f"others have looked at the shard for {patience_s:g} s; try again")
                 self._changed.wait(min(left_s, other.left_s))
-            self._hold = Hold(owner, time.monotonic() + lease_s)
+            self._hold = ShardHold(owner, time.monotonic() + lease_s)
             return deepcopy(self.ledger)
 
-    def let(self, owner: object, upto: Mapping[int, int], gone: Collection[int], patience_s: float) -> Kept:
+    def let(self, owner: object, upto: Mapping[int, int], gone: Collection[int], patience_s: float) -> ShardState:
         """Let in what other shards have already, wait for it, and copy the shard with that and nothing else.
 
         What groups that are `gone` still owe then is given up.
@@ -167,18 +167,18 @@ class Shard:
         with self._changed, mirrored():
             self.ledger.join(group, number, life)
 
-    def save(self) -> Kept:
+    def save(self) -> ShardState:
         """All of it at one version."""
         with self._changed:
             return deepcopy(self._kept())
 
     @contextmanager
-    def unchanged(self) -> Iterator[Kept | None]:
+    def unchanged(self) -> Iterator[ShardState | None]:
         """All of it, which stays so meanwhile; None in the middle of a round, of which others would know nothing."""
         with self._changed:
             yield None if self._round else self._kept()
 
-    def load(self, kept: Kept, mirrored: Mirroring = nullcontext, owner: object = None) -> None:
+    def load(self, kept: ShardState, mirrored: Mirroring = nullcontext, owner: object = None) -> None:
         """Go on from there; an `owner` must hold the shard, or something may have been pushed meanwhile."""
         with self._changed:
             if owner is not None:
@@ -190,11 +190,11 @@ class Shard:
                     self._optimizer.state[self._leaves[number]] = state
                 self._factor, self.ledger, self.origin = kept.factor, deepcopy(kept.ledger), kept.origin
                 self._round.clear()
-            self._shown = Pulled(self._values.clone(), self.ledger.version, self.ledger.samples)
+            self._shown = ShardSnapshot(self._values.clone(), self.ledger.version, self.ledger.samples)
 
     def _gather(
-        self, push: Push, gradient: torch.Tensor, settings: Sequence[Settings], untouched: Collection[int]
-    ) -> Applied:
+        self, push: Push, gradient: torch.Tensor, settings: Sequence[Hyperparameters], untouched: Collection[int]
+    ) -> AppliedPush:
         """Step when enough groups have pushed on this version; who comes later is told so, and not heard."""
         if self.ledger.staleness(push):
             return self.ledger.enter(push, 0)
@@ -207,9 +207,9 @@ class Shard:
         self._round.clear()
         return self.ledger.enter(push, samples)
 
-    def _kept(self) -> Kept:
+    def _kept(self) -> ShardState:
         states = {number: self._optimizer.state.get(leaf, {}) for number, leaf in self._leaves.items()}
-        return Kept(
+        return ShardState(
             self._values,
             {number: state for number, state in states.items() if state},
             self._factor,
@@ -217,20 +217,20 @@ class Shard:
             self.origin,
         )
 
-    def _held(self) -> Hold | None:
+    def _held(self) -> ShardHold | None:
         """Who holds pushes back now, if anybody does."""
         if self._hold and not self._hold.left_s:
             self._hold = None
         return self._hold
 
-    def _held_by(self, owner: object) -> Hold:
+    def _held_by(self, owner: object) -> ShardHold:
         hold = self._held()
         if hold is None or hold.owner is not owner:
             raise WorldError("the shard was held for too long, or has moved meanwhile; try again")
         return hold
 
     def _step(
-        self, gradient: torch.Tensor, factor: float, settings: Sequence[Settings], untouched: Collection[int]
+        self, gradient: torch.Tensor, factor: float, settings: Sequence[Hyperparameters], untouched: Collection[int]
     ) -> None:
         self._correct(self._rules.correction(self._factor, factor))
         self._factor = factor

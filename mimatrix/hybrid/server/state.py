@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from mimatrix.hybrid.server.push_log import Ledger
+from mimatrix.hybrid.server.push_log import PushLog
 
 
 @dataclass(frozen=True)
-class Kept:
+class ShardState:
     """Of one shard."""
 
     values: torch.Tensor
@@ -18,7 +18,7 @@ class Kept:
     """What the optimizer keeps, by the numbers of parameters: a flat tensor for elements, anything else is for all."""
     factor: float | None
     """By which the last push counted."""
-    ledger: Ledger
+    ledger: PushLog
     origin: str = ""
     """The checkpoint that it began from."""
 
@@ -30,7 +30,7 @@ class Kept:
         return buffer.getvalue()
 
     @classmethod
-    def from_bytes(cls, sent: bytes) -> "Kept":
+    def from_bytes(cls, sent: bytes) -> "ShardState":
         """The same again."""
         values, states, factor, ledger, origin = torch.load(io.BytesIO(sent), weights_only=True)
-        return cls(values, states, factor, Ledger.from_json(ledger), origin)
+        return cls(values, states, factor, PushLog.from_json(ledger), origin)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mimatrix.comm.memory.memfd import MappedPeer, MappedWindow, MappedWindows
+from mimatrix.comm.memory.memfd import MemfdPeer, MemfdWindow, MemfdWindows
 from mimatrix.comm.memory.shared_storage import BEYOND
 from mimatrix.core.errors import WorldError
 
@@ -26,16 +26,16 @@ print(adopted.refused)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[MappedWindow, MappedPeer]]:
+def pair() -> Iterator[tuple[MemfdWindow, MemfdPeer]]:
     """A window and the same as a peer has it."""
-    kind = MappedWindows()
+    kind = MemfdWindows()
     window = kind.allocate(4096)
     yield window, kind.open(window.handle())
     window.close()
     kind.close()
 
 
-def adopted(window: MappedWindow, tensor: torch.Tensor) -> int:
+def adopted(window: MemfdWindow, tensor: torch.Tensor) -> int:
     """Its place, after it has come twice."""
     for _ in range(2):
         window.adopted.adopt(tensor.untyped_storage())
@@ -44,7 +44,7 @@ def adopted(window: MappedWindow, tensor: torch.Tensor) -> int:
     return place
 
 
-def seen(peer: MappedPeer, place: int, start: int = 0, stop: int = COUNT) -> torch.Tensor:
+def seen(peer: MemfdPeer, place: int, start: int = 0, stop: int = COUNT) -> torch.Tensor:
     return peer.view(place + 8 * start, place + 8 * stop).view(torch.float64)
 
 
@@ -54,7 +54,7 @@ def open_storages() -> set[str]:
     return {link for link in links if link.startswith("/dev/shm/torch_")}
 
 
-def test_what_comes_once_stays_where_it_is(pair: tuple[MappedWindow, MappedPeer]) -> None:
+def test_what_comes_once_stays_where_it_is(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     tensor = torch.ones(COUNT, dtype=torch.float64)
     before = tensor.data_ptr()
     pair[0].adopted.adopt(tensor.untyped_storage())
@@ -62,7 +62,7 @@ def test_what_comes_once_stays_where_it_is(pair: tuple[MappedWindow, MappedPeer]
     assert tensor.data_ptr() == before
 
 
-def test_a_peer_sees_it_and_views_follow(pair: tuple[MappedWindow, MappedPeer]) -> None:
+def test_a_peer_sees_it_and_views_follow(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     window, peer = pair
     tensor = torch.arange(COUNT, dtype=torch.float64)
     middle = tensor[10:20].view(2, 5)
@@ -75,7 +75,7 @@ def test_a_peer_sees_it_and_views_follow(pair: tuple[MappedWindow, MappedPeer]) 
     assert peer.view(0, 4096).sum() == 0  # the window itself is still there
 
 
-def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MappedWindow, MappedPeer]) -> None:
+def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     window, peer = pair
     first = torch.full((COUNT,), 1.0, dtype=torch.float64)
     others = open_storages()
@@ -94,7 +94,7 @@ def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MappedWindow, Mapp
         seen(peer, place)
 
 
-def test_others_are_not_adopted(pair: tuple[MappedWindow, MappedPeer]) -> None:
+def test_others_are_not_adopted(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     tensor, other = (torch.ones(COUNT, dtype=torch.float64) for _ in range(2))
     adopted(pair[0], tensor)
     pair[0].adopted.adopt(tensor.untyped_storage())

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from forks import forked, joined, require, say, world
 
-from mimatrix.comm.tuning.choice import NATIVE, Plan
+from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
 
 RANKS = 3
 Results = list[torch.Tensor]
@@ -268,7 +268,7 @@ def alike(ours: Results | str, theirs: Results | str) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def on_path(plan: Plan | None) -> None:
+def on_path(plan: AlgorithmChoice | None) -> None:
     """Have everything take one path, as if the tuner had found it fastest."""
     if plan:
         world().mimatrix.tuner.known = lambda _: plan
@@ -279,7 +279,7 @@ def rank_alone(rank: int) -> None:
     joined()
     gloo = dist.new_group(backend="gloo")
     expected = {name: outcome(case, gloo) for name, case in cases()}
-    for plan in (None, Plan("windows", "gdraa"), NATIVE):
+    for plan in (None, AlgorithmChoice("windows", "gdraa"), NATIVE):
         on_path(plan)
         for name, case in cases():
             ours, theirs = outcome(case, None), expected[name]

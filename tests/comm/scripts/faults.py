@@ -13,7 +13,7 @@ from forks import forked, joined, say, world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mimatrix.comm.tuning.choice import NATIVE, Plan
+from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
 
 
 def told(scenario: str, rank: int, call: Callable[[], object]) -> None:
@@ -69,7 +69,7 @@ def other_collective_native(rank: int) -> None:
     told("other collective, native", rank, call)
 
 
-def fails_in_backward(rank: int, plan: Plan) -> None:
+def fails_in_backward(rank: int, plan: AlgorithmChoice) -> None:
     """Rank 1 raises in the middle of training and ends; the others wait for its gradients."""
     joined()
     world().mimatrix.tuner.known = lambda _: plan
@@ -85,7 +85,7 @@ def fails_in_backward(rank: int, plan: Plan) -> None:
 
 
 def on_windows(rank: int) -> None:
-    fails_in_backward(rank, Plan("windows", "gdraa"))
+    fails_in_backward(rank, AlgorithmChoice("windows", "gdraa"))
 
 
 def natively(rank: int) -> None:

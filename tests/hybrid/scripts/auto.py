@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import mimatrix
-from mimatrix.hybrid.auto_mode import Undecided
+from mimatrix.hybrid.auto_mode import AutoRun
 
 torch.set_num_threads(1)
 run = mimatrix.init(128, mode="auto", timeout_s=60)
-assert isinstance(run, Undecided)
+assert isinstance(run, AutoRun)
 rows = torch.randn(512, 6, generator=torch.Generator().manual_seed(1))
 data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
 net = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1))

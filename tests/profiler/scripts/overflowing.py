@@ -15,7 +15,7 @@ from support.profile_targets import convolutions
 
 from mimatrix.core.errors import UserError
 from mimatrix.profiler import Limits, measure_device
-from mimatrix.profiler.trial import Passes
+from mimatrix.profiler.trial import Trial
 
 
 def main(megabytes: float, side: int) -> None:
@@ -30,7 +30,7 @@ def main(megabytes: float, side: int) -> None:
         sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         return
     # Everything was given back: what was measured last runs again.
-    passes = Passes(subject)
+    passes = Trial(subject)
     with passes.hooked():
         passes.run(profile.memory.most // 2)
     found = {"most": profile.memory.most, "overflows": profile.overflows, "bytes": profile.memory.points[-1][1]}

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.profile_targets import Counting, convolutions, mlp
 
 from mimatrix.profiler.memory import _peak_of_saved, peak_bytes
-from mimatrix.profiler.trial import Passes
+from mimatrix.profiler.trial import Trial
 
 BATCHES = {"mlp": (1, 64, 512, 2048), "convolutions": (1, 32, 128, 512)}
 
@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {}
     for name, subject in (("mlp", mlp()), ("convolutions", convolutions())):
-        passes, rows = Passes(subject), []
+        passes, rows = Trial(subject), []
         with passes.hooked():
             passes.run(2)
             for batch in BATCHES[name]:
