@@ -42,10 +42,10 @@ def compare(messages: Sequence[Message], rank: int) -> None:
 
 
 def _of_model(units: Sequence[Unit]) -> str:
-    pieces = [piece for unit in units for piece in unit.pieces]
+    pieces = [piece for unit in units for piece in unit.params]
     said = [
         (piece.names, list(piece.shape), piece.strides, str(piece.parameter.dtype), piece.index) for piece in pieces
     ]
-    cut = [(unit.learns, len(unit.pieces), unit.count) for unit in units]
+    cut = [(unit.trainable, len(unit.params), unit.count) for unit in units]
     digest = hashlib.sha256(repr((said, cut)).encode()).hexdigest()[:8]
     return f"a model of {len(pieces)} parameters with {sum(p.shape.numel() for p in pieces)} numbers ({digest})"

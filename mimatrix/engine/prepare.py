@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,13 +21,10 @@ from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.planning.measure import LossFn, PrepareContext
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.hooks import hear_gradients, hear_modules
-from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_elementwise, check_steps
-from mimatrix.engine.zero.sharding import Zero0
-from mimatrix.engine.zero.single import SingleProcess
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_steps
+from mimatrix.engine.zero.stages import create_strategy
+from mimatrix.engine.zero.strategy import ShardingStrategy
 from mimatrix.engine.zero.units import Unit, is_compiled, units_of
-from mimatrix.engine.zero.zero0_shared import Zero0SharedGrads, reads_in_place
-from mimatrix.engine.zero.zero3 import STAGES, Zero3
 
 LeafModules = tuple[type[nn.Module], ...]
 
@@ -77,24 +73,30 @@ def cut(
 ) -> GlobalStep:
     """Cut the model and its optimizer over the ranks, so that both take part in global batches. A collective."""
     model, optimizer = ground.model, ground.optimizer
-    sharding = _sharding(world, units, optimizer, stage, shares, may_read=outer is None)
-    if not isinstance(sharding, SingleProcess):
-        _share_buffers(world, model)
+    sharding = create_strategy(
+        units,
+        optimizer,
+        stage,
+        shares,
+        group=world.main,
+        new_group=world.further_watched,
+        exchange=world.exchange,
+        timer=world.watch,
+        may_share_grads=outer is None,
+    )
+    sharding.broadcast_buffers(model)
     binding = ShardedOptimizer(
-        optimizer, sharding.slices(), [piece.parameter for unit in units for piece in unit.pieces]
+        optimizer, sharding.param_shards(), [param.parameter for unit in units for param in unit.params]
     )
     scale = LossScale.start("fp16" in world.precisions)
     cycle = GlobalStep(sharding, binding, world.exchange, world.watch, clip_norm=world.settings.clip_norm, scale=scale)
     if ground.norms:
         _synchronise(world, ground, cycle)
     world.precision.lower(model)
-    if isinstance(sharding, Zero0):
-        hear_gradients(units, cycle.arrived)
-    if isinstance(sharding, Zero3):
-        hear_modules(model, sharding)
+    sharding.register_hooks(model, cycle.arrived)
     if outer:
-        outer.begin(model, binding, world.main, cut=sharding.parts)
-        publish(sharding)
+        outer.begin(model, binding, world.main, cut=sharding.grads_are_sharded)
+        sharding.all_gather_params()
         cycle.step_by(lambda micro, own: outer.step(micro.total, world.split.total, own))
     world.watch.memory = partial(_memory, sharding, binding)
     return cycle
@@ -134,30 +136,9 @@ def patch(ground: PrepareContext, cycle: GlobalStep, asked: Callable[[], None]) 
     optimizer.step = step  # type: ignore[method-assign,assignment]
     optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
     model.zero_grad = _leave_gradients  # type: ignore[method-assign]
-    if isinstance(cycle.sharding, Zero0) and cycle.sharding.stage:
+    if cycle.sharding.is_sharded:
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
         optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
-
-
-@torch.no_grad()
-def publish(sharding: Zero0 | SingleProcess) -> None:
-    """Other parameters were written than a step gives: all ranks see them."""
-    if isinstance(sharding, Zero0):
-        sharding.publish()
-
-
-def _sharding(
-    world: World, units: tuple[Unit, ...], optimizer: Optimizer, stage: int, shares: Shares, *, may_read: bool
-) -> Zero0 | SingleProcess:
-    if world.main is None:
-        return SingleProcess(units)
-    if stage > 0:
-        check_elementwise(optimizer, stage)
-    gathers = world.further_watched("gather") if stage == 3 else None
-    reads = stage == 0 and may_read and reads_in_place(world.main, units, optimizer)
-    if all(message["reads"] for message in world.exchange.all({"reads": reads})):
-        return Zero0SharedGrads(world.main, None, units, shares, world.watch)
-    return STAGES[stage](world.main, gathers, units, shares, world.watch)
 
 
 def _synchronises(world: World) -> bool:
@@ -180,26 +161,14 @@ def _synchronise(world: World, ground: PrepareContext, cycle: GlobalStep) -> Non
                 "or every rank the same number of micro-batches"
             )
         found = ground.loss(ground.model, ground.feed.sample())
-        if isinstance(cycle.sharding, Zero3):
-            cycle.sharding.back()
+        cycle.sharding.begin_backward(None)
         found.backward()  # type: ignore[no-untyped-call]
 
     cycle.ghost = ghost
 
 
-def _share_buffers(world: World, model: nn.Module) -> None:
-    """All begin with those of rank 0."""
-    assert world.main
-    for buffer in model.buffers():
-        # As bytes: there are buffers of any type, complex ones too.
-        same = buffer.detach().contiguous()
-        world.main.broadcast(same.reshape(-1).view(torch.uint8))
-        buffer.detach().copy_(same)
-
-
-def _memory(sharding: Zero0 | SingleProcess, binding: ShardedOptimizer) -> dict[str, int]:
-    held = sharding.memory if isinstance(sharding, SingleProcess) else sharding.buffers.bytes
-    return {**held, "optimizer": binding.state_bytes()}
+def _memory(sharding: ShardingStrategy, binding: ShardedOptimizer) -> dict[str, int]:
+    return {**sharding.memory(), "optimizer": binding.state_bytes()}
 
 
 def _leave_gradients(set_to_none: bool = True) -> None:

@@ -14,7 +14,6 @@ from mimatrix.comm.control.client import WaitStatus
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import KEPT
-from mimatrix.engine.checkpoint.state import persistent_buffers
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
 from mimatrix.engine.loop import evaluation as evaluating
@@ -29,7 +28,6 @@ from mimatrix.engine.prepare import LeafModules, agreed, check_prepared, cut, gr
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.zero3 import Zero3
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
@@ -218,11 +216,10 @@ class Run:
         feed = MicroBatchSource(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
         training = [module for module in model.modules() if module.training]
         sharding = course.cycle.sharding if course else None
-        gathers = sharding if isinstance(sharding, Zero3) else None
         model.eval()
         try:
             with self._world.watch.aside():
-                mine = evaluating.measured(model, feed, measure, gathers)
+                mine = evaluating.measured(model, feed, measure, sharding)
                 return evaluating.joined(self._world.exchange.all(mine))
         finally:
             for module in training:
@@ -233,16 +230,7 @@ class Run:
         course = self._ready()
         course.check_closed("run.full_state_dict")
         course.check_all_come("run.full_state_dict")
-        sharding = course.cycle.sharding
-        if not isinstance(sharding, Zero3):
-            return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        found: dict[str, torch.Tensor] = {}
-        for unit in sharding.units:
-            values = sharding.gathered(unit)
-            for piece in unit.pieces:
-                found |= dict.fromkeys(piece.names, piece.of(values).cpu().clone())
-        persistent = persistent_buffers(model)
-        return found | {name: value.detach().cpu().clone() for name, value in persistent.items()}
+        return course.cycle.sharding.full_state_dict(model)
 
     def save(self, folder: str | Path | None = None, *, keep: int = KEPT, wait: bool = False) -> None:
         """Begin a checkpoint, `folder/step-00000120`; it is there when all of it is, and the last `keep` stay.

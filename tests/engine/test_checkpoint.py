@@ -88,7 +88,7 @@ class Prepared:
             piece = cycle.binding.slice_of(parameter)
             assert piece
             kept = {key: value.clone() for key, value in cycle.binding.optimizer.state.get(leaf, {}).items()}
-            found[piece.piece.names[0]] = (piece.start, piece.stop, kept)
+            found[piece.param.names[0]] = (piece.start, piece.stop, kept)
         return found
 
 

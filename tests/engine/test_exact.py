@@ -28,8 +28,8 @@ from torch.utils.data import default_collate
 
 from mimatrix.comm.execution.staging import STAGE_BYTES
 from mimatrix.comm.memory.arena import ALIGNMENT
-from mimatrix.engine import prepare as preparing
 from mimatrix.engine.run import Run
+from mimatrix.engine.zero import stages
 from mimatrix.planner.split import Split
 
 STEPS = 5
@@ -156,7 +156,7 @@ def test_residual_with_batch_norm(cut: Cut, stage: int) -> None:
 @pytest.mark.parametrize("cut", BY_HAND, ids=str)
 def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 has two ways; which one is taken depends on processors and sizes."""
-    monkeypatch.setattr(preparing, "reads_in_place", lambda *_: reads)
+    monkeypatch.setattr(stages, "can_share_grads", lambda *_: reads)
     count = STEPS * sum(cut.batches)
     check(Perceptron, cut, 0, "adamw", vectors(count), squared)
     check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, clip_norm=0.5)

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from mimatrix.engine.run import Run
-from mimatrix.engine.zero import sharding
+from mimatrix.engine.zero import base
 from mimatrix.engine.zero import zero0_shared as reading
+from mimatrix.engine.zero.zero0 import Zero0
 from mimatrix.engine.zero.zero3 import Zero3
 
 in_stages = pytest.mark.parametrize("stage", STAGES)
@@ -325,22 +326,22 @@ def test_weights_by_tokens_with_some_that_have_none(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_beside_the_backward_pass_and_after_it(overlaps: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "has_room", lambda group, units: overlaps)
-    monkeypatch.setattr(reading, "has_room", lambda group, units: True)  # so that nothing is read in place
+    monkeypatch.setattr(base, "can_overlap", lambda group, units: overlaps)
+    monkeypatch.setattr(reading, "can_overlap", lambda group, units: True)  # so that nothing is read in place
     check(Case(mlp, vectors(STEPS * 5), squared, clip_norm=0.5), stage)
     check(Case(lambda: Crossed().double(), named(STEPS * 5), by_name), stage)
 
 
 def test_gradients_are_read_where_they_were_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's optimizers only: another one might change what it sees."""
-    monkeypatch.setattr(reading, "has_room", lambda group, units: False)
+    monkeypatch.setattr(reading, "can_overlap", lambda group, units: False)
 
     def each(run: Run, kind: Any) -> type:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
         run.prepare(model, kind(model.parameters(), lr=0.1), vectors(10))
         return type(run._ready().cycle.sharding)
 
-    kinds: dict[Any, type] = {torch.optim.SGD: reading.Zero0SharedGrads, Lion: sharding.Zero0}
+    kinds: dict[Any, type] = {torch.optim.SGD: reading.Zero0SharedGrads, Lion: Zero0}
     for kind, expected in kinds.items():
         found = in_runs(2, partial(each, kind=kind), stage=0, global_batch=5, unit_bytes=10_000)
         assert found == [expected] * 2

@@ -16,12 +16,10 @@ from mimatrix.engine.checkpoint.state import (
     TrainState,
     described,
     group_names,
-    persistent_buffers,
 )
 from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
 from mimatrix.engine.data.source import DataPosition
-from mimatrix.engine.zero.sharding import Zero1
-from mimatrix.engine.zero.zero3 import Zero3
+from mimatrix.engine.zero.units import persistent_buffers
 
 
 def check(subject: TrainState, facts: Metadata) -> None:
@@ -101,7 +99,7 @@ def read_into(subject: TrainState, facts: Metadata, tensors: TensorReader) -> Ca
             chance.start_anew(facts["seed"] + _apart(subject, facts), facts["step"], subject.rank)
         else:
             chance.restore(states, subject.device)
-        _show_others(subject)
+        subject.sharding.reload_params()
 
     return finish
 
@@ -201,14 +199,6 @@ def _restore_schedulers(subject: TrainState, facts: Metadata) -> None:
     for each, saved in zip(subject.schedulers, facts["schedulers"], strict=True):
         each.scheduler.load_state_dict(unpack(saved["state"]))
         each.calls = saved["calls"]
-
-
-def _show_others(subject: TrainState) -> None:
-    """In stages 1 and 2 all ranks have whole parameters: gather them, frozen ones too."""
-    sharding = subject.sharding
-    if isinstance(sharding, Zero1) and not isinstance(sharding, Zero3):
-        for held in sharding.held.values():
-            sharding.group.all_gather(held.values, shares=sharding.shares)
 
 
 def _check_tensors(saved: Mapping[str, Metadata], here: Mapping[str, Metadata], what: str) -> None:

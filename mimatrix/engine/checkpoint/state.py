@@ -28,9 +28,8 @@ from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.outer_optimizer import OuterOptimizer, OuterState
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
-from mimatrix.engine.zero.sharding import Zero0, Zero1
-from mimatrix.engine.zero.single import SingleProcess
-from mimatrix.engine.zero.units import Unit, UnitParam
+from mimatrix.engine.zero.strategy import ShardingStrategy
+from mimatrix.engine.zero.units import Unit, UnitParam, persistent_buffers
 from mimatrix.planner.split import Split
 
 Metadata = dict[str, Any]
@@ -77,7 +76,7 @@ class TrainState:
     """What a checkpoint is of, as one rank has it."""
 
     model: nn.Module
-    sharding: Zero0 | SingleProcess
+    sharding: ShardingStrategy
     binding: ShardedOptimizer
     scale: LossScale
     schedulers: Sequence[HasLRScheduler]
@@ -89,31 +88,22 @@ class TrainState:
     def pieces(self) -> Iterator["OwnedElements"]:
         """All parameters, each with what this rank has to write of it; tied ones once."""
         for unit in self.sharding.units:
-            part = self._part(unit)
-            for piece in unit.pieces:
+            part = self.sharding.owned_range(unit)
+            for piece in unit.params:
                 start, stop = (min(max(end, piece.start), piece.stop) - piece.start for end in (part.start, part.stop))
                 yield OwnedElements(unit, piece, start, stop)
-
-    def _part(self, unit: Unit) -> range:
-        if isinstance(self.sharding, Zero1):
-            return self.sharding.held[unit].part
-        # Everybody has all of it: each writes as much as the others.
-        sizes = Shares.equal(self.ranks).cut(unit.count)
-        return range(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
 
     @property
     def cuts(self) -> bool:
         """Whether a rank has only its slices of the optimizer's state."""
-        return isinstance(self.sharding, Zero1)
+        return self.sharding.is_sharded
 
     def values(self, owned: "OwnedElements") -> torch.Tensor:
         """The elements of a parameter that this rank writes."""
-        if isinstance(self.sharding, Zero1):
-            held = self.sharding.held[owned.unit]
-            offset = owned.piece.start - held.part.start
-            return (
-                held.owned[offset + owned.start : offset + owned.stop] if owned.start < owned.stop else held.owned[:0]
-            )
+        shard = self.sharding.owned_values(owned.unit)
+        if shard is not None:
+            offset = owned.piece.start - self.sharding.owned_range(owned.unit).start
+            return shard[offset + owned.start : offset + owned.stop] if owned.start < owned.stop else shard[:0]
         return owned.piece.parameter.detach().reshape(-1)[owned.start : owned.stop]
 
 
@@ -185,16 +175,6 @@ def merged(said: Sequence[Metadata], step: int) -> Metadata:
     outside = [facts["outer"] for facts in said if facts.get("outer")]
     states = {name: state for facts in said for name, state in facts["state"].items()}
     return found | {"state": states} | ({"outer": outside[0]} if outside else {})
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a model's state, by all their names."""
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[(f"{prefix}.{name}" if prefix else name).replace("_orig_mod.", "")] = buffer
-    return found
 
 
 def described(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Metadata:

@@ -7,28 +7,30 @@ from torch import nn
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import MicroBatchSource
-from mimatrix.engine.zero.zero3 import Zero3
+from mimatrix.engine.zero.strategy import ShardingStrategy
 
 Sums = dict[str, list[float]]
 """By name: the sum of weighted figures, and of their weights."""
 MetricFn = Callable[[nn.Module, Any], dict[str, Any]]
 
 
-def measured(model: nn.Module, feed: MicroBatchSource, measure: MetricFn, cut: Zero3 | None) -> Sums:
+def measured(model: nn.Module, feed: MicroBatchSource, measure: MetricFn, sharding: ShardingStrategy | None) -> Sums:
     """Sums and weights of this rank's part of a dataset."""
     sums: Sums = {}
+    # What is not prepared is not sharded.
+    gathers = sharding if sharding is not None and sharding.counts_forward_passes else None
     for micro, batch in feed.epoch(0):
-        passes = cut.passes if cut else 0
+        before = gathers.forward_passes() if gathers else 0
         if micro.count:
             _add_measured(sums, measure(model, batch), micro.samples)
-        if cut and micro.count and cut.passes != passes + 1:
+        if gathers and micro.count and gathers.forward_passes() != before + 1:
             raise UserError(
-                f"measure ran the model {cut.passes - passes} times for a batch, and in stage 3 all ranks run it "
-                "together; run it once for each batch"
+                f"measure ran the model {gathers.forward_passes() - before} times for a batch, and in stage 3 all "
+                "ranks run it together; run it once for each batch"
             )
-        if cut and micro.last:
+        if gathers and micro.last:
             for _ in range(micro.count, micro.rounds):
-                cut.look_without_data()
+                gathers.forward_without_data()
     return sums
 
 

@@ -18,9 +18,7 @@ from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.rank_exchange import Message, RankExchange
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
-from mimatrix.engine.zero.sharding import OUTSIDE, Zero0
-from mimatrix.engine.zero.single import SingleProcess
-from mimatrix.engine.zero.zero3 import Zero3
+from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, ShardingStrategy
 
 
 class ShadowStep(Protocol):
@@ -48,7 +46,7 @@ class GlobalStep:
 
     def __init__(
         self,
-        sharding: Zero0 | SingleProcess,
+        sharding: ShardingStrategy,
         binding: ShardedOptimizer,
         exchange: RankExchange,
         watch: StepTimer,
@@ -67,7 +65,7 @@ class GlobalStep:
         self.is_ghost = False
         self.went_back = False
         """`backward` was called in this micro-step."""
-        self._goes_back = self._seen = False
+        self._goes_back = False
         self._weight = 0.0
         self._done = 0
         self._step: Callable[[], Any] = binding.optimizer.step
@@ -92,8 +90,8 @@ class GlobalStep:
         """The next micro-step begins."""
         assert not self.is_open or (self.micro and not self.micro.last)
         self.micro, self.is_open, self.went_back = micro, True, False
-        if micro.count and isinstance(self.sharding, Zero0):
-            self.sharding.begin(micro.last)
+        if micro.count:
+            self.sharding.begin_micro_step(is_last=micro.last)
 
     def leave(self) -> None:
         """The user's loop goes on without having finished the micro-step: that counts as no gradient."""
@@ -107,9 +105,7 @@ class GlobalStep:
         if not math.isfinite(counts) or counts < 0:
             raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
         self.went_back = True
-        if isinstance(self.sharding, Zero3):
-            self._check_first(loss, counts)
-            self.sharding.back()
+        self.sharding.begin_backward(loss if counts else None)
         # A mean over nothing is no number, and counts nothing. Where samples meet in the model others wait for it.
         if counts or self.ghost:
             self._goes_back = True
@@ -122,14 +118,13 @@ class GlobalStep:
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient."""
-        assert isinstance(self.sharding, Zero0)
         if self.is_ghost:
             parameter.grad = None
-            self.sharding.passed(parameter)
+            self.sharding.grad_skipped(parameter)
             return
         if not self._goes_back:
-            raise UserError(OUTSIDE)
-        self.sharding.arrived(parameter)
+            raise UserError(GRAD_OUTSIDE_BACKWARD)
+        self.sharding.grad_ready(parameter)
 
     @property
     def may_end(self) -> bool:
@@ -142,8 +137,7 @@ class GlobalStep:
         assert micro
         assert self.may_end
         self._join_rest(micro.rounds)
-        if isinstance(self.sharding, Zero0):
-            self.sharding.end(micro.rounds)
+        self.sharding.finish_reduction(micro.rounds)
         mine = {"weight": self._weight, "square": self._square(), "touched": self.sharding.touched(), **self.tell()}
         with self._watch.apart():
             messages = self._exchange.all(mine)
@@ -168,45 +162,35 @@ class GlobalStep:
             raise UserError("the loss does not depend on any parameter that learns; compute it from the model's output")
         return self.micro
 
-    def _check_first(self, loss: torch.Tensor, counts: float) -> None:
-        """A parameter that is not here has no number. One look, since a GPU is waited for."""
-        if not self._seen and counts and bool(loss.detach().isnan()):
-            raise UserError(
-                "the first loss is not a number; if it is one in stage 2, a parameter is used outside of its module: "
-                "use stage 2, or name the class of the module that uses it: run.prepare(..., whole=(TheClass,))"
-            )
-        self._seen = True
-
     def _finish(self) -> None:
         self._done += 1
-        if isinstance(self.sharding, Zero0):
-            self.sharding.finish()
+        self.sharding.end_micro_step()
 
     def _join_rest(self, rounds: int) -> None:
         """Where samples meet in the model, a rank that has fewer micro-steps runs it for the others' sake."""
         if self.ghost is None:
             return
-        gathers = isinstance(self.sharding, Zero0) and self.sharding.stage >= 2
+        reduces = self.sharding.reduces_every_micro_step
         for _ in range(self._done, rounds):
             self.is_ghost = True
-            if gathers and isinstance(self.sharding, Zero0):
-                self.sharding.begin(last=True)
+            if reduces:
+                self.sharding.begin_micro_step(is_last=True)
             self.ghost()
-            if gathers and isinstance(self.sharding, Zero0):
-                self.sharding.finish()
+            if reduces:
+                self.sharding.end_micro_step()
             self.is_ghost = False
 
     def _square(self) -> float:
         if self._clip_norm is None and not self.scale.on:
             return 0.0
-        norms = [torch.linalg.vector_norm(each) for each in self.sharding.gradients() if each.numel()]
+        norms = [torch.linalg.vector_norm(each) for each in self.sharding.local_grads() if each.numel()]
         return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
 
     def _agreed(self, micro: MicroBatch, messages: list[Message]) -> StepResult:
         weight = math.fsum(message["weight"] for message in messages)
         # Uncut gradients are the same on every rank; cut ones are each rank's own part.
         squares = [message["square"] for message in messages]
-        square = math.fsum(squares) if self.sharding.parts else squares[0]
+        square = math.fsum(squares) if self.sharding.grads_are_sharded else squares[0]
         factor = micro.total / weight / self.scale.value if weight else 0.0
         wants = self._clip_norm is not None or self.scale.on
         finite = math.isfinite(square)
@@ -219,17 +203,13 @@ class GlobalStep:
         if self._clip_norm is not None and outcome.norm is not None:
             factor *= min(1.0, self._clip_norm / (outcome.norm + 1e-6))
         if factor != 1.0:
-            gradients = [each for each in self.sharding.gradients() if each.numel()]
+            gradients = [each for each in self.sharding.local_grads() if each.numel()]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
-            if isinstance(self.sharding, Zero0):
-                self.sharding.scaled()
-        if isinstance(self.sharding, Zero0):
-            self.binding.give({index for message in outcome.messages for index in message["touched"]})
+            self.sharding.grads_scaled()
+        self.binding.give({index for message in outcome.messages for index in message["touched"]})
         self._step()
-        if isinstance(self.sharding, Zero0):
-            with torch.no_grad():
-                self.sharding.publish()
+        self.sharding.all_gather_params()
 
     def _clear(self) -> None:
         self.binding.take_away()

@@ -23,11 +23,9 @@ from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.loop.preemption import EXIT_PREEMPTED, Preemption
 from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.planning.plan_follower import PlanFollower
-from mimatrix.engine.prepare import publish
 from mimatrix.engine.rank_exchange import Message
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.sharding import Zero0
 from mimatrix.engine.zero.units import check_frozen
 from mimatrix.planner.split import Split
 
@@ -162,7 +160,7 @@ class TrainLoop:
             return False
         self.step, self.position = found
         if self._outer:
-            publish(self.cycle.sharding)
+            self.cycle.sharding.all_gather_params()
         if self.plans.now:
             self.feed.restart(self.plans.now.split)
         if self._knobs:
@@ -197,8 +195,7 @@ class TrainLoop:
         finally:
             if self._outer:
                 self._outer.close()
-            if isinstance(self.cycle.sharding, Zero0):
-                self.cycle.sharding.close()
+            self.cycle.sharding.close()
             self._world.close()
 
     # What the loader calls
@@ -208,7 +205,7 @@ class TrainLoop:
         self.check_left()
         self._leave_word()
         check_frozen(self.cycle.sharding.units)
-        self.cycle.sharding.check_places()
+        self.cycle.sharding.check_params_in_place()
         self._world.watch.restart()
         self._began = max(self.epoch, self._number)
 

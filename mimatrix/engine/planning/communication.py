@@ -25,7 +25,7 @@ def measure_communication(
 
     `norms`: synchronised batch norms, at which ranks meet in every micro-step.
     """
-    buffers, shares = Buffers(group, device), Shares.equal(group.size)
+    buffers, shares = Buffers.create(group, device), Shares.equal(group.size)
     count = max(group.size, min(_PIECE, model_bytes) // dtype.itemsize)
     tensor = buffers.shared(count, dtype, device, "measuring")
     tensor.zero_()

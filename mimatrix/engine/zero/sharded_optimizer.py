@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.zero.sharding import ParamShard
+from mimatrix.engine.zero.strategy import ParamShard
 
 _LR = 0.1
 
@@ -21,13 +21,15 @@ class ShardedOptimizer:
     def __init__(self, optimizer: Optimizer, slices: Iterable[ParamShard], known: Collection[nn.Parameter]) -> None:
         self.optimizer = optimizer
         _check_known(optimizer, known)
-        self._slices = {piece.piece.parameter: piece for piece in slices}
+        self._slices = {shard.param.parameter: shard for shard in slices}
         self.given = [list(group["params"]) for group in optimizer.param_groups]
         """The model's own parameters, by the optimizer's groups."""
         self.leaves: dict[nn.Parameter, nn.Parameter] = {}
         """The tensor that the optimizer has for a parameter of the model."""
         for group in optimizer.param_groups:
             group["params"] = [self._leaf(each) for each in group["params"] if each in self._slices]
+        shards = ((self._slices[parameter], leaf) for parameter, leaf in self.leaves.items())
+        self._assigned = [(shard.param.index, leaf, shard.grad) for shard, leaf in shards if shard.grad is not None]
 
     def slice_of(self, parameter: nn.Parameter) -> ParamShard | None:
         """What this rank owns of a parameter, if it steps it."""
@@ -35,9 +37,8 @@ class ShardedOptimizer:
 
     def give(self, touched: Collection[int]) -> None:
         """Let the optimizer see the gradients of the parameters with these numbers."""
-        for parameter, leaf in self.leaves.items():
-            found = self._slices[parameter]
-            leaf.grad = found.grad if found.piece.index in touched else None
+        for index, leaf, grad in self._assigned:
+            leaf.grad = grad if index in touched else None
 
     def take_away(self) -> None:
         """No gradient any more, so that the next backward pass begins with none."""

@@ -38,11 +38,11 @@ class UnitParam:
         """Where it ends."""
         return self.start + self.shape.numel()
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Its part of a flat tensor, in its shape."""
         return flat[self.start : self.stop].view(self.shape)
 
-    def laid(self, flat: torch.Tensor) -> torch.Tensor:
+    def strided_view(self, flat: torch.Tensor) -> torch.Tensor:
         """The same laid out as the parameter is (channels last, say), which fused optimizers want of gradients."""
         return flat[self.start : self.stop].as_strided(self.shape, self.strides)
 
@@ -62,38 +62,53 @@ class Unit:
     """Parameters that move together, and the modules that use them."""
 
     index: int
-    pieces: tuple[UnitParam, ...]
+    params: tuple[UnitParam, ...]
     modules: tuple[nn.Module, ...]
     count: int
     """Elements of the flat buffer, gaps included."""
-    keeps: bool
+    shared: bool
     """Used by modules of other units too: gathered for the whole micro-step."""
-    learns: bool
+    trainable: bool
     """Whether its parameters have gradients; one that is frozen later has none in its steps, and stays."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of all of it."""
-        return self.pieces[0].parameter.dtype
+        return self.params[0].parameter.dtype
 
     @property
     def device(self) -> torch.device:
         """Of all of it."""
-        return self.pieces[0].parameter.device
+        return self.params[0].parameter.device
 
     @property
     def name(self) -> str:
         """The first parameter's, for people."""
-        return self.pieces[0].names[0]
+        return self.params[0].names[0]
 
     @property
     def bytes(self) -> int:
         """Of the flat buffer."""
         return self.count * self.dtype.itemsize
 
+    def flattened(self) -> torch.Tensor:
+        """A copy of the parameters in a new flat buffer."""
+        flat = torch.zeros(self.count, dtype=self.dtype, device=self.device)
+        for param in self.params:
+            param.view(flat).copy_(param.parameter.detach())
+        return flat
+
+    def move_into(self, flat: torch.Tensor) -> None:
+        """Move the parameters into a flat buffer; they stay the same objects."""
+        flat.zero_()
+        for param in self.params:
+            view = param.view(flat)
+            view.copy_(param.parameter.detach())
+            param.parameter.data = view
+
     def zero_gaps(self, flat: torch.Tensor) -> None:
         """Between parameters, and behind the last, is nothing."""
-        for piece, end in zip(self.pieces, [*(piece.start for piece in self.pieces[1:]), self.count], strict=True):
+        for piece, end in zip(self.params, [*(piece.start for piece in self.params[1:]), self.count], strict=True):
             if piece.stop < end:
                 flat[piece.stop : end].zero_()
 
@@ -135,10 +150,20 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to a model's state dict, by all their names."""
+    buffers = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[(f"{prefix}.{name}" if prefix else name).replace("_orig_mod.", "")] = buffer
+    return buffers
+
+
 def check_frozen(units: Sequence[Unit]) -> None:
     """Refuse parameters that began to learn after they were put into units."""
     for unit in units:
-        for piece in () if unit.learns else unit.pieces:
+        for piece in () if unit.trainable else unit.params:
             if piece.parameter.requires_grad:
                 raise UserError(
                     f"{piece.names[0]} began to learn after run.prepare; set requires_grad before it and give the "
@@ -156,8 +181,8 @@ def _unit(
         pieces.append(UnitParam(tuple(use.names), use.parameter, number, tuple(use.modules), at, use.parameter.shape))
         at += -(-use.parameter.numel() // gap) * gap
     modules = tuple(dict.fromkeys(module for use in box for module in use.modules))
-    keeps, learns = any(owners[module] != block for module in modules), box[0].parameter.requires_grad
-    return Unit(index, tuple(pieces), modules, at, keeps=keeps, learns=learns)
+    shared, trainable = any(owners[module] != block for module in modules), box[0].parameter.requires_grad
+    return Unit(index, tuple(pieces), modules, at, shared=shared, trainable=trainable)
 
 
 def _covers(model: nn.Module, whole: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:
