@@ -21,10 +21,10 @@ from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.planning.measure import LossFn, PrepareContext
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_steps
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_closure
 from mimatrix.engine.zero.stages import create_strategy
 from mimatrix.engine.zero.strategy import ShardingStrategy
-from mimatrix.engine.zero.units import Unit, is_compiled, units_of
+from mimatrix.engine.zero.units import Unit, is_compiled, split_into_units
 
 LeafModules = tuple[type[nn.Module], ...]
 
@@ -58,7 +58,7 @@ def ground_of(
         world.device,
         world.precisions[world.rank],
         world.precision.context,
-        batchnorm.count(model) if _synchronises(world) else 0,
+        batchnorm.count_batchnorms(model) if _synchronises(world) else 0,
         whole,
     )
 
@@ -92,7 +92,7 @@ def cut(
     cycle = GlobalStep(sharding, binding, world.exchange, world.watch, clip_norm=world.settings.clip_norm, scale=scale)
     if ground.norms:
         _synchronise(world, ground, cycle)
-    world.precision.lower(model)
+    world.precision.autocast_forward(model)
     sharding.register_hooks(model, cycle.arrived)
     if outer:
         outer.begin(model, binding, world.main, cut=sharding.grads_are_sharded)
@@ -106,14 +106,14 @@ def units_to_cut(world: World, ground: PrepareContext, stage: int) -> tuple[Unit
     """The parts of the model that are moved at once."""
     if world.ranks > 1 and stage == 3 and is_compiled(ground.model):
         raise UserError("stage 3 moves parameters while the model runs, which torch.compile does not see; use stage 2")
-    return units_of(ground.model, world.settings.unit_bytes_for(stage, world.devices), ground.whole)
+    return split_into_units(ground.model, world.settings.unit_bytes_for(stage, world.devices), ground.whole)
 
 
 def agreed(
     world: World, dataset: Any, units: tuple[Unit, ...], optimizer: Optimizer
 ) -> tuple[HyperparamSync, LoopSignal] | None:
     """That all ranks prepare the same, and by what they stay so; None where there is one. A collective."""
-    check_steps(optimizer)
+    check_closure(optimizer)
     if world.main is None:
         return None
     knobs = HyperparamSync(optimizer)
@@ -152,7 +152,7 @@ def _synchronise(world: World, ground: PrepareContext, cycle: GlobalStep) -> Non
             "mimatrix: the model has batch norm, which sees the samples of all ranks but one micro-step at a time; "
             "other micro-steps give other numbers\n"
         )
-    batchnorm.synchronise(ground.model, world.further_watched("norm"), lambda: cycle.is_ghost, world.watch)
+    batchnorm.convert_sync_batchnorm(ground.model, world.further_watched("norm"), lambda: cycle.is_ghost, world.watch)
 
     def ghost() -> None:
         if ground.loss is None:

@@ -140,7 +140,7 @@ def _planned(settings: Settings, plan: Plan, reason: str, model: nn.Module) -> S
     follows = settings.rebalance
     if follows is None:
         # With batch norm, who follows must know of memory.
-        follows = len(plan.parts) > 1 and not (settings.sync_batchnorm and batchnorm.count(model))
+        follows = len(plan.parts) > 1 and not (settings.sync_batchnorm and batchnorm.count_batchnorms(model))
     said = replace(plan, reasons=(reason, *plan.reasons))
     return replace(settings, plan=said, micro_batch=None, rebalance=follows)
 

@@ -47,10 +47,10 @@ class FlatLayout:
         pieces: list[ParamSpan] = []
         at = 0
         for group, parameter in ((number, each) for number, given in enumerate(known) for each in given):
-            found = binding.slice_of(parameter)
+            found = binding.find_shard(parameter)
             if found:
                 first = found.start if found.value is not parameter else 0
-                leaf = binding.leaves[parameter]
+                leaf = binding.shard_params[parameter]
                 places.append(ParamRange(len(pieces), leaf, at + first, at + first + leaf.numel()))
             pieces.append(ParamSpan(len(pieces), group, parameter.numel()))
             at += parameter.numel()

@@ -102,7 +102,7 @@ def test_a_model_that_does_not_learn() -> None:
         model = nn.Linear(6, 3).requires_grad_(False)
         run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15))
 
-    all_say("no parameter that learns; set requires_grad on some", act)
+    all_say("no trainable parameter; set requires_grad on some", act)
 
 
 def test_a_model_that_has_no_shape_yet() -> None:
@@ -419,7 +419,7 @@ def test_changes_after_prepare() -> None:
             run.backward(squared(model, batch))
             optimizer.step()
 
-    all_say("frozen.weight began to learn after run.prepare", thaw)
+    all_say("frozen.weight became trainable after run.prepare", thaw)
     all_say("a param group was added after run.prepare", add)
     all_say("run.prepare was called twice", lambda run: (prepared(run), prepared(run)))
     all_say("nothing is prepared yet", lambda run: run.backward(torch.ones(())))

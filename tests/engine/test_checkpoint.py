@@ -84,8 +84,8 @@ class Prepared:
         """This rank's part of the optimizer's state: for each parameter the slice and what is kept for it."""
         cycle = self.run._ready().cycle
         found = {}
-        for parameter, leaf in cycle.binding.leaves.items():
-            piece = cycle.binding.slice_of(parameter)
+        for parameter, leaf in cycle.binding.shard_params.items():
+            piece = cycle.binding.find_shard(parameter)
             assert piece
             kept = {key: value.clone() for key, value in cycle.binding.optimizer.state.get(leaf, {}).items()}
             found[piece.param.names[0]] = (piece.start, piece.stop, kept)

@@ -135,7 +135,7 @@ class _TensorLoader:
 
     def state(self, owned: OwnedElements) -> None:
         """What the optimizer keeps for a parameter, in the place of whatever it keeps now."""
-        leaf = self.subject.binding.leaves.get(owned.piece.parameter)
+        leaf = self.subject.binding.shard_params.get(owned.piece.parameter)
         if leaf is None:
             return
         name = self._keys[owned.names[0]]

@@ -228,7 +228,7 @@ def _scheduler(each: HasLRScheduler) -> Metadata:
 
 def group_names(subject: TrainState) -> list[list[str]]:
     """Of each param group the parameters of which this rank owns anything."""
-    leaves = subject.binding.leaves
+    leaves = subject.binding.shard_params
     names = {
         leaves[owned.piece.parameter]: owned.names[0] for owned in subject.pieces() if owned.piece.parameter in leaves
     }
@@ -240,7 +240,7 @@ def _per_element(subject: TrainState) -> set[str]:
 
     Where a parameter is a single number, the shape of what is kept for it does not tell; other parameters do.
     """
-    states = [(leaf, subject.binding.optimizer.state.get(leaf, {})) for leaf in subject.binding.leaves.values()]
+    states = [(leaf, subject.binding.optimizer.state.get(leaf, {})) for leaf in subject.binding.shard_params.values()]
     kinds: dict[str, list[bool]] = {}
     for leaf, state in states:
         for key, value in state.items():
@@ -255,7 +255,7 @@ def _state(
     subject: TrainState, owned: OwnedElements, counted: set[str], parts: dict[str, TensorSlice], leads: bool
 ) -> Iterator[tuple[str, Metadata]]:
     """What the optimizer keeps for a parameter: copies into `parts`, the rest described."""
-    leaf = subject.binding.leaves.get(owned.piece.parameter)
+    leaf = subject.binding.shard_params.get(owned.piece.parameter)
     state = subject.binding.optimizer.state.get(leaf, {}) if leaf is not None else {}
     for key, value in state.items():
         place = f"optimizer.{owned.names[0]}.{key}"

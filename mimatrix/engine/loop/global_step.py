@@ -207,12 +207,12 @@ class GlobalStep:
             if gradients:
                 torch._foreach_mul_(gradients, factor)
             self.sharding.grads_scaled()
-        self.binding.give({index for message in outcome.messages for index in message["touched"]})
+        self.binding.assign_grads({index for message in outcome.messages for index in message["touched"]})
         self._step()
         self.sharding.all_gather_params()
 
     def _clear(self) -> None:
-        self.binding.take_away()
+        self.binding.clear_grads()
         self.sharding.clear()
         self.is_open = False
         self._weight, self._done = 0.0, 0

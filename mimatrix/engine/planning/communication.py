@@ -27,7 +27,7 @@ def measure_communication(
     """
     buffers, shares = Buffers.create(group, device), Shares.equal(group.size)
     count = max(group.size, min(_PIECE, model_bytes) // dtype.itemsize)
-    tensor = buffers.shared(count, dtype, device, "measuring")
+    tensor = buffers.collective(count, dtype, device, "measuring")
     tensor.zero_()
     pieces = model_bytes / (count * dtype.itemsize)
     try:

@@ -22,7 +22,7 @@ from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
-from mimatrix.engine.zero.units import is_compiled, units_of
+from mimatrix.engine.zero.units import is_compiled, split_into_units
 from mimatrix.planner.plan import Plan, misfit
 from mimatrix.planner.planning import Problem, make_plan
 from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
@@ -147,7 +147,7 @@ def stored(ground: PrepareContext) -> Plan:
 def size_of(ground: PrepareContext) -> ModelSize:
     """What the model holds, and its fingerprint."""
     unit_bytes = ground.settings.unit_bytes_for(3, ground.devices)
-    units = units_of(ground.model, unit_bytes, ground.whole)
+    units = split_into_units(ground.model, unit_bytes, ground.whole)
     largest = max(unit.bytes for unit in units)
     precision = str(ground.settings.described()["precision"])
     with torch.random.fork_rng(devices=[]):  # datasets may draw at random
@@ -198,7 +198,7 @@ def _profile(ground: PrepareContext, size: ModelSize, neighbours: int, sharers: 
     limits = Limits(_most(ground), neighbours=neighbours, sharers=sharers)
     if is_limited(ground.device):
         give_back_at_once()
-    with batchnorm.alone(ground.model, StepTimer()) if ground.norms else nullcontext():
+    with batchnorm.unsynchronised(ground.model, StepTimer()) if ground.norms else nullcontext():
         return cached_measure(subject, limits, _progress(ground))
 
 

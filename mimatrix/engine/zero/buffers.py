@@ -1,4 +1,4 @@
-"""Flat buffers of the engine: in the arena where peers can read them in place, otherwise anywhere."""
+"""Flat buffers of the engine: in the arena, where peers can read them in place, otherwise in plain memory."""
 
 import threading
 from collections import Counter
@@ -9,6 +9,7 @@ import torch
 from mimatrix.comm.group import Group
 
 IN_FLIGHT = "units in flight"
+"""The kind of buffers that exist only while a unit is gathered or reduced."""
 _MAX_MODELS_IN_FLIGHT = 3
 _SPARE_BYTES = 64 << 10
 """Left in an arena for the pages of further groups."""
@@ -49,26 +50,26 @@ class Buffers:
             user.make_stages(window_kind)
         return cls(group, window_kind, in_arena=in_arena, in_flight_in_arena=in_flight_in_arena)
 
-    def count(self, what: str, size: int) -> None:
-        """So many bytes more, or less; from any thread."""
+    def count(self, kind: str, size: int) -> None:
+        """Add to the bytes of a kind; from any thread."""
         with self._lock:
-            self.bytes[what] += size
+            self.bytes[kind] += size
 
-    def shared(self, count: int, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
-        """For collectives: in the arena if that has room, since then nothing is staged."""
-        self.count(what, count * dtype.itemsize)
-        in_arena = self._in_flight_in_arena if what == IN_FLIGHT else self._in_arena
+    def collective(self, count: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
+        """Allocate a buffer for collectives: in the arena if that has room, since then nothing is staged."""
+        self.count(kind, count * dtype.itemsize)
+        in_arena = self._in_flight_in_arena if kind == IN_FLIGHT else self._in_arena
         # A GPU's arena is small; what does not fit is staged.
         if in_arena and self._group.room(self._window_kind) >= count * dtype.itemsize + _SPARE_BYTES:
             return self._group.empty(count, dtype, self._window_kind)
         return torch.empty(count, dtype=dtype, device=device)
 
-    def own(self, count: int, dtype: torch.dtype, device: torch.device, what: str) -> torch.Tensor:
-        """For this rank alone."""
-        self.count(what, count * dtype.itemsize)
+    def private(self, count: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
+        """Allocate a buffer that only this rank uses."""
+        self.count(kind, count * dtype.itemsize)
         return torch.empty(count, dtype=dtype, device=device)
 
-    def free(self, tensor: torch.Tensor, what: str) -> None:
-        """Give one from `shared` back."""
-        self.count(what, -tensor.nbytes)
+    def free(self, tensor: torch.Tensor, kind: str) -> None:
+        """Free a buffer from `collective`."""
+        self.count(kind, -tensor.nbytes)
         self._group.free(tensor)

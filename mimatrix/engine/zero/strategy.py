@@ -232,7 +232,7 @@ class SingleProcess:
 
     def full_params(self, unit: Unit) -> torch.Tensor:
         """Return all parameters of a unit in a new flat buffer."""
-        return unit.flattened()
+        return unit.flatten()
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return copies of the model's parameters and persistent buffers on the CPU."""

@@ -20,7 +20,7 @@ class Zero0(DistributedStrategy):
     def _shard_unit(self, unit: Unit) -> UnitState:
         """Leave the parameters where they are, and allocate a buffer in which their gradients are summed."""
         count = unit.count if unit.trainable else 0
-        grads = self.buffers.shared(count, unit.dtype, unit.device, "gradients")
+        grads = self.buffers.collective(count, unit.dtype, unit.device, "gradients")
         grads.zero_()
         if count:
             # The buffer carries the parameters once, since broadcasting it is one call.
@@ -62,7 +62,7 @@ class Zero0(DistributedStrategy):
 
     def full_params(self, unit: Unit) -> torch.Tensor:
         """Return all parameters of a unit in a new flat buffer."""
-        return unit.flattened()
+        return unit.flatten()
 
     def owned_values(self, unit: Unit) -> torch.Tensor | None:  # noqa: ARG002 (nothing is sharded)
         """Return None: all ranks have all parameters."""

@@ -20,7 +20,7 @@ class Zero1(DistributedStrategy):
 
     def _shard_unit(self, unit: Unit) -> UnitState:
         shard_range = self._shard_range(unit)
-        full = self.buffers.shared(unit.count, unit.dtype, unit.device, "parameters")
+        full = self.buffers.collective(unit.count, unit.dtype, unit.device, "parameters")
         unit.move_into(full)
         self.group.broadcast(full)
         grads = self._allocate_grads(unit, shard_range)
@@ -29,7 +29,7 @@ class Zero1(DistributedStrategy):
         return UnitState(unit=unit, shard_range=shard_range, full=full, shard=shard, grads=grads)
 
     def _allocate_grads(self, unit: Unit, shard_range: range) -> torch.Tensor:  # noqa: ARG002 (stages differ)
-        return self.buffers.shared(unit.count if unit.trainable else 0, unit.dtype, unit.device, "gradients")
+        return self.buffers.collective(unit.count if unit.trainable else 0, unit.dtype, unit.device, "gradients")
 
     def _shard_range(self, unit: Unit) -> range:
         sizes = self.shares.cut(unit.count)

@@ -27,7 +27,7 @@ class Zero2(Zero1):
         self.overlaps = True  # or the gradients of all units would be in memory at once
 
     def _allocate_grads(self, unit: Unit, shard_range: range) -> torch.Tensor:
-        return self.buffers.own(len(shard_range) if unit.trainable else 0, unit.dtype, unit.device, "gradients")
+        return self.buffers.private(len(shard_range) if unit.trainable else 0, unit.dtype, unit.device, "gradients")
 
     def begin_micro_step(self, *, is_last: bool) -> None:  # noqa: ARG002 (every micro-step is reduced)
         """Begin a micro-step and its reduction."""
@@ -40,7 +40,7 @@ class Zero2(Zero1):
     def _reduce_unit(self, unit: Unit) -> None:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._add_oldest_sums()
-        flat = self.buffers.shared(unit.count, unit.dtype, unit.device, IN_FLIGHT)
+        flat = self.buffers.collective(unit.count, unit.dtype, unit.device, IN_FLIGHT)
         unit.zero_gaps(flat)
         for param in unit.params:
             grad, view = param.parameter.grad, param.view(flat)

@@ -52,7 +52,7 @@ class Zero3(Zero2):
         full = torch.empty(unit.count, dtype=unit.dtype, device=unit.device)
         unit.move_into(full)
         self.group.broadcast(full)
-        shard = self.buffers.own(len(shard_range), unit.dtype, unit.device, "parameters")
+        shard = self.buffers.private(len(shard_range), unit.dtype, unit.device, "parameters")
         shard.copy_(full[shard_range.start : shard_range.stop])
         self._full_views[unit] = [param.view(full) for param in unit.params]
         # A parameter that is not unsharded shows its shape and NaN.

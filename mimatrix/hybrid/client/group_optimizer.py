@@ -87,7 +87,7 @@ class GroupOptimizer:
         if not self._policy.local_steps:
             _check_cut(binding.optimizer)
         self._group, self._cut = group, cut
-        known = [[each for each in part if each.requires_grad] for part in binding.given]
+        known = [[each for each in part if each.requires_grad] for part in binding.original_params]
         self._layout = FlatLayout.of(binding, known)
         self._row = torch.zeros(self._layout.count, dtype=self._layout.dtype)
         self._layout.read_values(self._row)
