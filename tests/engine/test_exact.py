@@ -154,7 +154,7 @@ def test_residual_with_batch_norm(cut: Cut, stage: int) -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("cut", BY_HAND, ids=str)
-def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero0_with_and_without_shared_grads(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 has two ways; which one is taken depends on processors and sizes."""
     monkeypatch.setattr(stages, "can_share_grads", lambda *_: reads)
     count = STEPS * sum(cut.batches)
@@ -165,7 +165,7 @@ def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pyte
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("pages", [24, 28])
-def test_an_arena_that_holds_only_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_with_room_for_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STAGE_BYTES, "host", 128)
     data = sentences(STEPS * sum(BY_HAND[2].batches))
     check(Transformer, BY_HAND[2], stage, "adamw", data, by_tokens, arena_bytes=pages * ALIGNMENT)
