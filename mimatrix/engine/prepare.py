@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine import consistency as sameness
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
+from mimatrix.engine.data.loading import check_loading
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.loop.global_step import GlobalStep
 from mimatrix.engine.loop.hyperparams import HyperparamSync
 from mimatrix.engine.loop.loop_signal import LoopSignal

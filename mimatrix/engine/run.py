@@ -16,7 +16,8 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import KEPT
 from mimatrix.engine.checkpoint.state import persistent_buffers
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
+from mimatrix.engine.data.loading import check_loading
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.loop import evaluation as evaluating
 from mimatrix.engine.loop.loader import MicroBatchLoader
 from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
@@ -104,8 +105,8 @@ class Run:
 
         The same objects come back, and a loader. `loss` is needed where a rank without data must run the model all
         the same (synchronised batch norm). `whole`: classes of modules that use their children's parameters without
-        running the children, which matters in stage 3. `loading`: `shuffle`, `drop_last`, `collate`, `workers`,
-        `prefetch`, `pin`.
+        running the children, which matters in stage 3. `loading`: `shuffle`, `drop_last`, `collate_fn`, `num_workers`,
+        `prefetch_factor`, `pin_memory`.
         """
         if self._course:
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")

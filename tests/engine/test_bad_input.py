@@ -451,12 +451,12 @@ def test_an_optimizer_that_was_made_after_prepare() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("num_workers", 'it is called "workers" here'),
-        ("collate_fn", 'it is called "collate" here'),
+        ("num_worker", 'did you mean "num_workers"?'),
+        ("collate", 'did you mean "collate_fn"?'),
         ("shufle", 'did you mean "shuffle"?'),
     ],
 )
-def test_settings_of_the_loader_that_there_are_not(setting: str, says: str) -> None:
+def test_unknown_loading_settings_name_the_nearest(setting: str, says: str) -> None:
     def act(run: Run) -> None:
         model = nn.Linear(6, 3).double()
         more: Any = {setting: 1}
