@@ -51,20 +51,20 @@ def ground_of(
 ) -> PrepareContext:
     """What was given, where it is."""
     return PrepareContext(
-        world.settings,
-        model,
-        optimizer,
-        loss,
-        feed,
-        world.exchange,
-        world.main,
-        world.rank,
-        world.devices,
-        world.device,
-        world.precisions[world.rank],
-        world.precision.context,
-        batchnorm.count(model) if _synchronises(world) else 0,
-        whole,
+        settings=world.settings,
+        model=model,
+        optimizer=optimizer,
+        loss=loss,
+        feed=feed,
+        exchange=world.exchange,
+        group=world.main,
+        rank=world.rank,
+        devices=world.devices,
+        device=world.device,
+        precision=world.precisions[world.rank],
+        autocast=world.precision.context,
+        norms=batchnorm.count(model) if _synchronises(world) else 0,
+        whole=whole,
     )
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from mimatrix.cluster import Cluster, Device
 from mimatrix.core.errors import UserError
-from mimatrix.engine.planning.cluster_discovery import described_cluster, measured_cluster
-from mimatrix.engine.planning.communication import ending_s
-from mimatrix.engine.planning.measure import PrepareContext, problem_of, say, survey, timed_communication, together
+from mimatrix.engine.planning.cluster_discovery import discover_cluster, load_described_cluster
+from mimatrix.engine.planning.communication import measure_exchange_s
+from mimatrix.engine.planning.measure import PrepareContext, build_problem, log_rank0, measure_ranks, time_communication
+from mimatrix.engine.rank_exchange import gather_or_raise
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.hybrid.grouping import Groups
 from mimatrix.planner.modes import Choice, choose_mode
@@ -21,19 +22,19 @@ _QUICK_S = 0.05
 
 def decided(ground: PrepareContext, groups: Groups) -> Choice:
     """The mode for these groups, the same on every rank. A collective."""
-    cluster = described_cluster(ground) or measured_cluster(ground, [Device(name) for name in ground.devices])
-    found = survey(ground, lambda ground, size: _communication(ground, size, cluster))
-    problem = problem_of(ground, found)
+    cluster = load_described_cluster(ground) or discover_cluster(ground, [Device(name) for name in ground.devices])
+    found = measure_ranks(ground, lambda ground, size: _communication(ground, size, cluster))
+    problem = build_problem(ground, found)
     network = _network(cluster, found.model.gradient_bytes, ground.ranks, found.communication)
     problem = replace(problem, network=network)
     against = _against(ground)
-    processors = together(ground, processor_share)
-    said = together(
-        ground,
+    processors = gather_or_raise(ground.exchange, processor_share)
+    said = gather_or_raise(
+        ground.exchange,
         lambda: choose_mode(problem, groups, cluster, against, processors).to_json() if ground.rank == 0 else None,
     )
     choice = Choice.from_json(said[0])
-    say(ground, choice.reason)
+    log_rank0(ground, choice.reason)
     return choice
 
 
@@ -41,8 +42,8 @@ def _communication(ground: PrepareContext, size: ModelSize, cluster: Cluster) ->
     """What all ranks together pay: tried out where that is quick, otherwise simulated on the links that there are."""
     expected = simulated(cluster, size.gradient_bytes, tuple(range(ground.ranks)))
     if expected.once_s[0] <= _QUICK_S:
-        return timed_communication(ground, size)
-    each = ending_s(ground.exchange)
+        return time_communication(ground, size)
+    each = measure_exchange_s(ground.exchange)
     return replace(expected, once_s=tuple(seconds + each for seconds in expected.once_s))
 
 
