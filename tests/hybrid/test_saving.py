@@ -204,10 +204,10 @@ def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
 
     with town(Policy(PushScaling(BATCH))) as found:
         two_groups(found, each, overlaps=True)
-    paths = disk.checkpoints_in(tmp_path)
+    paths = disk.list_checkpoints(tmp_path)
     assert len(paths) == 20
     for path in paths:
-        facts = disk.read_facts(path)
+        facts = disk.read_metadata(path)
         disk.verify(path, facts)
         assert facts["outer"]["samples"] <= BATCH * facts["outer"]["version"]
     assert not list(tmp_path.glob(".*"))

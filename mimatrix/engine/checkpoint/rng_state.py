@@ -1,4 +1,4 @@
-"""Random states: of torch, of the device, of Python, and of NumPy where it is in use."""
+"""RNG states: of torch, of the device, of Python, and of NumPy if it is in use."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ import torch
 
 
 def now(device: torch.device) -> torch.Tensor:
-    """The random states of this rank, as bytes."""
+    """Return the RNG states of this rank, as bytes."""
     found: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": random.getstate()}
     if device.type == "cuda":
         found["cuda"] = _text(torch.cuda.get_rng_state(device))
@@ -22,7 +22,7 @@ def now(device: torch.device) -> torch.Tensor:
 
 
 def restore(states: torch.Tensor, device: torch.device) -> None:
-    """Go on from what `now` gave; a kind of device that was not in use then keeps what it has."""
+    """Restore the states that `now` returned; a kind of device that was not in use then keeps its state."""
     found = json.loads(bytes(states.numpy()))
     torch.set_rng_state(_bytes(found["torch"]))
     version, keys, gauss = found["python"]
@@ -34,7 +34,7 @@ def restore(states: torch.Tensor, device: torch.device) -> None:
 
 
 def start_anew(seed: int, step: int, rank: int) -> None:
-    """Where the old states fit no rank: states of their own for every rank and step."""
+    """Seed every rank and step differently, for when no saved states fit this rank."""
     drawn = int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:8], "little")
     torch.manual_seed(drawn)
     random.seed(drawn)

@@ -67,15 +67,15 @@ class TrainLoop:
         self.logs = MetricLog(prints=world.rank == 0 and not world.settings.quiet)
         self.stats: list[StepStats] = []
         subject = TrainState(
-            model,
-            cycle.sharding,
-            cycle.binding,
-            cycle.scale,
-            self.schedulers,
-            world.rank,
-            world.ranks,
-            world.device,
-            outer,
+            model=model,
+            sharding=cycle.sharding,
+            binding=cycle.binding,
+            scale=cycle.scale,
+            schedulers=self.schedulers,
+            rank=world.rank,
+            ranks=world.ranks,
+            device=world.device,
+            outer=outer,
         )
         # Made here and not at the first save: ranks without data do not come by there.
         self.checkpoints = CheckpointManager(
@@ -400,7 +400,14 @@ class TrainLoop:
         micro = self.cycle.micro
         cut = self._split_of(micro) if micro else self.split
         idle = tuple(rank for rank, sizes in enumerate(cut.micro) if not sizes)
-        return Progress(self.step, self.position, self.split, self._shares, self._world.settings.seed, idle)
+        return Progress(
+            step=self.step,
+            position=self.position,
+            split=self.split,
+            shares=self._shares,
+            seed=self._world.settings.seed,
+            idle=idle,
+        )
 
 
 def _not_all_come(what: str, idle: int) -> UserError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mimatrix.engine.checkpoint.json_codec import dtype_of, name_of, pack, unpack
+from mimatrix.engine.checkpoint.json_codec import dtype_name, pack, parse_dtype, unpack
 from mimatrix.engine.checkpoint.state import Metadata
 from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
 from mimatrix.hybrid.flat_layout import cut
@@ -79,13 +79,13 @@ class GlobalState:
             said[str(number)] = {key: _described(value) for key, value in state.items()}
             rows |= {f"outer.{number}.{key}": value for key, value in state.items() if _is_row(value)}
         facts = {"state": said, "factors": self.factors, "version": self.version, "samples": self.samples}
-        facts |= {"count": len(self.values), "dtype": name_of(self.values.dtype)}
+        facts |= {"count": len(self.values), "dtype": dtype_name(self.values.dtype)}
         return {key: TensorSlice(row, 0, len(row)) for key, row in rows.items()}, facts
 
     @classmethod
     def read(cls, facts: Mapping[str, Any], tensors: TensorReader, pieces: Sequence[ParamSpan]) -> "GlobalState":
         """From one."""
-        values = torch.empty(facts["count"], dtype=dtype_of(facts["dtype"]))
+        values = torch.empty(facts["count"], dtype=parse_dtype(facts["dtype"]))
         parts = {"outer.values": TensorSlice(values, 0, len(values))}
         states: dict[int, State] = {}
         for number, described in facts["state"].items():
@@ -94,7 +94,7 @@ class GlobalState:
                 if "value" in entry:
                     state[key] = unpack(entry["value"])
                 else:
-                    state[key] = torch.empty(pieces[int(number)].count, dtype=dtype_of(entry["dtype"]))
+                    state[key] = torch.empty(pieces[int(number)].count, dtype=parse_dtype(entry["dtype"]))
                     parts[f"outer.{number}.{key}"] = TensorSlice(state[key], 0, len(state[key]))
         tensors.read(parts)
         factors = tuple((size, factor) for size, factor in facts["factors"])
@@ -143,7 +143,7 @@ def _slice(value: Any, start: int, count: int) -> Any:
 
 
 def _described(value: Any) -> Metadata:
-    return {"dtype": name_of(value.dtype)} if _is_row(value) else {"value": pack(value)}
+    return {"dtype": dtype_name(value.dtype)} if _is_row(value) else {"value": pack(value)}
 
 
 def _is_row(value: Any) -> bool:

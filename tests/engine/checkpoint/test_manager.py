@@ -1,10 +1,9 @@
-"""A checkpoint is complete or not there, and goes on anywhere: any ranks, shares and stage, bit for bit."""
+"""A checkpoint is complete or absent, and loads with any ranks, shares and stage, bit for bit."""
 
 import json
 import subprocess
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.checkpoint import storage as disk
-from mimatrix.engine.checkpoint.json_codec import pack, unpack
+from mimatrix.engine.checkpoint import storage
 from mimatrix.engine.run import Run
 
 pytestmark = pytest.mark.timeout(90)
@@ -133,10 +131,10 @@ def uninterrupted(folder: Path, task: Task) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_goes_on_elsewhere_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_ranks_shares_and_stage(name: str, tmp_path: Path) -> None:
     task = TASKS[name]
     losses, kept = uninterrupted(tmp_path / "from", task)
-    (saved,) = disk.checkpoints_in(tmp_path / "from")
+    (saved,) = storage.list_checkpoints(tmp_path / "from")
     assert saved.name == f"step-{SAVED_AT:08d}"
     original = tensors_of(saved, tmp_path)
     for state in kept:
@@ -157,11 +155,11 @@ def test_goes_on_elsewhere_as_if_nothing_had_happened(name: str, tmp_path: Path)
 
     for ranks, more in ELSEWHERE:
         found = in_runs(ranks, each, **settings(more))
-        (again,) = disk.checkpoints_in(tmp_path / f"to-{ranks}")
+        (again,) = storage.list_checkpoints(tmp_path / f"to-{ranks}")
         same(tensors_of(again, tmp_path), original)
-        facts, before = disk.read_facts(again), disk.read_facts(saved)
+        metadata, before = storage.read_metadata(again), storage.read_metadata(saved)
         for what in ("state", "groups", "schedulers", "parameters", "buffers", "step", "position", "loss_scale"):
-            assert facts[what] == before[what], what
+            assert metadata[what] == before[what], what
         for later, weights in found:
             assert later == pytest.approx(losses[SAVED_AT:], abs=1e-10)
             for parameter, value in weights.items():
@@ -170,7 +168,7 @@ def test_goes_on_elsewhere_as_if_nothing_had_happened(name: str, tmp_path: Path)
             assert torch.equal(weights["output.weight"], weights["words.weight"]) if name == "tokens" else True
 
 
-def test_buffers_and_the_ranks_own_chance_go_with_it(tmp_path: Path) -> None:
+def test_buffers_and_rng_states_are_saved(tmp_path: Path) -> None:
     task: Task = (Residual, momentum, pictures(SAMPLES), squared)
 
     def first(run: Run) -> list[float]:
@@ -234,7 +232,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_last_ones_stay_and_leftovers_go(tmp_path: Path) -> None:
+def test_save_keeps_the_last_checkpoints_and_removes_leftovers(tmp_path: Path) -> None:
     for left in (".unfinished-00000001-abc", ".gone-step-00000001-abc"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "__0_0.distcp").write_text("half")
@@ -242,7 +240,7 @@ def test_the_last_ones_stay_and_leftovers_go(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_load_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     def each(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         before = {name: value.clone() for name, value in prepared.model.state_dict().items()}
@@ -254,7 +252,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     alone(each)
 
 
-def test_at_the_wrong_moment(tmp_path: Path) -> None:
+def test_save_and_load_at_the_wrong_moment_are_refused(tmp_path: Path) -> None:
     def each(run: Run) -> None:
         for what in (run.save, run.load):
             with pytest.raises(UserError, match=r"call run\.prepare"):
@@ -273,14 +271,14 @@ def test_at_the_wrong_moment(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def spoil_bytes(path: Path) -> None:
+def corrupt_bytes(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-9, 2)
         file.write(b"!")
 
 
-SPOILS: dict[str, Callable[[Path], object]] = {
-    "has another checksum": lambda path: spoil_bytes(path / "__0_0.distcp"),
+CORRUPTIONS: dict[str, Callable[[Path], object]] = {
+    "has another checksum": lambda path: corrupt_bytes(path / "__0_0.distcp"),
     "has 10 bytes of": lambda path: (path / "__1_0.distcp").write_bytes(b"0123456789"),
     "__1_0.distcp cannot be read (No such file or directory)": lambda path: (path / "__1_0.distcp").unlink(),
     "run.json cannot be read (JSONDecodeError)": lambda path: (path / "run.json").write_text("{"),
@@ -289,26 +287,26 @@ SPOILS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("said", SPOILS)
-def test_a_spoilt_one_is_skipped(said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("said", CORRUPTIONS)
+def test_load_skips_a_corrupt_checkpoint(said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_runs(2, saving(tmp_path), **settings({"batch": [3, 5], "stage": 1}))
-    SPOILS[said](tmp_path / "step-00000006")
+    CORRUPTIONS[said](tmp_path / "step-00000006")
     assert set(in_runs(2, loading(tmp_path), **settings({"batch": [4, 4]}))) == {5}
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = caplog.messages
     assert said in line
-    assert line.startswith("mimatrix: rank ")
-    assert line.endswith(f"the next older one is taken, {tmp_path / 'step-00000005'}")
+    assert line.startswith("rank ")
+    assert line.endswith(f"using the next older checkpoint, {tmp_path / 'step-00000005'}")
     assert alone(loading(tmp_path / "step-00000004")) == 4
 
 
-def test_all_spoilt_is_no_fresh_start(tmp_path: Path) -> None:
+def test_load_refuses_a_folder_of_corrupt_checkpoints(tmp_path: Path) -> None:
     alone(saving(tmp_path, keep=1))
-    spoil_bytes(tmp_path / "step-00000006" / "__0_0.distcp")
+    corrupt_bytes(tmp_path / "step-00000006" / "__0_0.distcp")
     with pytest.raises(UserError, match=r"no checkpoint in .* can be read: .* has another checksum; give another"):
         alone(loading(tmp_path))
 
 
-def test_of_another_model(tmp_path: Path) -> None:
+def test_load_refuses_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     alone(saving(tmp_path))
 
     class Wider(Perceptron):
@@ -325,12 +323,12 @@ def test_of_another_model(tmp_path: Path) -> None:
     narrow = (Wider, adamw, vectors(SAMPLES), squared)
     alone(lambda run: each(run, narrow, r"last.weight has the shape \[4, 7\] here and \[3, 7\] in the checkpoint"))
     tokens = TASKS["tokens"]
-    alone(lambda run: each(run, tokens, r"the checkpoint has no parameter words.weight, and the model has; load"))
+    alone(lambda run: each(run, tokens, r"the model has a parameter words.weight, and the checkpoint has none; load"))
     other = TASKS["momentum"]
     alone(lambda run: each(run, other, "the checkpoint is of AdamW, not SGD"))
 
 
-def test_of_other_groups(tmp_path: Path) -> None:
+def test_load_refuses_other_param_groups(tmp_path: Path) -> None:
     def swapped(model: nn.Module) -> torch.optim.Optimizer:
         groups = adamw(model).param_groups
         return torch.optim.AdamW([{"params": groups[1]["params"]}, {"params": groups[0]["params"]}])
@@ -344,7 +342,7 @@ def test_of_other_groups(tmp_path: Path) -> None:
     in_runs(2, each, **settings({"batch": [3, 5], "stage": 1, "shares": [0.0, 1.0]}))
 
 
-def test_where_it_goes_on_with_another_global_batch(tmp_path: Path) -> None:
+def test_resume_position_with_another_global_batch(tmp_path: Path) -> None:
     def each(run: Run) -> tuple[int, int]:
         Prepared(run, TASKS["perceptron"])
         run.load(tmp_path / "step-00000004")
@@ -352,13 +350,13 @@ def test_where_it_goes_on_with_another_global_batch(tmp_path: Path) -> None:
 
     alone(saving(tmp_path))
     assert alone(each, global_batch=4) == (0, 8)
-    with pytest.raises(UserError, match="after 32 samples, which are no whole batches of 12; use the same"):
+    with pytest.raises(UserError, match="after 32 samples, which is not a multiple of 12; use the same"):
         alone(each, global_batch=12)
     with pytest.raises(UserError, match="from the middle of an epoch with seed = 5, and with 6"):
         alone(each, seed=6)
 
 
-def test_what_goes_wrong_is_raised_by_the_next_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
 
@@ -369,19 +367,19 @@ def test_what_goes_wrong_is_raised_by_the_next_save(tmp_path: Path, capfd: pytes
         run.save(tmp_path / "free", wait=True)
 
     in_runs(2, each, **settings({"batch": [3, 5]}))
-    assert "mimatrix: the checkpoint of step 1 is not saved" in capfd.readouterr().err
-    assert len(disk.checkpoints_in(tmp_path / "free")) == 1
+    assert any("the checkpoint of step 1 is not saved" in line for line in caplog.messages)
+    assert len(storage.list_checkpoints(tmp_path / "free")) == 1
 
 
-def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = disk.write_part
+def test_save_names_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = storage.write_part
 
-    def full(place: Path, rank: int, parts: Any, facts: Any) -> None:
+    def write_or_fail(unfinished: Path, rank: int, parts: Any, metadata: Any) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        write(place, rank, parts, facts)
+        write(unfinished, rank, parts, metadata)
 
-    monkeypatch.setattr(disk, "write_part", full)
+    monkeypatch.setattr(storage, "write_part", write_or_fail)
 
     def each(run: Run) -> None:
         Prepared(run, TASKS["perceptron"])
@@ -393,7 +391,7 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("waits", ["wait", "a second folder"])
-def test_waiting_in_the_loop_for_who_does_not_come(waits: str, tmp_path: Path) -> None:
+def test_waiting_in_the_loop_for_a_rank_without_data_is_refused(waits: str, tmp_path: Path) -> None:
     def each(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
 
@@ -427,7 +425,7 @@ def test_ranks_without_data_join_a_save_before_the_loop_is_left(tmp_path: Path) 
         assert names(tmp_path / folder) == ["step-00000002"]
 
 
-def test_others_join_where_only_one_rank_saves(tmp_path: Path) -> None:
+def test_other_ranks_join_a_save_of_one_rank(tmp_path: Path) -> None:
     def each(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         prepared.train(lambda: run.save(tmp_path) if run.rank == 0 else None, epochs=1)
@@ -438,7 +436,7 @@ def test_others_join_where_only_one_rank_saves(tmp_path: Path) -> None:
     assert alone(loading(tmp_path)) == 6
 
 
-def test_who_leads_must_come(tmp_path: Path) -> None:
+def test_the_leading_rank_must_save(tmp_path: Path) -> None:
     def each(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         prepared.train(lambda: run.save(tmp_path) if run.rank == 1 and run.step == 2 else None, epochs=1)
@@ -451,7 +449,7 @@ def test_who_leads_must_come(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_run_that_goes_back_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_rewound_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
     alone(saving(tmp_path))
 
     def each(run: Run) -> None:
@@ -465,7 +463,7 @@ def test_a_run_that_goes_back_goes_on_from_there(tmp_path: Path) -> None:
 
     alone(each)
     assert names(tmp_path) == ["step-00000005-2", "step-00000006", "step-00000006-2"]
-    assert disk.checkpoints_in(tmp_path)[0].name == "step-00000006-2"
+    assert storage.list_checkpoints(tmp_path)[0].name == "step-00000006-2"
 
 
 class Scalars(nn.Module):
@@ -482,7 +480,7 @@ class Scalars(nn.Module):
         return y
 
 
-def test_single_numbers_and_other_layouts(tmp_path: Path) -> None:
+def test_scalars_and_channels_last_parameters_are_saved(tmp_path: Path) -> None:
     task: Task = (Scalars, adamw, pictures(SAMPLES), squared)
 
     def first(run: Run) -> Any:
@@ -499,16 +497,16 @@ def test_single_numbers_and_other_layouts(tmp_path: Path) -> None:
 
     for ranks, more in [(1, {"global_batch": 8}), *ELSEWHERE[1:]]:
         losses = in_runs(ranks, first, **settings(more))[0]
-        original = tensors_of(disk.checkpoints_in(tmp_path / "from")[0], tmp_path)
+        original = tensors_of(storage.list_checkpoints(tmp_path / "from")[0], tmp_path)
         for other, others in ELSEWHERE:
             for later in in_runs(other, then, **settings(others)):
                 assert later == pytest.approx(losses[SAVED_AT:], abs=1e-10)
-            same(tensors_of(disk.checkpoints_in(tmp_path / f"to-{other}")[0], tmp_path), original)
+            same(tensors_of(storage.list_checkpoints(tmp_path / f"to-{other}")[0], tmp_path), original)
 
 
 @pytest.mark.timeout(120)
-def test_killed_while_it_saves() -> None:
-    soak = Path(__file__).parent / "soak_saving.py"
+def test_a_run_killed_while_saving_leaves_complete_checkpoints() -> None:
+    soak = Path(__file__).parents[1] / "soak_saving.py"
     done = subprocess.run([sys.executable, soak, "--rounds", "3"], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
@@ -516,58 +514,7 @@ def test_killed_while_it_saves() -> None:
     assert said["last_step"] >= 3
 
 
-def test_export(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    def each(run: Run) -> dict[str, torch.Tensor]:
-        prepared = Prepared(run, TASKS["tokens"])
-        prepared.train(epochs=1)
-        run.save(tmp_path / "all", wait=True)
-        return run.full_state_dict(prepared.model)
-
-    expected = in_runs(2, each, **settings({"batch": [3, 5], "stage": 3}))[0]
-    file = tmp_path / "model.safetensors"
-    words = ["export", str(tmp_path / "all"), str(file), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mimatrix.cli.main", *words], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["step"], said["tensors"]) == (6, len(expected))
-    assert said["tied"] == [["words.weight", "output.weight"]]
-    same(load_file(file), expected)
-    Transformer().double().load_state_dict(load_file(file))
-    assert names(tmp_path) == ["all", "model.safetensors"]
-    words = ["export", str(tmp_path), str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "mimatrix.cli.main", *words], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("mimatrix: there is no checkpoint in")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        0.1,
-        float("inf"),
-        (0.9, 0.999),
-        {"a": [1, (2, {"b": None})], "tuple": {"tensor": 3}},
-        {3: "x", (1, 2): 4},
-        Counter({3: 2}),
-        torch.tensor([0.1, 2.5], dtype=torch.bfloat16),
-        torch.tensor(7, dtype=torch.int64),
-        1 + 2j,
-    ],
-)
-def test_packing(value: Any) -> None:
-    found = unpack(json.loads(json.dumps(pack(value))))
-    assert type(found) is type(value)
-    assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
-
-
-def test_settings_stay_loaded_when_the_epoch_was_at_its_end(tmp_path: Path) -> None:
+def test_loaded_hyperparameters_survive_the_end_of_an_epoch(tmp_path: Path) -> None:
     """The first loop after such a load has nothing to do."""
 
     def each(run: Run, saves: bool) -> float:
