@@ -183,7 +183,7 @@ class Run:
     @property
     def plan(self) -> Plan | None:
         """The plan that was agreed last, if the run has one."""
-        return self._course.plans.now if self._course else None
+        return self._course.plans.current if self._course else None
 
     @property
     def measurements(self) -> Measurements | None:

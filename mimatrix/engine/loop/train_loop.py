@@ -163,8 +163,8 @@ class TrainLoop:
         self.step, self.position = found
         if self._outer:
             publish(self.cycle.sharding)
-        if self.plans.now:
-            self.feed.restart(self.plans.now.split)
+        if self.plans.current:
+            self.feed.restart(self.plans.current.split)
         if self._knobs:
             self._knobs.renew()
         return True
@@ -341,7 +341,7 @@ class TrainLoop:
     def _tell_batch(self) -> Message:
         micro = self.cycle.micro
         assert micro
-        pace = self.plans.tell(self._world.watch.busy_s()) if self._world.settings.follows else {}
+        pace = self.plans.report(self._world.watch.busy_s()) if self._world.settings.follows else {}
         leaving = {"leaving": self._leaving.tell()} if self._leaving else {}
         return {**self._tell(before=micro.count > 0), "pace": pace, **leaving}
 
@@ -352,7 +352,7 @@ class TrainLoop:
         micro = self.cycle.micro
         if self._world.settings.follows and micro:
             paces = [message["pace"] for message in messages]
-            self.plans.hear(paces, self._split_of(micro), self.step, self._steps_left(micro))
+            self.plans.update(paces, self._split_of(micro), self.step, self._steps_left(micro))
 
     def _hear(self, messages: Sequence[Message]) -> None:
         self._catch_up(messages)

@@ -35,7 +35,7 @@ class PlanFollower:
 
     def __init__(self, rank: int, feed: MicroBatchSource, *, quiet: bool) -> None:
         self._rank, self._feed, self._quiet = rank, feed, quiet
-        self.now: Plan | None = None
+        self.current: Plan | None = None
         self.measured: Measurements | None = None
         """What the first plan was made from, if devices were measured for it."""
         self.changes: list[tuple[int, Plan, str]] = []
@@ -80,32 +80,32 @@ class PlanFollower:
 
     def _use(self, plan: Plan) -> Plan:
         self._feed.change(plan.split, _START)
-        self.now = plan
+        self.current = plan
         return plan
 
     @property
     def _logs(self) -> bool:
         return self._rank == 0 and not self._quiet
 
-    def tell(self, busy_s: float) -> Message:
+    def report(self, busy_s: float) -> Message:
         """Return what this rank reports at the end of a global batch."""
         head, offer = self._feed.head(), self._offer
         self._offer = None
         return {"busy": busy_s, "head": [head.epoch, head.batch], "offer": offer}
 
-    def hear(self, messages: Sequence[Message], split: Split, step: int, steps_left: int | None) -> None:
+    def update(self, reports: Sequence[Message], split: Split, step: int, steps_left: int | None) -> None:
         """Act on the reports of all ranks at the end of step number `step`, which used `split`."""
-        heads = [DataPosition(*message["head"]) for message in messages]
-        offer = messages[0]["offer"]
+        heads = [DataPosition(*report["head"]) for report in reports]
+        offer = reports[0]["offer"]
         if offer:
             self._adopt(offer, max(heads), step)
         elif self._rank == 0:
-            self._decide(split, [message["busy"] for message in messages], steps_left)
+            self._decide(split, [report["busy"] for report in reports], steps_left)
 
     def _adopt(self, offer: Mapping[str, Any], at: DataPosition, step: int) -> None:
         plan = Plan.from_json(offer["plan"])
         self._feed.change(plan.split, at)
-        self.now = plan
+        self.current = plan
         self.changes.append((step, plan, offer["why"]))
         if self._drift:
             self._drift.changed(plan)
