@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix.comm.control.client import WaitStatus
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import KEPT
+from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP
 from mimatrix.engine.checkpoint.state import persistent_buffers
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
 from mimatrix.engine.data.loading import check_loading
@@ -173,7 +173,7 @@ class Run:
     @property
     def checkpoints(self) -> tuple[CheckpointInfo, ...]:
         """What lies in the folder that was last saved to, the newest first; known to rank 0, once it has saved."""
-        return self._course.checkpoints.kept if self._course else ()
+        return self._course.checkpoints.saved if self._course else ()
 
     @property
     def split(self) -> Split:
@@ -245,7 +245,7 @@ class Run:
         persistent = persistent_buffers(model)
         return found | {name: value.detach().cpu().clone() for name, value in persistent.items()}
 
-    def save(self, folder: str | Path | None = None, *, keep: int = KEPT, wait: bool = False) -> None:
+    def save(self, folder: str | Path | None = None, *, keep: int = DEFAULT_KEEP, wait: bool = False) -> None:
         """Begin a checkpoint, `folder/step-00000120`; it is there when all of it is, and the last `keep` stay.
 
         The folder is `checkpoints`, or in a job its own: one that is tried again goes on from there.

@@ -30,7 +30,7 @@ from mimatrix.engine.checkpoint.state import (
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
 
-KEPT = 3
+DEFAULT_KEEP = 3
 """How many checkpoints of a folder are kept by default."""
 _EXCHANGE_EVERY_S = 5.0
 
@@ -45,10 +45,10 @@ class CheckpointManager:
         self._subject, self._progress = subject, progress
         self._rank, self._ranks = subject.rank, subject.ranks
         self._work: Work | None = None
-        self._saved: tuple[str, int] | None = None
-        self.said: tuple[int, str, int] = (0, "", 1)
+        self._last_saved: tuple[str, int] | None = None
+        self.last_save: tuple[int, str, int] = (0, "", 1)
         """How often `save` was called on this rank, and the folder and `keep` of the last call."""
-        self.kept: tuple[storage.CheckpointInfo, ...] = ()
+        self.saved: tuple[storage.CheckpointInfo, ...] = ()
         """The checkpoints in the folder saved to last, newest first; on rank 0 only."""
 
     def save(self, folder: str, keep: int, *, wait: bool) -> None:
@@ -57,34 +57,34 @@ class CheckpointManager:
             raise UserError(f"keep is {keep!r}; give the number of checkpoints to keep, at least 1")
         self._start(folder, keep, late=False)
         if wait:
-            self.settle()
+            self.wait()
 
     def would_wait(self, folder: str) -> bool:
         """Return whether `save` would wait for a save of the same step that ranks without data have not joined yet."""
         step = self._progress().step
-        is_saving = self._work is not None and self._saved is not None and self._saved[1] == step
-        return is_saving and self._saved != (folder, step)
+        is_saving = self._work is not None and self._last_saved is not None and self._last_saved[1] == step
+        return is_saving and self._last_saved != (folder, step)
 
     def catch_up(self, last_calls: Sequence[list[Any] | tuple[int, str, int]]) -> None:
         """Join a save that other ranks started while this rank had no data. No step was taken since."""
         calls, folder, keep = max(last_calls, key=lambda call: int(call[0]))
-        if calls > self.said[0]:
+        if calls > self.last_save[0]:
             self._start(folder, keep, late=True)
-            self.said = (calls, folder, keep)
+            self.last_save = (calls, folder, keep)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for a save in progress; raise what failed."""
         work, self._work = self._work, None
         if work:
             try:
                 work.wait()
             except Exception:
-                self._saved = None
+                self._last_saved = None
                 raise
 
     def load(self, folder: str) -> tuple[int, DataPosition] | None:
         """Load the newest checkpoint of a folder; return the step and position to resume from. A collective."""
-        self.settle()
+        self.wait()
         checkpoint = self._find(folder)
         if checkpoint is None:
             return None
@@ -101,7 +101,7 @@ class CheckpointManager:
         self._gather(read, f"read {path}")
         for apply in finish:
             apply()
-        self._saved = None
+        self._last_saved = None
         return metadata["step"], loading.resume_position(metadata, self._progress())
 
     def _check(self, metadata: Metadata) -> None:
@@ -120,12 +120,12 @@ class CheckpointManager:
 
     def _start(self, folder: str, keep: int, *, late: bool) -> None:
         progress = self._progress()
-        self.said = (self.said[0] + 1, folder, keep)
-        if self._saved == (folder, progress.step):
+        self.last_save = (self.last_save[0] + 1, folder, keep)
+        if self._last_saved == (folder, progress.step):
             return
-        self.settle()
+        self.wait()
         staged = take_snapshot(self._subject, progress, late=late)
-        self._saved = (folder, progress.step)
+        self._last_saved = (folder, progress.step)
         self._work = Work(partial(self._write, Path(folder).absolute(), keep, staged), lambda: None)
         # Not a daemon: Python waits for it before it exits.
         threading.Thread(target=self._work.run, name="mimatrix-save").start()
@@ -205,7 +205,7 @@ class CheckpointManager:
         if self._rank == 0:
             with suppress(OSError):  # the new checkpoint is complete; the next save tries again to remove old ones
                 storage.prune(unfinished.parent, keep)
-                self.kept = storage.describe_checkpoints(unfinished.parent)
+                self.saved = storage.describe_checkpoints(unfinished.parent)
 
     # Among ranks
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import KEPT, CheckpointManager
+from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP, CheckpointManager
 from mimatrix.engine.checkpoint.state import Progress, TrainState
 from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
 from mimatrix.engine.loop.global_step import GlobalStep
@@ -193,7 +193,7 @@ class TrainLoop:
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and give back what the course holds beside the model."""
         try:
-            self.checkpoints.settle()
+            self.checkpoints.wait()
         finally:
             if self._outer:
                 self._outer.close()
@@ -333,7 +333,7 @@ class TrainLoop:
         return {
             "calls": [each.calls for each in self.schedulers],
             "logs": self.logs.message(self.step) if self._world.ranks > 1 else {},
-            "saves": self.checkpoints.said,
+            "saves": self.checkpoints.last_save,
             "knobs": self._knobs.changed() if self._knobs else {},
             "ran": [not self._is_behind, before],
         }
@@ -384,7 +384,7 @@ class TrainLoop:
             return
         folder = str(leaving.folder)
         if not self.checkpoints.would_wait(folder):
-            leaving.between_batches(lambda: self.checkpoints.save(folder, KEPT, wait=False))
+            leaving.between_batches(lambda: self.checkpoints.save(folder, DEFAULT_KEEP, wait=False))
 
     def _steps_left(self, micro: MicroBatch) -> int | None:
         """After the one of this micro-step, if one can know."""
