@@ -55,7 +55,7 @@ def ground_of(
         model=model,
         optimizer=optimizer,
         loss=loss,
-        feed=feed,
+        source=feed,
         exchange=world.exchange,
         group=world.main,
         rank=world.rank,
@@ -63,8 +63,8 @@ def ground_of(
         device=world.device,
         precision=world.precisions[world.rank],
         autocast=world.precision.context,
-        norms=batchnorm.count(model) if _synchronises(world) else 0,
-        whole=whole,
+        num_sync_batchnorms=batchnorm.count(model) if _synchronises(world) else 0,
+        leaf_modules=whole,
     )
 
 
@@ -86,7 +86,7 @@ def cut(
     )
     scale = LossScale.start("fp16" in world.precisions)
     cycle = GlobalStep(sharding, binding, world.exchange, world.watch, clip_norm=world.settings.clip_norm, scale=scale)
-    if ground.norms:
+    if ground.num_sync_batchnorms:
         _synchronise(world, ground, cycle)
     world.precision.lower(model)
     if isinstance(sharding, Zero0):
@@ -105,7 +105,7 @@ def units_to_cut(world: World, ground: PrepareContext, stage: int) -> tuple[Unit
     """The parts of the model that are moved at once."""
     if world.ranks > 1 and stage == 3 and is_compiled(ground.model):
         raise UserError("stage 3 moves parameters while the model runs, which torch.compile does not see; use stage 2")
-    return units_of(ground.model, world.settings.unit_bytes_for(stage, world.devices), ground.whole)
+    return units_of(ground.model, world.settings.unit_bytes_for(stage, world.devices), ground.leaf_modules)
 
 
 def agreed(
@@ -167,7 +167,7 @@ def _synchronises(world: World) -> bool:
 
 def _synchronise(world: World, ground: PrepareContext, cycle: GlobalStep) -> None:
     """Batch norm over all ranks, in which a rank without data takes part."""
-    if ground.feed.split_at(DataPosition(0, 0)).rounds > 1 and world.rank == 0 and not world.settings.quiet:
+    if ground.source.split_at(DataPosition(0, 0)).rounds > 1 and world.rank == 0 and not world.settings.quiet:
         sys.stderr.write(
             "mimatrix: the model has batch norm, which sees the samples of all ranks but one micro-step at a time; "
             "other micro-steps give other numbers\n"
@@ -180,7 +180,7 @@ def _synchronise(world: World, ground: PrepareContext, cycle: GlobalStep) -> Non
                 "a rank without data must run the model for its batch norm; give run.prepare loss=..., "
                 "or every rank the same number of micro-batches"
             )
-        found = ground.loss(ground.model, ground.feed.sample())
+        found = ground.loss(ground.model, ground.source.sample())
         if isinstance(cycle.sharding, Zero3):
             cycle.sharding.back()
         found.backward()  # type: ignore[no-untyped-call]

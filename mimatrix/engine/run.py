@@ -337,7 +337,7 @@ class Run:
     def _plan(self, ground: PrepareContext) -> PlanFollower:
         """Find the stage, the batches and the shares, where that is asked for. A collective."""
         self._phase = "profiling" if self.settings.plan == "profile" else self._phase
-        plans = PlanFollower(self.rank, ground.feed, quiet=self.settings.quiet)
+        plans = PlanFollower(self.rank, ground.source, quiet=self.settings.quiet)
         first = plans.begin(ground)
         if first:
             self.stage, self.shares = first.stage, first.shares

@@ -284,7 +284,7 @@ def test_rates_where_ranks_come_and_go(how: str, stage: int) -> None:
         halving = StepLR(optimizer, 1, 0.5)
         _, _, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
         for number, micro in changes.items():
-            run._ready().feed.change(Split(micro), DataPosition(0, number))
+            run._ready().feed.change_split(Split(micro), DataPosition(0, number))
         for batch in loader:
             set_rates(optimizer, run.step, "before a step")
             run.backward(squared(model, batch))

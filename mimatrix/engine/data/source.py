@@ -112,7 +112,7 @@ class MicroBatchSource:
         return samples // self._total if self._loading.drop_last else -(-samples // self._total)
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """The number of samples in an epoch."""
         if self.is_stream:
             raise UserError(
@@ -155,7 +155,7 @@ class MicroBatchSource:
         return self._loading.is_stream
 
     @property
-    def hides_loading(self) -> bool:
+    def loads_in_workers(self) -> bool:
         """Whether worker processes load samples, in parallel with the computation."""
         return self._loading.num_workers > 0
 
@@ -171,7 +171,7 @@ class MicroBatchSource:
         """Forget all splits agreed before, and use `split` from the next epoch's start. All ranks must call it."""
         self._splits, self._head = [(DataPosition(0, 0), split)], DataPosition(0, 0)
 
-    def change(self, split: Split, at: DataPosition) -> None:
+    def change_split(self, split: Split, at: DataPosition) -> None:
         """Use `split` from global batch `at` on, in place of any split agreed for later ones.
 
         All ranks must choose the same `at`, and none may be past it: the furthest of their heads is safe.

@@ -109,7 +109,7 @@ class TrainLoop:
         """Where groups share their parameters, an epoch is as many samples as there are, whoever had them."""
         if self._outer is None:
             return self.position.epoch
-        return (self._outer.samples + self._skipped) // self.feed.samples
+        return (self._outer.samples + self._skipped) // self.feed.num_samples
 
     # What the user's loop does
 

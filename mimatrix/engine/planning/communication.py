@@ -19,7 +19,12 @@ _SYNCS_PER_BATCHNORM = 2
 
 
 def measure_communication(
-    group: Group, exchange: RankExchange, model_bytes: int, dtype: torch.dtype, device: torch.device, norms: int = 0
+    group: Group,
+    exchange: RankExchange,
+    model_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_sync_batchnorms: int = 0,
 ) -> Communication:
     """Time the collectives of each stage for a whole model, without overlap. A collective.
 
@@ -29,7 +34,7 @@ def measure_communication(
         model_bytes: Size of all gradients.
         dtype: Of the gradients.
         device: Of the gradients.
-        norms: Number of synchronised batch norms, at which ranks wait for each other in every micro-step.
+        num_sync_batchnorms: Number of synchronised batch norms, at which ranks wait for each other in every micro-step.
     """
     buffers, shares = Buffers(group, device), Shares.equal(group.size)
     count = max(group.size, min(_CHUNK_BYTES, model_bytes) // dtype.itemsize)
@@ -49,8 +54,8 @@ def measure_communication(
     finally:
         buffers.free(tensor, "measuring")
     small = torch.zeros(256, dtype=dtype, device=device)
-    sync_s = _measure_call_s(exchange, lambda: group.all_reduce(small)) if norms else 0.0
-    return _combine(seconds, measure_exchange_s(exchange), sync_s * norms * _SYNCS_PER_BATCHNORM)
+    sync_s = _measure_call_s(exchange, lambda: group.all_reduce(small)) if num_sync_batchnorms else 0.0
+    return _combine(seconds, measure_exchange_s(exchange), sync_s * num_sync_batchnorms * _SYNCS_PER_BATCHNORM)
 
 
 def measure_exchange_s(exchange: RankExchange) -> float:

@@ -54,7 +54,7 @@ class PrepareContext:
     model: nn.Module
     optimizer: Optimizer
     loss: LossFn | None
-    feed: MicroBatchSource
+    source: MicroBatchSource
     exchange: RankExchange
     group: Group | None
     """None if there is only one rank."""
@@ -65,9 +65,9 @@ class PrepareContext:
     precision: str
     autocast: Callable[[], AbstractContextManager[Any]]
     """Enters this rank's precision around forward."""
-    norms: int
+    num_sync_batchnorms: int
     """Number of synchronised batch norms."""
-    whole: tuple[type[nn.Module], ...] = ()
+    leaf_modules: tuple[type[nn.Module], ...] = ()
     """Module classes that are sharded as one unit."""
 
     @property
@@ -78,7 +78,7 @@ class PrepareContext:
     @property
     def global_batch(self) -> int:
         """Samples per step."""
-        return self.feed.split_at(DataPosition(0, 0)).total
+        return self.source.split_at(DataPosition(0, 0)).total
 
 
 def measure_ranks(
@@ -102,7 +102,7 @@ def measure_ranks(
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     log_rank0(context, f"measured {context.ranks} ranks in {time.perf_counter() - started:.1f} s")
-    return Measurements(size, profiles, communication_times, equal_counts=bool(context.norms))
+    return Measurements(size, profiles, communication_times, equal_counts=bool(context.num_sync_batchnorms))
 
 
 def time_communication(context: PrepareContext, size: ModelSize) -> Communication:
@@ -111,7 +111,12 @@ def time_communication(context: PrepareContext, size: ModelSize) -> Communicatio
         return Communication((0.0,) * 4, reason="nothing moves: one rank")
     dtype = next(parameter.dtype for parameter in context.model.parameters() if parameter.requires_grad)
     return measure_communication(
-        context.group, context.exchange, size.gradient_bytes, dtype, context.device, norms=context.norms
+        context.group,
+        context.exchange,
+        size.gradient_bytes,
+        dtype,
+        context.device,
+        num_sync_batchnorms=context.num_sync_batchnorms,
     )
 
 
@@ -156,11 +161,11 @@ def load_plan(context: PrepareContext) -> Plan:
 def describe_model(context: PrepareContext) -> ModelSize:
     """Return the sizes of the model and its fingerprint."""
     unit_bytes = context.settings.unit_bytes_for(3, context.devices)
-    units = units_of(context.model, unit_bytes, context.whole)
+    units = units_of(context.model, unit_bytes, context.leaf_modules)
     largest = max(unit.bytes for unit in units)
     precision = str(context.settings.described()["precision"])
     with torch.random.fork_rng(devices=[]):  # datasets may draw random numbers
-        sample = context.feed.sample()
+        sample = context.source.sample()
     return model_size(context.model, context.optimizer, largest, sample, precision)
 
 
@@ -178,7 +183,7 @@ def log_rank0(context: PrepareContext, message: str) -> None:
 def _profile(context: PrepareContext, size: ModelSize, neighbours: int, sharers: int) -> Profile:
     assert context.loss
     # Loading in worker processes overlaps with the computation and costs nothing; loading in the loop counts.
-    fetch = lru_cache(maxsize=1)(context.feed.sample) if context.feed.hides_loading else context.feed.sample
+    fetch = lru_cache(maxsize=1)(context.source.sample) if context.source.loads_in_workers else context.source.sample
     subject = ProfileTarget(
         context.model,
         context.optimizer,
@@ -194,7 +199,7 @@ def _profile(context: PrepareContext, size: ModelSize, neighbours: int, sharers:
     limits = Limits(_max_micro_batch(context), neighbours=neighbours, sharers=sharers)
     if is_limited(context.device):
         give_back_at_once()
-    with batchnorm.alone(context.model, StepTimer()) if context.norms else nullcontext():
+    with batchnorm.alone(context.model, StepTimer()) if context.num_sync_batchnorms else nullcontext():
         return cached_measure(subject, limits, _progress_logger(context))
 
 
@@ -208,9 +213,9 @@ def _describe_circumstances(context: PrepareContext) -> str:
         str(context.model),
         checkpointing,
         is_compiled(context.model),
-        context.norms,
-        context.feed.hides_loading,
-        code_fingerprint(context.model, context.loss, context.feed.dataset),
+        context.num_sync_batchnorms,
+        context.source.loads_in_workers,
+        code_fingerprint(context.model, context.loss, context.source.dataset),
         defaults,
     ]
     return repr([*facts, torch.get_float32_matmul_precision()])

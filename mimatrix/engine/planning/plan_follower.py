@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class PlanFollower:
     """The current plan, those before it, and on rank 0 what may come next."""
 
-    def __init__(self, rank: int, feed: MicroBatchSource, *, quiet: bool) -> None:
-        self._rank, self._feed, self._quiet = rank, feed, quiet
+    def __init__(self, rank: int, source: MicroBatchSource, *, quiet: bool) -> None:
+        self._rank, self._source, self._quiet = rank, source, quiet
         self.current: Plan | None = None
         self.measured: Measurements | None = None
         """What the first plan was made from, if devices were measured for it."""
@@ -62,7 +62,7 @@ class PlanFollower:
             return self._use(plan)
         if settings.plan == "online" or settings.plan is None:
             stage, shares = settings.stage_for(), settings.shares_for(context.ranks)
-            self._warm_up = _WarmUp(self._feed.split_at(_START), stage, shares) if observes else None
+            self._warm_up = _WarmUp(self._source.split_at(_START), stage, shares) if observes else None
             return None
         plan = load_plan(context)
         self._warm_up = _WarmUp(plan.split, plan.stage, plan.shares) if observes else None
@@ -70,7 +70,7 @@ class PlanFollower:
 
     def _must_keep_batches(self, context: PrepareContext) -> bool:
         """Return whether batch norm forbids changes: without measured memory, a fast rank gets more micro-steps."""
-        must_keep = context.norms > 0 and context.settings.plan not in (None, "profile")
+        must_keep = context.num_sync_batchnorms > 0 and context.settings.plan not in (None, "profile")
         if must_keep and context.settings.follows and self._logs:
             logger.info(
                 'the model has batch norm, so the batches stay as they are; use plan="profile", which measures how '
@@ -79,7 +79,7 @@ class PlanFollower:
         return must_keep
 
     def _use(self, plan: Plan) -> Plan:
-        self._feed.change(plan.split, _START)
+        self._source.change_split(plan.split, _START)
         self.current = plan
         return plan
 
@@ -89,7 +89,7 @@ class PlanFollower:
 
     def report(self, busy_s: float) -> Message:
         """Return what this rank reports at the end of a global batch."""
-        head, offer = self._feed.head(), self._offer
+        head, offer = self._source.head(), self._offer
         self._offer = None
         return {"busy": busy_s, "head": [head.epoch, head.batch], "offer": offer}
 
@@ -104,7 +104,7 @@ class PlanFollower:
 
     def _adopt(self, offer: Mapping[str, Any], at: DataPosition, step: int) -> None:
         plan = Plan.from_json(offer["plan"])
-        self._feed.change(plan.split, at)
+        self._source.change_split(plan.split, at)
         self.current = plan
         self.changes.append((step, plan, offer["why"]))
         if self._drift:

@@ -87,12 +87,12 @@ def test_workers_run_ahead_by_prefetch_factor() -> None:
     next(epoch)
     assert source.head() == DataPosition(2, 5 + 2 * 3 + 1)
     with pytest.raises(WorldError) as caught:
-        source.change(Split.of([2], 1), DataPosition(2, 11))
+        source.change_split(Split.of([2], 1), DataPosition(2, 11))
     assert str(caught.value) == (
         "rank 0 cannot change its split at global batch 11 of epoch 2, its loader is at 12 of epoch 2; "
         "agree on the furthest loader's head"
     )
-    source.change(Split.of([2], 1), DataPosition(2, 12))
+    source.change_split(Split.of([2], 1), DataPosition(2, 12))
     assert [micro.count for micro, _ in epoch] == [1] * 6 + [2] * 16
 
 

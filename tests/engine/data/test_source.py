@@ -111,7 +111,7 @@ def test_a_split_changes_at_the_agreed_position(dataset: Any, workers: int) -> N
     # Rank 1 has no data, and still runs no further ahead than its workers may.
     assert DataPosition(0, 1) <= at <= DataPosition(0, 4)
     for source in sources:
-        source.change(new, at)
+        source.change_split(new, at)
     for of_rank, epoch in zip(seen, epochs, strict=True):
         of_rank += epoch
     assert union(seen) == of_all(dataset, old)
@@ -122,10 +122,10 @@ def test_a_split_changes_at_the_agreed_position(dataset: Any, workers: int) -> N
 
 def test_a_later_change_of_split_replaces_earlier_ones() -> None:
     source = MicroBatchSource(range(12), Split.of([2]), 0)
-    source.change(Split.of([2], 1), DataPosition(0, 3))
-    source.change(Split.of([2]), DataPosition(0, 2))
+    source.change_split(Split.of([2], 1), DataPosition(0, 3))
+    source.change_split(Split.of([2]), DataPosition(0, 2))
     assert [micro.count for micro, _ in source.epoch(0)] == [1] * 6
-    source.change(Split.of([2], 1), DataPosition(0, 6))  # past the end: with the next epoch
+    source.change_split(Split.of([2], 1), DataPosition(0, 6))  # past the end: with the next epoch
     assert {micro.count for micro, _ in source.epoch(1)} == {2}
 
 
@@ -133,7 +133,7 @@ def test_a_change_of_split_keeps_the_global_batch_and_the_ranks() -> None:
     source = MicroBatchSource(range(12), Split.of([2, 2]), 0)
     for split in (Split.of([2, 3]), Split.of([4])):
         with pytest.raises(UserError, match="keep the global batch and the ranks"):
-            source.change(split, DataPosition(1, 0))
+            source.change_split(split, DataPosition(1, 0))
 
 
 def test_a_position_survives_json() -> None:
