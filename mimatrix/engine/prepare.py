@@ -96,7 +96,7 @@ def cut(
     if outer:
         outer.begin(model, binding, world.main, cut=sharding.parts)
         publish(sharding)
-        cycle.step_by(lambda micro, own: outer.step(micro.total, world.split.total, own))
+        cycle.step_by(lambda micro, own: outer.step(micro.global_samples, world.split.total, own))
     world.watch.memory = partial(_memory, sharding, binding)
     return cycle
 

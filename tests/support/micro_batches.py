@@ -52,17 +52,17 @@ def union(seen: list[Seen], start: int = 0) -> Batches:
             batches[micro.batch] += data.tolist() if data is not None else []
     for of_rank in seen:
         assert {micro.batch for micro, _ in of_rank} == set(batches)
-        assert all(micro.total == len(batches[micro.batch]) for micro, _ in of_rank)
+        assert all(micro.global_samples == len(batches[micro.batch]) for micro, _ in of_rank)
     assert sorted(batches) == list(range(start, start + len(batches)))
     return [batches[number] for number in sorted(batches)]
 
 
 def check(micro: MicroBatch, data: torch.Tensor | None, siblings: list[MicroBatch]) -> None:
-    assert (data is None) == (micro.count == 0) == (micro.samples == 0)
-    assert data is None or len(data) == micro.samples
-    assert [other.index for other in siblings] == list(range(max(1, micro.count)))
-    assert [other.last for other in siblings] == [False] * (len(siblings) - 1) + [True]
-    assert micro.count <= micro.rounds
+    assert (data is None) == (micro.num_micro_steps == 0) == (micro.num_samples == 0)
+    assert data is None or len(data) == micro.num_samples
+    assert [other.index for other in siblings] == list(range(max(1, micro.num_micro_steps)))
+    assert [other.is_last for other in siblings] == [False] * (len(siblings) - 1) + [True]
+    assert micro.num_micro_steps <= micro.max_micro_steps
 
 
 def of_all(dataset: Any, split: Split, epoch: int = 0, start: int = 0, **options: Any) -> Batches:

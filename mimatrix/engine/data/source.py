@@ -18,28 +18,29 @@ from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader
 from mimatrix.planner.split import Split
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The place of a micro-batch: number `index` of this rank's `count` in global batch `batch` of `epoch`.
+    """The place of a micro-batch: number `index` of this rank in global batch `batch` of `epoch`.
 
-    If `count` is 0, the rank has no samples in this global batch, and the micro-batch comes without data.
+    If `num_micro_steps` is 0, the rank has no samples in this global batch, and the micro-batch comes without data.
     """
 
     epoch: int
     batch: int
     index: int
-    count: int
-    samples: int
+    num_micro_steps: int
+    """Of this rank in the global batch."""
+    max_micro_steps: int
+    """The largest `num_micro_steps` of any rank in the global batch."""
+    num_samples: int
     """In this micro-batch."""
-    total: int
-    """Samples of the global batch, over all ranks."""
-    rounds: int
-    """The largest number of micro-steps of any rank in the global batch."""
+    global_samples: int
+    """In the global batch, over all ranks."""
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether this is the rank's last micro-batch of the global batch."""
-        return self.index + 1 >= self.count
+        return self.index + 1 >= self.num_micro_steps
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -246,7 +247,16 @@ def _micro_batches(epoch: int, batch: int, split: Split, rank: int) -> Iterator[
     """Yield the micro-batches of `rank` in a global batch with their ranges; a single empty one if it has none."""
     parts = split.ranges(rank)
     for index, part in enumerate(parts or (range(0),)):
-        yield MicroBatch(epoch, batch, index, len(parts), len(part), split.total, split.rounds), part
+        micro = MicroBatch(
+            epoch=epoch,
+            batch=batch,
+            index=index,
+            num_micro_steps=len(parts),
+            max_micro_steps=split.rounds,
+            num_samples=len(part),
+            global_samples=split.total,
+        )
+        yield micro, part
 
 
 def _derive_seed(*numbers: int) -> int:

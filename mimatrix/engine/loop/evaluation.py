@@ -19,15 +19,15 @@ def measured(model: nn.Module, feed: MicroBatchSource, measure: MetricFn, cut: Z
     sums: Sums = {}
     for micro, batch in feed.epoch(0):
         passes = cut.passes if cut else 0
-        if micro.count:
-            _add_measured(sums, measure(model, batch), micro.samples)
-        if cut and micro.count and cut.passes != passes + 1:
+        if micro.num_micro_steps:
+            _add_measured(sums, measure(model, batch), micro.num_samples)
+        if cut and micro.num_micro_steps and cut.passes != passes + 1:
             raise UserError(
                 f"measure ran the model {cut.passes - passes} times for a batch, and in stage 3 all ranks run it "
                 "together; run it once for each batch"
             )
-        if cut and micro.last:
-            for _ in range(micro.count, micro.rounds):
+        if cut and micro.is_last:
+            for _ in range(micro.num_micro_steps, micro.max_micro_steps):
                 cut.look_without_data()
     return sums
 

@@ -90,20 +90,20 @@ class GlobalStep:
 
     def enter(self, micro: MicroBatch) -> None:
         """The next micro-step begins."""
-        assert not self.is_open or (self.micro and not self.micro.last)
+        assert not self.is_open or (self.micro and not self.micro.is_last)
         self.micro, self.is_open, self.went_back = micro, True, False
-        if micro.count and isinstance(self.sharding, Zero0):
-            self.sharding.begin(micro.last)
+        if micro.num_micro_steps and isinstance(self.sharding, Zero0):
+            self.sharding.begin(micro.is_last)
 
     def leave(self) -> None:
         """The user's loop goes on without having finished the micro-step: that counts as no gradient."""
-        if self.micro and self.is_open and self.micro.count and not self.went_back:
+        if self.micro and self.is_open and self.micro.num_micro_steps and not self.went_back:
             self._finish()
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> float:
         """Gradients of a loss that is a mean over the micro-batch; the weight with which it counts."""
         micro = self._checked(loss)
-        counts = float(micro.samples if weight is None else weight)
+        counts = float(micro.num_samples if weight is None else weight)
         if not math.isfinite(counts) or counts < 0:
             raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
         self.went_back = True
@@ -114,7 +114,7 @@ class GlobalStep:
         if counts or self.ghost:
             self._goes_back = True
             # Divided by what a whole global batch usually weighs: then mostly nothing is left to be scaled at the end.
-            (loss * (counts / micro.total * self.scale.value)).backward()  # type: ignore[no-untyped-call]
+            (loss * (counts / micro.global_samples * self.scale.value)).backward()  # type: ignore[no-untyped-call]
             self._goes_back = False
         self._finish()
         self._weight += counts
@@ -134,16 +134,16 @@ class GlobalStep:
     @property
     def may_end(self) -> bool:
         """Whether this rank has done all its micro-steps of the global batch."""
-        return self.is_open and self.micro is not None and self.micro.last
+        return self.is_open and self.micro is not None and self.micro.is_last
 
     def end(self) -> StepResult:
         """The global batch ends: reduce, agree, step. A collective."""
         micro = self.micro
         assert micro
         assert self.may_end
-        self._join_rest(micro.rounds)
+        self._join_rest(micro.max_micro_steps)
         if isinstance(self.sharding, Zero0):
-            self.sharding.end(micro.rounds)
+            self.sharding.end(micro.max_micro_steps)
         mine = {"weight": self._weight, "square": self._square(), "touched": self.sharding.touched(), **self.tell()}
         with self._watch.apart():
             messages = self._exchange.all(mine)
@@ -207,7 +207,7 @@ class GlobalStep:
         # Uncut gradients are the same on every rank; cut ones are each rank's own part.
         squares = [message["square"] for message in messages]
         square = math.fsum(squares) if self.sharding.parts else squares[0]
-        factor = micro.total / weight / self.scale.value if weight else 0.0
+        factor = micro.global_samples / weight / self.scale.value if weight else 0.0
         wants = self._clip_norm is not None or self.scale.on
         finite = math.isfinite(square)
         return StepResult(
@@ -215,7 +215,7 @@ class GlobalStep:
         )
 
     def _stepped(self, outcome: StepResult, micro: MicroBatch) -> None:
-        factor = micro.total / outcome.weight / self.scale.value
+        factor = micro.global_samples / outcome.weight / self.scale.value
         if self._clip_norm is not None and outcome.norm is not None:
             factor *= min(1.0, self._clip_norm / (outcome.norm + 1e-6))
         if factor != 1.0:

@@ -222,7 +222,7 @@ class TrainLoop:
         self._world.precision.end()
         self.cycle.leave()
         if self.cycle.micro and self._unweighed:
-            self._weigh(float(self.cycle.micro.samples))
+            self._weigh(float(self.cycle.micro.num_samples))
         if self.cycle.may_end:
             self.end_batch()
 
@@ -241,7 +241,7 @@ class TrainLoop:
         """The next micro-step; False if this rank has no data in its global batch, which then is done."""
         self.cycle.enter(micro)
         self._logging, self._counted = self.step, None
-        if micro.count:
+        if micro.num_micro_steps:
             self._world.watch.begin_micro()
             self._world.precision.begin()
             return True
@@ -259,10 +259,10 @@ class TrainLoop:
         self.stats = [*self.stats[1 - _SEEN :], self._world.watch.step(self.step, batches[self._world.rank])]
         self.step += 1
         self._ended += 1
-        self._is_behind = not micro.count
+        self._is_behind = not micro.num_micro_steps
         self._has_met = False
         if self._outer and not outcome.stepped:
-            self._skipped += micro.total
+            self._skipped += micro.global_samples
         busy = [rank for rank, samples in enumerate(batches) if samples]
         self._leader = busy[0] if len(busy) < self._world.ranks else None
         if self._leaving and self._leaving.ends:
@@ -310,7 +310,7 @@ class TrainLoop:
         if self._world.rank == leader:
             self._word.leave(self._ended, {"goes": True})
         micro = self.cycle.micro
-        if micro is None or micro.count:
+        if micro is None or micro.num_micro_steps:
             return True
         found = self._word.find(self._ended, leader)
         if "asks" in found:
@@ -343,7 +343,7 @@ class TrainLoop:
         assert micro
         pace = self.plans.report(self._world.watch.busy_s()) if self._world.settings.follows else {}
         leaving = {"leaving": self._leaving.tell()} if self._leaving else {}
-        return {**self._tell(before=micro.count > 0), "pace": pace, **leaving}
+        return {**self._tell(before=micro.num_micro_steps > 0), "pace": pace, **leaving}
 
     def _hear_batch(self, messages: Sequence[Message]) -> None:
         self._hear(messages)
@@ -380,7 +380,7 @@ class TrainLoop:
 
     def _leave_when_due(self, leaving: Preemption) -> None:
         last = self.cycle.micro
-        if self.cycle.is_open or last is None or not last.count:
+        if self.cycle.is_open or last is None or not last.num_micro_steps:
             return
         folder = str(leaving.folder)
         if not self.checkpoints.would_wait(folder):
@@ -394,7 +394,7 @@ class TrainLoop:
 
     def _split_of(self, micro: MicroBatch) -> Split:
         """How the global batch of a micro-step is cut."""
-        return self.feed.split_at(DataPosition(micro.epoch, micro.batch)).for_samples(micro.total)
+        return self.feed.split_at(DataPosition(micro.epoch, micro.batch)).for_samples(micro.global_samples)
 
     def _standing(self) -> Progress:
         micro = self.cycle.micro

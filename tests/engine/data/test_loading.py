@@ -93,7 +93,7 @@ def test_workers_run_ahead_by_prefetch_factor() -> None:
         "agree on the furthest loader's head"
     )
     source.change_split(Split.of([2], 1), DataPosition(2, 12))
-    assert [micro.count for micro, _ in epoch] == [1] * 6 + [2] * 16
+    assert [micro.num_micro_steps for micro, _ in epoch] == [1] * 6 + [2] * 16
 
 
 def test_a_dataloader_keeps_its_settings() -> None:
@@ -117,7 +117,9 @@ def test_workers_of_a_dataloader_see_the_users_dataset(persistent: bool) -> None
     loader = DataLoader(InWorker(), num_workers=1, worker_init_fn=tell, persistent_workers=persistent)
     source = MicroBatchSource(loader, Split.of([3, 3]), 0)
     next(source.epoch(0))
-    assert plain(source.epoch(1)) == [(MicroBatch(1, batch, 0, 1, 3, 6, 1), [7, 7, 7]) for batch in (0, 1)]
+    counts = {"num_micro_steps": 1, "max_micro_steps": 1, "num_samples": 3, "global_samples": 6}
+    micros = [MicroBatch(epoch=1, batch=batch, index=0, **counts) for batch in (0, 1)]
+    assert plain(source.epoch(1)) == [(micro, [7, 7, 7]) for micro in micros]
 
 
 def test_persistent_workers_restart_a_stream() -> None:

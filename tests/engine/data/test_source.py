@@ -117,16 +117,16 @@ def test_a_split_changes_at_the_agreed_position(dataset: Any, workers: int) -> N
     assert union(seen) == of_all(dataset, old)
     for rank, of_rank in enumerate(seen):
         for micro, _ in of_rank:
-            assert micro.count == len((old if micro.batch < at.batch else new).micro[rank])
+            assert micro.num_micro_steps == len((old if micro.batch < at.batch else new).micro[rank])
 
 
 def test_a_later_change_of_split_replaces_earlier_ones() -> None:
     source = MicroBatchSource(range(12), Split.of([2]), 0)
     source.change_split(Split.of([2], 1), DataPosition(0, 3))
     source.change_split(Split.of([2]), DataPosition(0, 2))
-    assert [micro.count for micro, _ in source.epoch(0)] == [1] * 6
+    assert [micro.num_micro_steps for micro, _ in source.epoch(0)] == [1] * 6
     source.change_split(Split.of([2], 1), DataPosition(0, 6))  # past the end: with the next epoch
-    assert {micro.count for micro, _ in source.epoch(1)} == {2}
+    assert {micro.num_micro_steps for micro, _ in source.epoch(1)} == {2}
 
 
 def test_a_change_of_split_keeps_the_global_batch_and_the_ranks() -> None:
