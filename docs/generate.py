@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mimatrix.core import environment
+
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
 COMMANDS = (
@@ -56,9 +58,34 @@ def command_page() -> str:
     return "# The command\n\nMade by `make docs` from the command's own help.\n\n" + "\n".join(parts)
 
 
+def environment_page() -> str:
+    """Return the page of environment variables, from the list that the code reads them by."""
+    own: list[str] = []
+    launchers: list[str] = []
+    for variable in environment.variables():
+        example = f"`{variable.example}`" if variable.example else ""
+        row = f"| `{variable.name}` | {variable.set_by} | {variable.meaning} | {example} |"
+        (own if variable.set_by.startswith("you") else launchers).append(row)
+    head = "| name | set by | meaning | example |\n|---|---|---|---|\n"
+    return (
+        "# Environment variables\n\nMade by `make docs` from [core/environment.py](../mimatrix/core/environment.py), "
+        "the only module that spells these names.\n\n"
+        "Workers also have the variables of torchrun (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, "
+        "`MASTER_PORT`, ...), which every launcher sets.\n\n"
+        "## To set yourself\n\nAll are optional. Some commands set them for the workers that they start.\n\n"
+        + head
+        + "\n".join(own)
+        + "\n\n## Set by launchers\n\nScripts may read them; nobody needs to set them.\n\n"
+        + head
+        + "\n".join(launchers)
+        + "\n"
+    )
+
+
 def main() -> None:
-    """The page of the command, then the pictures."""
+    """Write the generated pages, then draw the pictures."""
     (DOCS / "command.md").write_text(command_page(), encoding="utf-8")
+    (DOCS / "environment.md").write_text(environment_page(), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     for name, words in DRAWN.items():
         command(*words, str(PICTURES / name))

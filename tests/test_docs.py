@@ -9,6 +9,7 @@ import pytest
 
 from mimatrix.cluster import Fabric, load_cluster
 from mimatrix.collectives import Collective, Wishes
+from mimatrix.core import environment
 from mimatrix.netsim import Costs, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,21 @@ def test_the_page_of_the_command_is_what_the_command_says() -> None:
     from generate import command_page
 
     assert (ROOT / "docs" / "command.md").read_text() == command_page(), "run `make docs`"
+
+
+def test_the_page_of_environment_variables_is_what_the_code_lists() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    from generate import environment_page
+
+    assert (ROOT / "docs" / "environment.md").read_text("utf-8") == environment_page(), "run `make docs`"
+
+
+def test_variables_that_pages_mention_exist() -> None:
+    names = {variable.name for variable in environment.variables()} | {"MIMATRIX_CASES"}
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            missing = set(re.findall(r"\bMIMATRIX_[A-Z_]*[A-Z]\b", page.read_text())) - names
+            assert not missing, f"{page.name} mentions {', '.join(sorted(missing))}"
 
 
 def test_the_example_of_a_cluster_can_be_simulated(tmp_path: Path) -> None:

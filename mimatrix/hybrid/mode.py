@@ -132,7 +132,7 @@ def groups_given(ranks: int) -> Groups:
 
 def word_file() -> Path | None:
     """Where groups leave word for those that come again; whoever starts them says where."""
-    said = os.environ.get("MIMATRIX_MEETING")
+    said = os.environ.get("MIMATRIX_RENDEZVOUS")
     return Path(said) if said else None
 
 
@@ -141,7 +141,7 @@ def returns() -> bool:
     word = word_file()
     if word is None:
         return False
-    said = os.environ.get("MIMATRIX_RETURNS")
+    said = os.environ.get("MIMATRIX_REJOINS")
     return said != "0" if said else word.exists()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
+from mimatrix.core.environment import GROUPS, RENDEZVOUS
 from mimatrix.hybrid.grouping import Groups, place_in
 from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
 from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
@@ -184,7 +185,7 @@ class _Attempts:
         words = joining(self.limits.get(rank), launch.words)
         team = ""
         if launch.groups:
-            own |= {"MIMATRIX_GROUPS": json.dumps(launch.groups), "MIMATRIX_MEETING": meeting}
+            own |= {GROUPS.name: json.dumps(launch.groups), RENDEZVOUS.name: meeting}
             team = f"group {place_in(launch.groups, rank)[0]}"
         known = environment(attempt, rank, self._outside, own)
         return Command(str(rank), words, known, self.slowdown.joins.get(rank), team)

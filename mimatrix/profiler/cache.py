@@ -11,6 +11,7 @@ import torch
 
 from mimatrix import __version__
 from mimatrix.comm.tuning.tuner import cache_folder
+from mimatrix.core import environment
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.planner.profile import VERSION, Profile
 from mimatrix.profiler.device import Limits, measure_device, room_for
@@ -28,7 +29,7 @@ def cached_measure(subject: ProfileTarget, limits: Limits, say: Callable[[float]
     """
     room_bytes = room_for(subject, limits)
     file = _file(subject, limits.most, room_bytes)
-    if (found := recalled(file)) and not os.environ.get("MIMATRIX_FRESH"):
+    if (found := recalled(file)) and not environment.FRESH.get():
         say(1.0)
         return replace(found, room_bytes=room_bytes, took_s=0.0)
     profile = measure_device(subject, replace(limits, room_bytes=room_bytes), say)

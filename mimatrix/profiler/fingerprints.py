@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mimatrix.core import environment
 from mimatrix.planner.profile import ModelSize
 from mimatrix.profiler.cgroups import cpu_quota
 from mimatrix.profiler.optimizer import learning, state_bytes
 
-_TOLD = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "MIMATRIX_SPEED")
+_TOLD = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", environment.SPEED.name)
 """What makes a device slower than its name says."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_bytes
 from mimatrix.profiler.cgroups import memory_left
@@ -42,7 +43,7 @@ def in_segments(size: int) -> int:
 
 def is_limited(device: torch.device) -> bool:
     """Whether somebody set a limit to what this process may take beside the device's own."""
-    return device.type == "cpu" and (bool(os.environ.get("MIMATRIX_MEMORY")) or memory_left() is not None)
+    return device.type == "cpu" and (bool(environment.MEMORY.get()) or memory_left() is not None)
 
 
 def mps_limit(index: int, variables: Mapping[str, str]) -> int | None:
@@ -80,7 +81,7 @@ def _gpu_room(device: torch.device, neighbours: int) -> float:
 
 def _cpu_room(neighbours: int, sharers: int) -> float:
     bounds = [_available() / neighbours]
-    if setting := os.environ.get("MIMATRIX_MEMORY"):
+    if setting := environment.MEMORY.get():
         bounds.append(_parsed(setting) - resident_bytes())
     limited = memory_left()
     if limited is not None:

@@ -1,7 +1,6 @@
 """How long something takes: the median of a few windows, each long enough to be believed."""
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mimatrix.core import environment
 from mimatrix.profiler.batch_search import SLOW_S, WINDOW_S
 from mimatrix.profiler.cgroups import cpu_quota
 
@@ -46,7 +46,7 @@ def window_for(device: torch.device) -> float:
     """How long a window must be here."""
     if device.type != "cpu":
         return _GPU_WINDOW_S
-    return _HELD_BACK_WINDOW_S if os.environ.get("MIMATRIX_SPEED") or cpu_quota() else WINDOW_S
+    return _HELD_BACK_WINDOW_S if environment.SPEED.get() or cpu_quota() else WINDOW_S
 
 
 def synchronise(device: torch.device) -> None:

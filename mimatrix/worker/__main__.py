@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from mimatrix.core import environment
 from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.engine.excepthook import BAD_INPUT, told
 from mimatrix.engine.observers import OBSERVERS
@@ -18,7 +19,7 @@ from mimatrix.worker.rendezvous import WorkerIdentity, enter, join, own_address
 from mimatrix.worker.reporting import Reporter
 
 GAVE_WAY = 1
-_SECRETS = ("MIMATRIX_TOKEN",)
+_SECRETS = (environment.TOKEN.name,)
 
 
 def main(words: list[str]) -> None:
@@ -31,7 +32,7 @@ def main(words: list[str]) -> None:
         enter(joined, mine)
         # One of a machine is enough to say what its link carries.
         link = link_gauge(own_address(mine.server)) if joined.local_rank == 0 else lambda: None
-        reporter = Reporter(client, mine, Path(os.environ.get("MIMATRIX_CHECKPOINTS") or "checkpoints"), link)
+        reporter = Reporter(client, mine, Path(environment.CHECKPOINTS.get(default="checkpoints")), link)
         OBSERVERS.append(reporter.observe)
         reporter.start()
         try:
