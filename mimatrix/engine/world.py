@@ -11,6 +11,7 @@ from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.planner.split import Split, resolve_batches
+from mimatrix.profiler.fingerprints import device_name
 
 
 class World:
@@ -57,7 +58,7 @@ class World:
     def _agree(self) -> list[str]:
         """What devices there are; and that all were given the same settings."""
         mine = self.settings.described()
-        said = self.exchange.all({"device": _name_of(self.device), "settings": mine})
+        said = self.exchange.all({"device": device_name(self.device), "settings": mine})
         for rank, message in enumerate(said):
             for name, value in message["settings"].items():
                 if value != mine[name] and name not in ("quiet",):
@@ -66,7 +67,3 @@ class World:
                         "give all ranks the same"
                     )
         return [message["device"] for message in said]
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -7,7 +7,7 @@ from mimatrix.profiler.fingerprints import (
     code_fingerprint,
     device_fingerprint,
     device_identity,
-    device_kind,
+    device_name,
     model_fingerprint,
     model_size,
 )
@@ -25,7 +25,7 @@ __all__ = [
     "code_fingerprint",
     "device_fingerprint",
     "device_identity",
-    "device_kind",
+    "device_name",
     "give_back_at_once",
     "is_limited",
     "limiting_group",

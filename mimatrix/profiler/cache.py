@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from mimatrix import __version__
 from mimatrix.comm.tuning.tuner import cache_folder
 from mimatrix.core import environment
 from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.files import write_atomic
 from mimatrix.planner.profile import VERSION, Profile
 from mimatrix.profiler.device import Limits, measure_device, room_for
 from mimatrix.profiler.fingerprints import device_fingerprint
@@ -48,11 +48,9 @@ def recalled(file: Path) -> Profile | None:
 
 def keep(file: Path, profile: Profile) -> None:
     """Write a profile, all of it or nothing. One that cannot be written is measured anew next time."""
-    partial = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(profile.to_json(), indent=1), encoding="utf-8")
-        partial.replace(file)
+        write_atomic(file, json.dumps(profile.to_json(), indent=1))
     except OSError:
         return
 

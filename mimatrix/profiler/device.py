@@ -12,7 +12,7 @@ from mimatrix.core.units import format_bytes
 from mimatrix.planner.curve import Curve
 from mimatrix.planner.profile import PerStage, Profile
 from mimatrix.profiler.batch_search import BatchSizeSearch, ProbedBatch
-from mimatrix.profiler.fingerprints import device_kind
+from mimatrix.profiler.fingerprints import device_name
 from mimatrix.profiler.memory import OutOfMemory, attempted, peak_bytes, with_less
 from mimatrix.profiler.memory_budget import room
 from mimatrix.profiler.optimizer import TWIN_ELEMENTS, learning, optimizer_cost
@@ -62,7 +62,7 @@ def _measured(subject: ProfileTarget, limits: Limits, room_bytes: int, say: Call
         handling = with_less(lambda size: handling_s(subject, size), subject.unit_bytes, device)
     say(1.0)
     return Profile(
-        device=device_kind(device),
+        device=device_name(device),
         model=subject.fingerprint,
         seconds=Curve.of((point.samples, point.seconds) for point in search.points),
         # A step of the optimizer comes after the micro-batches, so the larger of the two must have room.
@@ -176,7 +176,7 @@ class _Probing:
 def _too_small(device: torch.device, room_bytes: int, lacking: int) -> UserError:
     lacks = f"at least {format_bytes(lacking)}" if lacking else "memory"
     return UserError(
-        f"{device_kind(device)} ({device}) lacks {lacks} for one sample beside the model, with "
+        f"{device_name(device)} ({device}) lacks {lacks} for one sample beside the model, with "
         f"{format_bytes(room_bytes)} in all; give it more memory, use a smaller model, or leave it out"
     )
 

@@ -66,7 +66,7 @@ def device_fingerprint(device: torch.device, room_bytes: int) -> str:
     return _digest([_hardware(device), _total_bytes(device), torch.get_num_threads(), cpu_quota(), told, quarter])
 
 
-def device_kind(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """For people: `NVIDIA A40`, `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -98,7 +98,7 @@ def _written(found: object) -> str:
 
 def _hardware(device: torch.device) -> str:
     if device.type != "cpu":
-        return device_kind(device)
+        return device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

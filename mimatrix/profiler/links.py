@@ -19,6 +19,7 @@ from mimatrix.collectives.schedule import Collective
 from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import PeerLost
+from mimatrix.core.hosts import ranks_by_host
 
 Pair = tuple[int, int]
 Matrix = tuple[tuple[float, ...], ...]
@@ -69,9 +70,7 @@ def measure_links(
 
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     """Who talks to whom in which round: every two ranks of a host, and every two hosts."""
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        members.setdefault(host, []).append(rank)
+    members = ranks_by_host(hosts)
     names = list(members)
     between = [
         [_speakers(members[names[a]], members[names[b]], number) for a, b in pairs]

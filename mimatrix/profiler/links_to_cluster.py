@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from mimatrix.cluster import Bus, Cluster, Device, Link, Node, Switch
+from mimatrix.core.hosts import ranks_by_host
 from mimatrix.core.units import format_rate
 from mimatrix.profiler.links import Links
 
@@ -15,7 +16,7 @@ def to_cluster(links: Links, hosts: Sequence[str], devices: Sequence[Device], na
 
     `remarks` says which pairs this makes faster than they are.
     """
-    members = _members(hosts)
+    members = ranks_by_host(hosts)
     names = {host: host.replace("/", "-").replace("->", "-") for host in members}
     nodes = tuple(
         Node(names[host], tuple(devices[rank] for rank in ranks), _bus(links, ranks)) for host, ranks in members.items()
@@ -34,7 +35,7 @@ def remarks(links: Links, hosts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _remarks(links: Links, hosts: Sequence[str]) -> Iterator[str]:
-    members = _members(hosts)
+    members = ranks_by_host(hosts)
     for source, target in ((a, b) for a in members for b in members if a != b):
         rate = max(links.rate_bytes_per_s[a][b] for a in members[source] for b in members[target])
         ends = min(_nic_rate(links, hosts, source), _nic_rate(links, hosts, target))
@@ -43,13 +44,6 @@ def _remarks(links: Links, hosts: Sequence[str]) -> Iterator[str]:
                 f"{source} to {target} has {format_rate(rate)}, although both reach {format_rate(ends)} with others; "
                 "look at the cables and switches between them"
             )
-
-
-def _members(hosts: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
 
 
 def _bus(links: Links, ranks: Sequence[int]) -> Bus | None:

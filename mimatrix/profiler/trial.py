@@ -1,7 +1,5 @@
 """Passes of a model as the engine makes them, but alone and without a trace: what is the user's stays as it was."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from mimatrix.profiler.rng_state import get_rng_state, set_rng_state
 
 DEFAULT_UNIT_BYTES = 8 << 20
 
@@ -91,7 +91,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     ]
     gradients = [(each, each.grad) for each in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
-    put_back = _chance(device)
+    rng_state = get_rng_state(device)
     if not model.training:
         model.train()
     for parameter, _ in gradients:
@@ -99,7 +99,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        put_back()
+        set_rng_state(rng_state, device)
         for module, mode in modes:
             module.training = mode
         for parameter, gradient in gradients:
@@ -108,21 +108,3 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             for module, name, buffer, values in buffers:
                 module._buffers[name] = buffer
                 buffer.copy_(values)
-
-
-def _chance(device: torch.device) -> Callable[[], None]:
-    """Remember all random states; the function that puts them back."""
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-
-    def put_back() -> None:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, device)
-        if numpy and of_numpy is not None:
-            numpy.random.set_state(of_numpy)
-
-    return put_back

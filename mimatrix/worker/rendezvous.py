@@ -1,13 +1,13 @@
 """Finding the others: every worker asks the server, and rank 0 says where it is."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from mimatrix.core import environment as env
+from mimatrix.core.addresses import local_address
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, Join, Joined
@@ -77,10 +77,6 @@ def own_address(server: str) -> str:
     """Of the interface by which this machine reaches the server; a datagram socket that sends nothing knows."""
     parts = urlsplit(server)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        family, kind, _, _, where = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        return local_address(parts.hostname or "localhost", parts.port or 80)
     except OSError as error:
         raise WorldError(f"there is no way to the job server at {server} ({error}); look at the network") from None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint import rng_state as chance
+from mimatrix.engine.checkpoint import rng_state
 from mimatrix.engine.checkpoint.json_codec import dtype_of, unpack
 from mimatrix.engine.checkpoint.state import (
     Metadata,
@@ -98,9 +98,9 @@ def read_into(subject: TrainState, facts: Metadata, tensors: TensorReader) -> Ca
         if subject.scale.on and facts["loss_scale"]["on"]:
             subject.scale.value, subject.scale.good = facts["loss_scale"]["value"], facts["loss_scale"]["good"]
         if states is None:
-            chance.start_anew(facts["seed"] + _apart(subject, facts), facts["step"], subject.rank)
+            rng_state.reseed(facts["seed"] + _apart(subject, facts), facts["step"], subject.rank)
         else:
-            chance.restore(states, subject.device)
+            rng_state.load_rng_state(states, subject.device)
         _show_others(subject)
 
     return finish

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix import __version__
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint import rng_state as chance
+from mimatrix.engine.checkpoint import rng_state
 from mimatrix.engine.checkpoint.json_codec import name_of, pack
 from mimatrix.engine.checkpoint.storage import TensorSlice
 from mimatrix.engine.data.source import DataPosition
@@ -164,7 +164,7 @@ def staged(subject: TrainState, standing: Progress, *, late: bool) -> StagedChec
         described = dict(_state(subject, owned, counted, parts, leads))
         if described:
             facts["state"][name] = described
-    parts[f"random.{subject.rank}"] = _whole(chance.now(subject.device))
+    parts[f"random.{subject.rank}"] = _whole(rng_state.save_rng_state(subject.device))
     if leads:
         facts["common"] = _common(subject, standing)
         for name, buffer in persistent_buffers(subject.model).items():

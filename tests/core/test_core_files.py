@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.core.files import replace_atomic, write_atomic
+from mimatrix.core.files import create_atomic, replace_atomic, write_atomic
 
 
 def test_write_atomic_replaces_a_file_as_a_whole(tmp_path: Path) -> None:
@@ -38,3 +38,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
 def test_write_atomic_raises_where_the_directory_is_missing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_atomic(tmp_path / "missing" / "a", "text")
+
+
+def test_create_atomic_refuses_a_file_that_exists(tmp_path: Path) -> None:
+    create_atomic(tmp_path / "a", "first")
+    with pytest.raises(FileExistsError):
+        create_atomic(tmp_path / "a", "second")
+    assert (tmp_path / "a").read_text() == "first"
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
