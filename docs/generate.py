@@ -1,4 +1,4 @@
-"""Make the generated pages and pictures anew: `make docs`."""
+"""Write the generated pages and pictures: `make docs`."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ DRAWN = {
 
 
 def command(*words: str) -> str:
-    """What `mimatrix WORDS` prints on a plain terminal of 100 columns."""
+    """Return what `mimatrix WORDS` prints on a plain terminal of 100 columns."""
     plain = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mimatrix.cli.main", *words],
@@ -53,7 +53,7 @@ def command(*words: str) -> str:
 
 
 def command_page() -> str:
-    """The page of the command: what each part of it says about itself."""
+    """Return the page of the command: the help of each subcommand."""
     parts = [f"## mimatrix {name}\n\n```\n{command(*name.split(), '--help').strip()}\n```\n" for name in COMMANDS]
     return "# The command\n\nMade by `make docs` from the command's own help.\n\n" + "\n".join(parts)
 

@@ -13,7 +13,7 @@ from mimatrix.hybrid.grouping import Groups
 from mimatrix.planner.modes import Choice, choose_mode
 from mimatrix.planner.networks import simulated
 from mimatrix.planner.profile import Communication, ModelSize
-from mimatrix.profiler.timing import processor_share
+from mimatrix.profiler.timing import measure_cpu_share
 
 _QUICK_S = 0.05
 """Sums that should take no longer are tried out; others would take minutes to tune, and are simulated."""
@@ -27,7 +27,7 @@ def decided(ground: PrepareContext, groups: Groups) -> Choice:
     network = _network(cluster, found.model.gradient_bytes, ground.ranks, found.communication)
     problem = replace(problem, network=network)
     against = _against(ground)
-    processors = together(ground, processor_share)
+    processors = together(ground, measure_cpu_share)
     said = together(
         ground,
         lambda: choose_mode(problem, groups, cluster, against, processors).to_json() if ground.rank == 0 else None,

@@ -10,7 +10,7 @@ import torch
 from mimatrix.cluster import Cluster, Device, load_cluster, read_cluster, write_cluster
 from mimatrix.core.errors import UserError
 from mimatrix.engine.planning.measure import PrepareContext, hosts_of, say, together
-from mimatrix.profiler import measure_links, remarks, to_cluster
+from mimatrix.profiler import measure_links, slow_pair_warnings, to_cluster
 
 
 def described_cluster(ground: PrepareContext) -> Cluster | None:
@@ -27,7 +27,7 @@ def measured_cluster(ground: PrepareContext, devices: Sequence[Device]) -> Clust
         raise UserError("links are measured between ranks, and there is one; use mimatrix profile -n 2 or more")
     where = ground.device if ground.group.has_nccl else torch.device("cpu")
     links = measure_links(ground.group, hosts, where)
-    for remark in remarks(links, hosts):
+    for remark in slow_pair_warnings(links, hosts):
         say(ground, remark)
     return to_cluster(links, hosts, devices)
 

@@ -32,10 +32,10 @@ from mimatrix.profiler import (
     cached_measure,
     code_fingerprint,
     device_identity,
-    give_back_at_once,
-    is_limited,
-    limiting_group,
+    has_memory_limit,
+    limiting_cgroup,
     model_size,
+    return_freed_blocks,
 )
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -184,20 +184,20 @@ def _profile(ground: PrepareContext, size: ModelSize, neighbours: int, sharers: 
     # Samples that other processes make ahead cost nothing here; those made in the loop are a part of its time.
     fetch = lru_cache(maxsize=1)(ground.feed.sample) if ground.feed.hides_loading else ground.feed.sample
     subject = ProfileTarget(
-        ground.model,
-        ground.optimizer,
-        ground.loss,
-        fetch,
-        ground.device,
-        ground.context,
-        size.fingerprint,
-        ground.precision,
-        size.unit_bytes,
-        circumstances=_circumstances(ground),
+        model=ground.model,
+        optimizer=ground.optimizer,
+        loss=ground.loss,
+        fetch=fetch,
+        device=ground.device,
+        autocast=ground.context,
+        fingerprint=size.fingerprint,
+        precision=ground.precision,
+        unit_bytes=size.unit_bytes,
+        conditions=_circumstances(ground),
     )
-    limits = Limits(_most(ground), neighbours=neighbours, sharers=sharers)
-    if is_limited(ground.device):
-        give_back_at_once()
+    limits = Limits(max_samples=_most(ground), device_sharers=neighbours, cgroup_sharers=sharers)
+    if has_memory_limit(ground.device):
+        return_freed_blocks()
     with batchnorm.alone(ground.model, StepTimer()) if ground.norms else nullcontext():
         return cached_measure(subject, limits, _progress(ground))
 
@@ -222,7 +222,7 @@ def _around(ground: PrepareContext) -> tuple[int, int]:
     """How many ranks share this one's memory, and how many the limit that was set to it; itself included."""
     host = hosts_of(ground)[ground.rank]
     memory = device_identity(ground.device)
-    said = ground.exchange.all({"memory": [host, memory], "limit": [host, memory, limiting_group()]})
+    said = ground.exchange.all({"memory": [host, memory], "limit": [host, memory, limiting_cgroup()]})
     mine = said[ground.rank]
     return tuple(sum(each[key] == mine[key] for each in said) for key in ("memory", "limit"))
 

@@ -50,18 +50,18 @@ def searched(
     most: int,
     believed_room: float | None = None,
     left: Callable[[int], float] | None = None,
-    dares: bool = True,
+    may_oom: bool = True,
 ) -> tuple[BatchSizeSearch, list[int]]:
     """The finished search, and what it probed in order."""
-    search = BatchSizeSearch(most, device.room if believed_room is None else believed_room, dares=dares)
+    search = BatchSizeSearch(most, device.room if believed_room is None else believed_room, may_oom=may_oom)
     probed: list[int] = []
     while (samples := search.next(left(len(probed)) if left else float("inf"))) is not None:
         probed.append(samples)
         assert len(probed) < 100
         if device.memory(samples) > device.room:
-            search.overflowed(samples)
+            search.add_oom(samples)
         else:
-            search.measured(device.point(samples))
+            search.add(device.point(samples))
     return search, probed
 
 
@@ -81,12 +81,12 @@ devices = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(devices, st.integers(1, 5000))
-def test_invented_devices(device: Invented, most: int) -> None:
+def test_the_search_finds_the_largest_batch_that_fits(device: Invented, most: int) -> None:
     search, probed = searched(device, most)
     assert len(probed) < 25
     assert all(probed.count(samples) <= 2 for samples in probed)
     assert max(probed) <= most
-    assert search.overflows <= 1
+    assert search.oom_count <= 1
     largest, fits = search.points[-1].samples, device.most(most)
     assert largest <= fits
     assert largest >= fits / 1.06 - 1
@@ -94,27 +94,27 @@ def test_invented_devices(device: Invented, most: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(devices, st.integers(1, 5000), st.floats(1.1, 3))
-def test_less_memory_than_believed(device: Invented, most: int, times: float) -> None:
+def test_the_search_survives_less_memory_than_believed(device: Invented, most: int, times: float) -> None:
     search, probed = searched(device, most, believed_room=device.room * times)
     assert len(probed) < 25
     assert max(probed) <= most
-    assert search.overflows <= 2
+    assert search.oom_count <= 2
     assert search.points[-1].samples >= device.most(most) / 2.5 - 1
 
 
 @settings(max_examples=200, deadline=None)
 @given(devices, st.integers(1, 5000))
-def test_who_does_not_dare_never_overflows(device: Invented, most: int) -> None:
+def test_a_search_that_must_not_oom_never_does(device: Invented, most: int) -> None:
     device.bend = 0.0
-    search, _ = searched(device, most, dares=False)
-    assert search.overflows == 0
+    search, _ = searched(device, most, may_oom=False)
+    assert search.oom_count == 0
     if device.memory(2) * 2 < device.room:
         assert search.points[-1].samples >= device.most(most) / 1.06 - 1
 
 
 @settings(max_examples=100, deadline=None)
 @given(devices)
-def test_what_lies_between_is_foretold(device: Invented) -> None:
+def test_points_between_are_predicted(device: Invented) -> None:
     device.noise = 0.0
     search, _ = searched(device, 1024)
     curve = Curve.of((point.samples, point.seconds) for point in search.points)
@@ -124,37 +124,37 @@ def test_what_lies_between_is_foretold(device: Invented) -> None:
     assert np.max(np.abs(curve.table[1:] / truth - 1)) < 0.12
 
 
-def test_a_straight_line_is_not_refined() -> None:
+def test_a_linear_curve_is_not_refined() -> None:
     _, probed = searched(Invented(), 256)
     assert probed == [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
-def test_a_knee_is_looked_at_closely() -> None:
+def test_a_knee_is_refined() -> None:
     _, probed = searched(Invented(knee=48), 256)
     assert any(32 < samples < 64 for samples in probed)
 
 
-def test_a_point_that_was_held_up_is_measured_again() -> None:
+def test_a_disturbed_point_is_measured_again() -> None:
     device, search, probed = Invented(), BatchSizeSearch(256, 1e12), []
     while (samples := search.next()) is not None:
         held_up = samples == 16 and 16 not in probed
         probed.append(samples)
-        search.measured(replace(device.point(samples), seconds=device.seconds(samples) * (3 if held_up else 1)))
+        search.add(replace(device.point(samples), seconds=device.seconds(samples) * (3 if held_up else 1)))
     assert probed.count(16) == 2
     assert [point.seconds for point in search.points] == [device.seconds(point.samples) for point in search.points]
     assert len(probed) == 10
 
 
-def test_what_fits_only_by_luck_is_forgotten() -> None:
+def test_a_batch_that_fits_only_by_luck_is_dropped() -> None:
     device, search, probed = Invented(knee=48), BatchSizeSearch(256, 1e12), []
     while (samples := search.next()) is not None:
         probed.append(samples)
         if len(probed) > 9:
-            search.overflowed(samples)
+            search.add_oom(samples)
         else:
-            search.measured(device.point(samples))
+            search.add(device.point(samples))
     assert len(probed) <= 12
-    assert search.overflows <= 2
+    assert search.oom_count <= 2
     assert search.points[-1].samples < min(probed[9:])
 
 
@@ -169,7 +169,7 @@ def test_flat_throughput_takes_longer_strides() -> None:
     assert probed == [1, 2, 4, 16, 64, 256, 1024, 4096]
 
 
-def test_no_time_left_ends_it_but_for_the_first() -> None:
+def test_without_time_only_the_smallest_batch_is_measured() -> None:
     _, probed = searched(Invented(), 256, left=lambda _: 0.0)
     assert probed == [1]
     search, probed = searched(Invented(knee=48), 4096, left=lambda done: 3.0 - 0.25 * done)
@@ -177,19 +177,19 @@ def test_no_time_left_ends_it_but_for_the_first() -> None:
     assert search.points[-1].samples < 4096
 
 
-def test_slow_batches_are_not_begun() -> None:
+def test_batches_slower_than_the_time_left_are_not_started() -> None:
     search, _ = searched(Invented(each_s=0.1), 4096, left=lambda _: 20.0)
     assert search.points[-1].seconds < 10
 
 
-def test_nothing_fits() -> None:
+def test_the_search_ends_if_nothing_fits() -> None:
     search, probed = searched(Invented(room=1 * MB), 64)
     assert probed == [1]
     assert search.points == []
-    assert search.overflows == 1
+    assert search.oom_count == 1
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
-def test_the_most_is_measured_itself(most: int) -> None:
+def test_the_largest_wanted_batch_is_measured_itself(most: int) -> None:
     search, _ = searched(Invented(), most)
     assert search.points[-1].samples == most

@@ -1,4 +1,4 @@
-"""Links: who talks when, real ranks over Gloo, shaped cables, and the cluster that comes out."""
+"""Links: which pairs are measured when, real ranks over Gloo, shaped cables."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from mimatrix.cluster import Device, load_cluster
 from mimatrix.lab import down, run, up
-from mimatrix.profiler import Links, remarks, to_cluster
-from mimatrix.profiler.links import circle, rounds
+from mimatrix.profiler import Links, slow_pair_warnings, to_cluster
+from mimatrix.profiler.links import probe_rounds, round_robin
 
 SCRIPT = Path(__file__).parent / "scripts" / "linked.py"
 DEVICES = (Device("gpu", 1), Device("gpu", 2), Device("cpu", 3))
 
 
 @given(st.integers(0, 20))
-def test_everyone_meets_everyone_once(count: int) -> None:
-    found = list(circle(count))
+def test_round_robin_pairs_everyone_once(count: int) -> None:
+    found = list(round_robin(count))
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
     assert len(found) <= max(0, count - 1 + count % 2)
     for pairs in found:
@@ -33,9 +33,9 @@ def test_everyone_meets_everyone_once(count: int) -> None:
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
-def test_hosts_do_not_share_their_nic_while_measuring(hosts: list[str]) -> None:
+def test_one_rank_per_host_uses_the_nic_in_a_round(hosts: list[str]) -> None:
     inside, between = set(), []
-    for pairs in rounds(hosts):
+    for pairs in probe_rounds(hosts):
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
         abroad = [hosts[rank] for a, b in pairs for rank in (a, b) if hosts[a] != hosts[b]]
         assert len(abroad) == len(set(abroad))
@@ -59,7 +59,7 @@ def started(hosts: str, **variables: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def test_ranks_as_processes_agree() -> None:
+def test_all_ranks_get_the_same_links() -> None:
     ranks = started("a,a,b")
     try:
         said = [rank.communicate(timeout=100) for rank in ranks]
@@ -77,7 +77,7 @@ def test_ranks_as_processes_agree() -> None:
     assert found[0]["rate"][1][2] == found[0]["rate"][0][2]
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     ranks = started("a,b", LATE="1")
     try:
         _, errors = ranks[0].communicate(timeout=60)
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 @pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="needs root, ip and tc"
 )
-def test_shaped_cables_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shaped_cables_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"links{os.getpid()}"
     monkeypatch.setenv("HOSTS", "n0,n1,n2")
     monkeypatch.setenv("ANSWERS", str(tmp_path))
@@ -107,29 +107,4 @@ def test_shaped_cables_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert links.rate_bytes_per_s[0][2] == pytest.approx(6.25e6, rel=0.25)
     cluster = to_cluster(links, ("n0", "n1", "n2"), DEVICES)
     assert [link.rate_bytes_per_s for link in cluster.links] == pytest.approx([25e6, 25e6, 6.25e6], rel=0.25)
-    assert remarks(links, ("n0", "n1", "n2")) == ()
-
-
-def links(rates: list[list[float]]) -> Links:
-    return Links(
-        tuple(tuple(1e-5 * (a != b) for b in range(len(rates))) for a in range(len(rates))), tuple(map(tuple, rates))
-    )
-
-
-def test_a_cluster_of_what_was_measured() -> None:
-    rates = [[0, 9e9, 1e9], [9e9, 0, 1e9], [1e9, 1e9, 0]]
-    cluster = to_cluster(links(rates), ("rack/a", "rack/a", "b"), DEVICES)
-    assert [node.name for node in cluster.nodes] == ["rack-a", "b"]
-    assert [node.devices for node in cluster.nodes] == [DEVICES[:2], DEVICES[2:]]
-    assert cluster.nodes[0].bus is not None
-    assert cluster.nodes[0].bus.rate_bytes_per_s == 9e9
-    assert cluster.nodes[1].bus is None
-    assert [(link.rate_bytes_per_s, link.latency_s) for link in cluster.links] == [(1e9, 5e-6)] * 2
-    alone = to_cluster(links([[0, 5e9], [5e9, 0]]), ("a", "a"), DEVICES[:2])
-    assert (len(alone.nodes), alone.links, alone.switches) == (1, (), ())
-
-
-def test_a_pair_that_is_slower_than_its_ends_is_remarked() -> None:
-    rates = [[0, 1e9, 1e9], [1e9, 0, 2e8], [1e9, 9e8, 0]]
-    (said,) = remarks(links(rates), ("a", "b", "c"))
-    assert said.startswith("b to c has 1.6Gbit, although both reach 8Gbit")
+    assert slow_pair_warnings(links, ("n0", "n1", "n2")) == ()
