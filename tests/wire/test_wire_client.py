@@ -1,10 +1,9 @@
-"""What reports are made of: gauges asked now and then, curves that are thinned, a connection that is kept."""
+"""Reports over HTTP: one connection that is kept, errors in the server's words, proxies."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -12,56 +11,11 @@ import pytest
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, JobState, Report
-from mimatrix.worker import device_metrics as gauges
-from mimatrix.worker.reporting import until_turn
-from mimatrix.worker.tensorboard import TensorBoardWriter
 
 pytestmark = pytest.mark.timeout(30)
+
+
 REPORT = Report(protocol=PROTOCOL, generation=1, rank=0, state=JobState.TRAINING)
-
-
-def test_gauges_are_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, asked = 0.0, []
-    monkeypatch.setattr("mimatrix.worker.device_metrics.time.monotonic", lambda: now_s)
-    told = gauges._now_and_then(lambda: asked.append(now_s) or len(asked))  # type: ignore[func-returns-value]
-    for second in range(30):
-        now_s = float(second)
-        assert told() == len(asked)
-    assert asked == [0, 1, 2, 4, 8, 13, 18, 23, 28]
-
-
-def test_ranks_of_a_job_report_at_once_and_jobs_in_turn() -> None:
-    for job, every_s in ((1, 1.0), (2, 1.0), (7, 5.0)):
-        turns = {
-            round((now_s + until_turn(job, every_s, now_s)) % every_s, 3) % every_s
-            for now_s in (1e9 + 0.17 * step for step in range(50))
-        }
-        assert len(turns) == 1
-    assert all(0.25 <= until_turn(3, 1.0, 1e9 + 0.01 * step) <= 1.25 for step in range(100))
-    assert len({round(until_turn(job, 1.0, 1e9), 3) for job in range(50)}) == 50
-
-
-class FakeRun:
-    """Logs a loss in each step, and an accuracy once."""
-
-    step = 100
-
-    def logged(self, start: int) -> list[tuple[int, dict[str, float]]]:
-        return [(step, {"loss": 1 / (1 + step)} | ({"accuracy": 0.5} if step == 41 else {})) for step in range(100)][
-            start:
-        ]
-
-
-def test_a_curve_is_thinned_and_a_rare_point_is_kept(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = TensorBoardWriter(tmp_path)
-    for _ in range(2):
-        board.follow(FakeRun(), {"step_s": 0.01})
-    board.close()
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    steps = {name: [each.step for each in found.Scalars(name)] for name in ("loss", "accuracy", "speed/step_s")}
-    assert steps == {"loss": list(range(9, 100, 10)), "accuracy": [41], "speed/step_s": [100]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -107,7 +61,7 @@ def test_reports_keep_one_connection(served: tuple[type[Handler], Client]) -> No
     assert (len(handler.heard), len(handler.connections)) == (3, 1)
 
 
-def test_a_connection_that_the_server_let_go_is_made_again(served: tuple[type[Handler], Client]) -> None:
+def test_a_connection_closed_by_the_server_is_reopened(served: tuple[type[Handler], Client]) -> None:
     handler, client = served
     handler.closes = True
     for _ in range(3):
@@ -115,7 +69,7 @@ def test_a_connection_that_the_server_let_go_is_made_again(served: tuple[type[Ha
     assert len(handler.connections) == 3
 
 
-def test_a_refusal_is_said_in_the_servers_words(served: tuple[type[Handler], Client]) -> None:
+def test_a_refusal_has_the_servers_words(served: tuple[type[Handler], Client]) -> None:
     handler, client = served
     handler.status, handler.content = 409, b'{"status":409,"title":"Not now","detail":"it was ended"}'
     with pytest.raises(UserError, match="it was ended"):
@@ -125,14 +79,12 @@ def test_a_refusal_is_said_in_the_servers_words(served: tuple[type[Handler], Cli
         client.report(7, REPORT)
 
 
-def test_who_is_not_there_is_named() -> None:
+def test_a_server_that_does_not_answer_is_named() -> None:
     with closing(Client("http://127.0.0.1:9", "secret")) as client, pytest.raises(WorldError, match="does not answer"):
         client.report(7, REPORT)
 
 
-def test_a_proxy_is_used_where_one_is_set(
-    served: tuple[type[Handler], Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_is_used_if_one_is_set(served: tuple[type[Handler], Client], monkeypatch: pytest.MonkeyPatch) -> None:
     handler, client = served
     monkeypatch.setenv("http_proxy", client._address)
     monkeypatch.delenv("no_proxy", raising=False)
