@@ -75,7 +75,7 @@ def environment_page() -> str:
         "## To set yourself\n\nAll are optional. Some commands set them for the workers that they start.\n\n"
         + head
         + "\n".join(own)
-        + "\n\n## Set by launchers\n\nScripts may read them; nobody needs to set them.\n\n"
+        + "\n\n## Set by launchers\n\nScripts may read them. Do not set them yourself.\n\n"
         + head
         + "\n".join(launchers)
         + "\n"

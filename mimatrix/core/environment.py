@@ -46,7 +46,8 @@ CLUSTER = Variable(
     "MIMATRIX_CLUSTER",
     "you, `mimatrix lab run`",
     "TOML file that describes the cluster of this job; device i of the file is rank i. "
-    "Tuning and planning then use it instead of measuring links. Ignored if the number of devices is another.",
+    'The tuner tries only algorithms that it predicts to be fast there, and `mode="auto"` uses its links instead of '
+    "measuring them. Ignored unless it has one device per rank.",
     "lab.toml",
 )
 CUT_OFF_S = Variable(
@@ -79,7 +80,7 @@ MEMORY = Variable(
     "MIMATRIX_MEMORY",
     "you, `mimatrix run --memory`",
     "Memory that a rank on a CPU may use, in bytes or with a unit; plans stay below it. "
-    "Default: the limit of its cgroup, or this rank's part of the free memory.",
+    "The limit of its cgroup and its part of the free memory count anyway.",
     "512MB",
 )
 NODE_FOLDER = Variable(
@@ -129,9 +130,9 @@ TOKEN = Variable(
 TRANSPORT = Variable(
     "MIMATRIX_TRANSPORT",
     "you",
-    "Transport that carries all collectives, optionally followed by the algorithm of all-reduces; rank 0's value "
-    "counts. For debugging. Default: whatever was measured to be fastest.",
-    "c10d",
+    "For debugging: the transport of all collectives (`windows`, `send_recv` or `c10d`), optionally followed by the "
+    "algorithm of all-reduces. The value of rank 0 counts. Default: whatever was measured to be fastest.",
+    "send_recv ring",
 )
 
 CHECKPOINTS = Variable(
@@ -172,5 +173,5 @@ SPEED = Variable(
 
 def variables() -> tuple[Variable, ...]:
     """Return every variable: first those that people set, then those that only launchers set, each by name."""
-    found = [value for value in globals().values() if isinstance(value, Variable)]
-    return tuple(sorted(found, key=lambda variable: (not variable.set_by.startswith("you"), variable.name)))
+    listed = [value for value in globals().values() if isinstance(value, Variable)]
+    return tuple(sorted(listed, key=lambda variable: (not variable.set_by.startswith("you"), variable.name)))

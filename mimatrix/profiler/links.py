@@ -111,7 +111,7 @@ def _backend_of(group: Group | dist.ProcessGroup, device: torch.device) -> tuple
     """Return the c10d backend that sends for a kind of device, and the rank and size of the group."""
     if isinstance(group, Group):
         native = group.natives.get(device.type, group.native)
-        assert native, "a group without a native backend has nobody to send"
+        assert native, "a group without a c10d backend cannot send"
         return native.backend, group.me, group.size
     return group._get_backend(device), group.rank(), group.size()
 

@@ -159,9 +159,12 @@ class Reporter:
         if checkpoints != self._sent_checkpoints:
             listed = tuple(
                 Checkpoint(
-                    path=each.path, step=each.step, saved_at=datetime.fromtimestamp(each.at_s, UTC), bytes=each.bytes
+                    path=saved.path,
+                    step=saved.step,
+                    saved_at=datetime.fromtimestamp(saved.at_s, UTC),
+                    bytes=saved.bytes,
                 )
-                for each in checkpoints
+                for saved in checkpoints
             )
             message = Saved(protocol=PROTOCOL, generation=self._identity.generation, checkpoints=listed)
             self._client.store(self._identity.job, "checkpoints", message)
@@ -182,7 +185,7 @@ def seconds_until_report(job: int, every_s: float, now_s: float) -> float:
 
 
 def _trimmed_mean(stats: list[Any], name: str) -> float:
-    """Return the mean without the largest tenth, at least one: a pause in one step is no property of the others."""
+    """Return the mean without the largest tenth, at least one: a pause in one step does not describe the others."""
     values = sorted(getattr(step, name) for step in stats)
     counted = values[: len(values) - -(-len(values) // _TRIMMED)] or values
     return _round(sum(counted) / len(counted))
