@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -187,24 +188,33 @@ def test_search_ends_in_a_circle_and_among_all() -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda frame: b"HTTP" + frame[4:], "does not start as one"),
+        (lambda frame: b"HTTP" + frame[4:], "it starts with b'HTTP'"),
         (lambda frame: frame[:-1] + b"!", "its checksum differs"),
-        (lambda frame: frame[:4] + b"\x63" + frame[5:], "does not start as one"),
-        (lambda frame: frame[:5] + b"\x00\x00\x00\x06" + frame[9:], "is of generation 6, and this is generation 7"),
-        (lambda frame: frame[:9] + b"\xff\xff\xff\xff" + frame[13:], "does not start as one"),
+        (lambda frame: frame[:4] + b"\xff\xff\xff\xff" + frame[8:], "it announces 4294967295"),
     ],
 )
-def test_corrupt_and_old_messages_are_refused(spoil: object, sentence: str) -> None:
-    frame = ControlMessage(MessageType.GO, 7, {"ticket": 1}).frame()
+def test_corrupt_control_messages_are_refused(spoil: Callable[[bytes], bytes], sentence: str) -> None:
+    frame = ControlMessage(MessageType.GO, 7, {"ticket": 1}).encode()
     assert [message.body for message in Decoder(7).feed(frame)] == [{"ticket": 1}]
     with pytest.raises(WorldError, match=sentence):
-        list(Decoder(7).feed(spoil(frame)))  # type: ignore[operator]
+        list(Decoder(7).feed(spoil(frame)))
+
+
+def test_control_messages_of_another_generation_are_refused() -> None:
+    with pytest.raises(WorldError, match="is of generation 6, and this is generation 7"):
+        list(Decoder(7).feed(ControlMessage(MessageType.GO, 6).encode()))
+
+
+@pytest.mark.parametrize("header", [{"type": 99}, {"type": "GO"}, {"generation": "7"}, {"body": []}])
+def test_control_messages_with_wrong_fields_are_refused(header: dict[str, object]) -> None:
+    with pytest.raises(WorldError, match="its fields are not those of a message"):
+        ControlMessage.decode({"type": 3, "generation": 7, "body": {}} | header)
 
 
 def test_messages_may_arrive_byte_by_byte() -> None:
     inbox, frames = (
         Decoder(0),
-        b"".join(ControlMessage(MessageType.GO, 0, {"n": number}).frame() for number in range(3)),
+        b"".join(ControlMessage(MessageType.GO, 0, {"n": number}).encode() for number in range(3)),
     )
     found = [message.body["n"] for byte in frames for message in inbox.feed(bytes([byte]))]
     assert found == [0, 1, 2]
@@ -212,9 +222,9 @@ def test_messages_may_arrive_byte_by_byte() -> None:
 
 def test_a_coordinator_lives_on_when_strangers_call() -> None:
     coordinator = Coordinator("127.0.0.1", generation=3)
-    old = ControlMessage(MessageType.HELLO, 2, {"rank": 0, "host": "old", "token": coordinator.token}).frame()
-    forged = ControlMessage(MessageType.HELLO, 3, {"rank": 0, "host": "a", "token": "guessed"}).frame()
-    unasked = ControlMessage(MessageType.FAULT, 3, {"text": "believe me"}).frame()
+    old = ControlMessage(MessageType.HELLO, 2, {"rank": 0, "host": "old", "token": coordinator.token}).encode()
+    forged = ControlMessage(MessageType.HELLO, 3, {"rank": 0, "host": "a", "token": "guessed"}).encode()
+    unasked = ControlMessage(MessageType.FAULT, 3, {"text": "believe me"}).encode()
     for greeting in (b"GET / HTTP/1.1\r\n\r\n", old, forged, unasked, b""):
         with socket.create_connection(("127.0.0.1", coordinator.port)) as stranger:
             stranger.sendall(greeting)

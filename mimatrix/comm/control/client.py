@@ -152,7 +152,7 @@ class ControlClient:
 
     def _send(self, kind: MessageType, body: dict[str, Any]) -> None:
         self.sent += 1
-        self._stream.sendall(ControlMessage(kind, self._generation, body).frame())
+        self._stream.sendall(ControlMessage(kind, self._generation, body).encode())
 
     def _listen(self) -> None:
         inbox = Decoder(self._generation)
@@ -170,7 +170,7 @@ class ControlClient:
 
     def _take(self, message: ControlMessage) -> None:
         body = message.body
-        match message.kind:
+        match message.type:
             case MessageType.GO:
                 with self._changed:
                     self._said[body["group"], body["ticket"]] = body["said"]

@@ -94,9 +94,9 @@ class Coordinator:
 
     def _take(self, member: _Member, message: ControlMessage) -> None:
         body = message.body
-        if member.rank < 0 and not (message.kind is MessageType.HELLO and body.get("token") == self.token):
+        if member.rank < 0 and not (message.type is MessageType.HELLO and body.get("token") == self.token):
             raise WorldError("somebody who is no rank of this job called; the connection is closed")
-        match message.kind:
+        match message.type:
             case MessageType.HELLO:
                 self._join(member, int(body["rank"]), str(body["host"]))
             case MessageType.ARRIVE:
@@ -110,7 +110,7 @@ class Coordinator:
             case MessageType.BYE:
                 self._drop(member, "")
             case _:
-                raise WorldError(f"a control message of kind {message.kind.name} came from a rank; it is refused")
+                raise WorldError(f"a control message of kind {message.type.name} came from a rank; it is refused")
 
     def _join(self, member: _Member, rank: int, host: str) -> None:
         member.rank, member.host = rank, host
@@ -186,7 +186,7 @@ class Coordinator:
         self._send([member], ControlMessage(kind, self._generation, body))
 
     def _send(self, members: Iterable[_Member], message: ControlMessage) -> None:
-        frame = message.frame()
+        frame = message.encode()
         for member in list(members):
             # Frames are small and a rank always reads them: a stream that is full belongs to one that has stopped.
             with suppress(OSError):
