@@ -70,7 +70,7 @@ def main(text: str) -> None:
     turn = Turn.from_text(text)
     os.environ["MIMATRIX_CACHE"] = turn.cache
     if turn.way.algorithm:
-        os.environ["MIMATRIX_PATH"] = f"messages {turn.way.algorithm}"
+        os.environ["MIMATRIX_TRANSPORT"] = f"send_recv {turn.way.algorithm}"
     import torch
     from torch import nn
 

@@ -23,7 +23,7 @@ from mimatrix.collectives.schedule import Collective
 from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.calls import DTYPES, CollectiveOp
 from mimatrix.comm.endpoint import Endpoint, own_host
-from mimatrix.comm.endpoint_registry import fresh, join, shared_name
+from mimatrix.comm.endpoint_registry import agreed_name, fresh_prefix, join
 from mimatrix.comm.execution import staging as stages
 from mimatrix.comm.group import Group, on_own_stream
 from mimatrix.comm.memory import WindowKind
@@ -31,7 +31,7 @@ from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
 from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
 from mimatrix.comm.out_of_place import AllGatherInto, ReduceScatterInto
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice
 from mimatrix.comm.work import Task, Work
 from mimatrix.core.errors import UserError
 
@@ -63,7 +63,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        store = fresh(store, size)
+        store = fresh_prefix(store, size)
         self._natives = _native_backends(store, rank, size, timeout)
         kinds = dist.ProcessGroup.BackendType
         for device, backend in self._natives.items():
@@ -74,7 +74,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         self.native_calls = Counter[str]()
         self._timeout_s = seconds = timeout.total_seconds()
         self._joined, members = join(store, rank, size, partial(_kinds, store, rank, size))
-        name = shared_name(store, rank, "group")
+        name = agreed_name(store, rank, "group")
         natives = {device: C10dBackend(backend, rank, size, seconds) for device, backend in self._natives.items()}
         self.mimatrix = Group(self._joined.endpoint, name, members, natives=natives, timeout_s=seconds)
         self._may_run_beside = _cores_for_each(self._joined.endpoint) >= 2
@@ -160,7 +160,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Back when every rank has come."""
-        self.mimatrix.counters[f"barrier {'windows' if 'windows' in self.mimatrix.paths else 'messages'}"] += 1
+        self.mimatrix.counters[f"barrier {'windows' if 'windows' in self.mimatrix.transports else 'send_recv'}"] += 1
         return _Handle(self.mimatrix.start_barrier(wait=getattr(opts, "asyncOp", True) is False), [])
 
     def _gather(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> dist.Work:
@@ -179,16 +179,16 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def _whole(self, kind: CollectiveOp, tensor: torch.Tensor, opts: Any) -> dist.Work:
         group = self.mimatrix
         group.check(kind, tensor)
-        plan = group.known(kind, tensor)
-        if kind.is_bucket and plan and plan.path == "windows" and _fills_its_storage(tensor):
+        choice = group.cached_choice(kind, tensor)
+        if kind.is_bucket and choice and choice.transport == "windows" and _fills_its_storage(tensor):
             group.adopt(tensor)
 
         def task() -> None:
-            group.run(kind, tensor, plan or group.choose(kind, tensor))
+            group.run(kind, tensor, choice or group.choose(kind, tensor))
 
         # DDP waits at the end of the same backward pass: where nothing can run beside it, better here than by turns.
         here = kind.is_bucket and not self._may_run_beside
-        return self._submit(_described(kind, tensor), task, plan, opts, [tensor], here=here)
+        return self._submit(_described(kind, tensor), task, choice, opts, [tensor], here=here)
 
     def _through(self, half: AllGatherInto | ReduceScatterInto, opts: Any, output: torch.Tensor) -> dist.Work:
         """A half of an all-reduce, between two tensors: over windows through stages, otherwise as the plan says."""
@@ -199,27 +199,27 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
                 f"{whole.numel()} of all; give the larger tensor {half.part.numel() * self.size()}"
             )
         group.check(kind, whole)
-        plan = group.known(kind, whole)
+        choice = group.cached_choice(kind, whole)
 
         def task() -> None:
-            chosen, where = plan or group.choose(kind, whole), group.where(whole)
-            group.counters[f"{kind.collective.value} {chosen.path}"] += 1
-            match chosen.path:
+            chosen, where = choice or group.choose(kind, whole), group.window_kind(whole)
+            group.counters[f"{kind.collective.value} {chosen.transport}"] += 1
+            match chosen.transport:
                 case "windows":
                     group.run_pieces(kind, list(half.pieces(stages.STAGE_BYTES[where])), chosen, where=where)
-                case "messages":
-                    half.in_place(partial(group.perform, kind, plan=chosen))
-                case "native":
-                    group.agree(kind, whole.numel(), NATIVE)
-                    group.guarded(kind, partial(half.native, self._natives[whole.device.type]))
+                case "send_recv":
+                    half.in_place(partial(group.perform, kind, choice=chosen))
+                case "c10d":
+                    group.check_same_call(kind, whole.numel(), C10D)
+                    group.run_guarded(kind, partial(half.native, self._natives[whole.device.type]))
 
-        return self._submit(_described(kind, whole), task, plan, opts, [output])
+        return self._submit(_described(kind, whole), task, choice, opts, [output])
 
     def _submit(
         self,
         doing: str,
         task: Task,
-        plan: AlgorithmChoice | None,
+        choice: AlgorithmChoice | None,
         opts: Any,
         result: list[torch.Tensor],
         *,
@@ -227,18 +227,18 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """In the order of this rank's collectives; on the caller's thread where it waits and can be interrupted."""
         waits = here or getattr(opts, "asyncOp", True) is False
-        inline = plan is not None and plan.path == "windows" and waits
+        inline = choice is not None and choice.transport == "windows" and waits
         endpoint, members = self.mimatrix.endpoint, self.mimatrix.members
         work = Work(on_own_stream(task, result[0]), partial(endpoint.control.check, -1, members, doing))
-        endpoint.worker.submit(work, inline=inline)
+        endpoint.thread.submit(work, inline=inline)
         return _Handle(work, result)
 
     def _pass_on(self, word: str, name: str, *arguments: Any, **named: Any) -> dist.Work:
         """To the native backend, in the order of this rank's collectives: Gloo pairs calls by their number."""
-        self.native_calls[f"{word} native"] += 1
+        self.native_calls[f"{word} c10d"] += 1
         tensors = _tensors(arguments)
         call = partial(getattr(self._native_of(tensors), name), *arguments, **named)
-        return self._submit(word, partial(self._natively, word, call), NATIVE, None, tensors)
+        return self._submit(word, partial(self._natively, word, call), C10D, None, tensors)
 
     def _native_of(self, tensors: list[torch.Tensor]) -> Any:
         return self._natives[tensors[0].device.type if tensors else "cpu"]
@@ -255,7 +255,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
             for other in others:
                 control.check(members[other], members, doing)
             time.sleep(0.02)
-        control.explain(members, doing, self._timeout_s)
+        control.diagnose(members, doing, self._timeout_s)
 
 
 def _native_method(name: str, word: str) -> Callable[..., dist.Work]:
@@ -269,7 +269,7 @@ def _between_two(name: str) -> Callable[..., dist.Work]:
     """From rank to rank; not in the order of collectives, since the other rank may come to it in another order."""
 
     def method(self: MiMatrixProcessGroup, tensors: list[torch.Tensor], *more: int) -> dist.Work:
-        self.native_calls[f"{name} native"] += 1
+        self.native_calls[f"{name} c10d"] += 1
         work: dist.Work = getattr(self._native_of(tensors), name)(tensors, *more)
         other = more[:1] if name != "recv_anysource" else ()
         return _Named(work, partial(self._explain, name, other))

@@ -44,7 +44,7 @@ class BenchRequest:
     """How long to measure each size, about."""
     candidates: bool = False
     explain: bool = False
-    plans: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     """Plans to be measured as they are, beside what the tuner chooses."""
 
 
@@ -105,10 +105,10 @@ class Bench:
         for who, took in times.items():
             quarters = np.quantile(took, [0.25, 0.5, 0.75])
             seconds = float(quarters[1])
-            plan = self._plans(count).get(who)
+            choice = self._choices(count).get(who)
             predicted = (
-                forecast.seconds(plan, self.collective, 4 * count)
-                if forecast and plan and plan.path != "native"
+                forecast.seconds(choice, self.collective, 4 * count)
+                if forecast and choice and choice.transport != "c10d"
                 else None
             )
             yield BenchRow(
@@ -127,27 +127,27 @@ class Bench:
         for tensor in tensors.values():
             self._free(tensor)
 
-    def _plans(self, count: int) -> dict[str, AlgorithmChoice]:
-        given = {text: AlgorithmChoice.parse(text) for text in self.request.plans}
+    def _choices(self, count: int) -> dict[str, AlgorithmChoice]:
+        given = {text: AlgorithmChoice.parse(text) for text in self.request.choices}
         if not self.request.candidates or not self.group.tuner:
             return given
-        like = self._tensor("windows" if "windows" in self.group.paths else "", count)
-        plans = self.group.tuner.candidates(self.group.size_class(self.collective, like)).values()
+        like = self._tensor("windows" if "windows" in self.group.transports else "", count)
+        choices = self.group.tuner.candidates(self.group.size_class(self.collective, like)).values()
         self._free(like)
-        return given | {str(plan): plan for plan in plans if plan.path != "native"}
+        return given | {str(choice): choice for choice in choices if choice.transport != "c10d"}
 
     def _runners(self, count: int) -> dict[str, Runner]:
         kind = CollectiveOp(self.collective, torch.float32)
         runners: dict[str, Runner] = {}
         for who in self.request.against:
             runners[who] = self._by_mpi if who == "mpi" else partial(self._natively, who)
-        if self.group.endpoint.arenas and "windows" in self.group.paths:
+        if self.group.endpoint.arenas and "windows" in self.group.transports:
             runners["mimatrix arena"] = lambda tensor: self._ours(kind, tensor, None)
         runners["mimatrix"] = lambda tensor: self._ours(kind, tensor, None)
-        if "messages" not in self.group.paths:
+        if "send_recv" not in self.group.transports:
             runners[BOUND] = lambda tensor: tensor.mul_(1.0)  # type: ignore[assignment]
-        for who, plan in self._plans(count).items():
-            runners[who] = lambda tensor, plan=plan: self._ours(kind, tensor, plan)  # type: ignore[misc]
+        for who, choice in self._choices(count).items():
+            runners[who] = lambda tensor, choice=choice: self._ours(kind, tensor, choice)  # type: ignore[misc]
         return runners
 
     def _tensor(self, who: str, count: int) -> torch.Tensor:
@@ -160,14 +160,14 @@ class Bench:
             if placed := arena.slot_of(tensor):
                 placed[0].free()
 
-    def _ours(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice | None) -> None:
+    def _ours(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None) -> None:
         match kind.collective:
             case Collective.REDUCE_SCATTER:
-                self.group.reduce_scatter(tensor, plan=plan)
+                self.group.reduce_scatter(tensor, choice=choice)
             case Collective.ALL_GATHER:
-                self.group.all_gather(tensor, plan=plan)
+                self.group.all_gather(tensor, choice=choice)
             case _:
-                self.group.all_reduce(tensor, plan=plan)
+                self.group.all_reduce(tensor, choice=choice)
 
     def _natively(self, who: str, tensor: torch.Tensor) -> None:
         native = self.group.natives["cuda" if who == "nccl" else "cpu"]

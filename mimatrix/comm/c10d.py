@@ -19,14 +19,14 @@ _OPS: dict[str, Any] = {
 class C10dBackend:
     """Runs collectives of one group on `backend` (Gloo, NCCL), which is part of torch and has no stubs."""
 
-    def __init__(self, backend: Any, me: int, ranks: int, timeout_s: float) -> None:
-        self.backend, self._me, self._ranks = backend, me, ranks
+    def __init__(self, backend: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self.backend, self._rank, self._world_size = backend, rank, world_size
         self._timeout = timedelta(seconds=timeout_s)
 
     def run(self, collective: Collective, flat: torch.Tensor, op: str, root: int) -> None:
         """In place on a flat tensor, as `Group` does it."""
-        each = flat.numel() // self._ranks
-        part = flat[self._me * each : (self._me + 1) * each]
+        each = flat.numel() // self._world_size
+        part = flat[self._rank * each : (self._rank + 1) * each]
         match collective:
             case Collective.ALL_REDUCE:
                 options = dist.AllreduceOptions()
@@ -45,7 +45,7 @@ class C10dBackend:
             case Collective.ALL_GATHER:
                 self._finish(self.backend._allgather_base(flat, part.clone()))
         if op == "avg" and collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
-            (flat if collective is Collective.ALL_REDUCE else part).div_(self._ranks)
+            (flat if collective is Collective.ALL_REDUCE else part).div_(self._world_size)
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """For each figure the largest of all ranks: the same list on every one."""

@@ -48,28 +48,28 @@ class CallSignature:
     dtype: torch.dtype
     op: str
     count: int
-    plan: str
+    choice: str
     """The algorithm with its settings: ranks that run different ones would wait for one another for ever."""
     root: int = 0
     shares: int = 0
     """A checksum of the shares, where they are given."""
 
     @classmethod
-    def of(cls, kind: CollectiveOp, count: int, plan: object) -> "CallSignature":
+    def of(cls, kind: CollectiveOp, count: int, choice: object) -> "CallSignature":
         """A kind of collective on so many elements, by a plan."""
         shares = zlib.crc32(repr(kind.shares.fractions).encode()) if kind.shares else 0
-        return cls(kind.collective, kind.dtype, kind.op, count, str(plan), kind.root, shares)
+        return cls(kind.collective, kind.dtype, kind.op, count, str(choice), kind.root, shares)
 
     def __str__(self) -> str:
         root = f" from {self.root}" if self.collective is Collective.BROADCAST else ""
         word = f"{self.collective.value}{root} of {self.count} {str(self.dtype).removeprefix('torch.')}"
-        return f"{word} ({self.op}, {self.plan})"
+        return f"{word} ({self.op}, {self.choice})"
 
     def packed(self, number: int, offset: int) -> bytes:
         """For a peer's eyes: which call of the group this is, and where in the arena its data lie."""
         codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), OPS.index(self.op)
-        plan = zlib.crc32(self.plan.encode())
-        return _PACKED.pack(number, offset, self.count, plan, self.root, self.shares, *codes)
+        choice = zlib.crc32(self.choice.encode())
+        return _PACKED.pack(number, offset, self.count, choice, self.root, self.shares, *codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class CallHeader:
     number: int
     offset: int
     count: int
-    plan: int
+    choice: int
     root: int
     shares: int
     collective: Collective
@@ -89,12 +89,12 @@ class CallHeader:
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "CallHeader":
         """Read a header."""
-        number, offset, count, plan, root, shares, collective, dtype, op = _PACKED.unpack(data)
-        return cls(number, offset, count, plan, root, shares, COLLECTIVES[collective], DTYPES[dtype], OPS[op])
+        number, offset, count, choice, root, shares, collective, dtype, op = _PACKED.unpack(data)
+        return cls(number, offset, count, choice, root, shares, COLLECTIVES[collective], DTYPES[dtype], OPS[op])
 
     def agrees(self, call: CallSignature) -> bool:
         """Whether the two ask for the same."""
-        return self.asks_like(call) and self.plan == zlib.crc32(call.plan.encode())
+        return self.asks_like(call) and self.choice == zlib.crc32(call.choice.encode())
 
     def asks_like(self, call: CallSignature) -> bool:
         """Whether they do, by whatever plan."""

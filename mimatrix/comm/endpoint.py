@@ -50,14 +50,14 @@ class Endpoint:
         self,
         store: Store,
         rank: int,
-        size: int,
+        world_size: int,
         kinds: Mapping[str, WindowKind],
         *,
         host: str = "",
         generation: int = 0,
         arena_bytes: int = 0,
     ) -> None:
-        self.store, self.rank, self.size, self.kinds = store, rank, size, kinds
+        self.store, self.rank, self.world_size, self.kinds = store, rank, world_size, kinds
         self.arenas = {name: Arena(kind, arena_bytes or usual_arena_bytes(name)) for name, kind in kinds.items()}
         self.coordinator: Coordinator | None = None
         if rank == 0:
@@ -66,10 +66,10 @@ class Endpoint:
             store.set("mimatrix/coordinator", f"{address} {self.coordinator.port} {self.coordinator.token}")
         place = RankLocation(host or own_host(), {name: arena.handle for name, arena in self.arenas.items()})
         store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(place)))
-        self.places = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{other}"))) for other in range(size)]
+        self.places = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{other}"))) for other in range(world_size)]
         address, port, token = store.get("mimatrix/coordinator").decode().split()
         self.control = ControlClient(rank, [place.host for place in self.places], address, int(port), generation, token)
-        self.worker = CollectiveThread()
+        self.thread = CollectiveThread()
         self._windows: dict[tuple[str, int], PeerWindow] = {}
 
     def window(self, kind: str, rank: int) -> PeerWindow:
@@ -80,7 +80,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Leave in good order: others that still wait for this rank are told that it left."""
-        self.worker.close()
+        self.thread.close()
         self.control.close()
         if self.coordinator:
             self.coordinator.close()

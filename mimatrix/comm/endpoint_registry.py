@@ -50,7 +50,7 @@ _joined: list[SharedEndpoint] = []
 """Of this process: c10d makes groups one by one and hands nothing from one to the next."""
 
 
-def fresh(store: Store, size: int) -> Store:
+def fresh_prefix(store: Store, size: int) -> Store:
     """A part of `store` that no earlier group has written to.
 
     Under torchrun the store outlives `destroy_process_group`, and torch counts the names of groups from 0 again.
@@ -75,7 +75,7 @@ def join(store: Store, rank: int, size: int, kinds: Kinds) -> tuple[SharedEndpoi
     return found, members
 
 
-def shared_name(store: Store, rank: int, key: str) -> str:
+def agreed_name(store: Store, rank: int, key: str) -> str:
     """A name that only the ranks of this group share: stores of groups are apart, names must be too."""
     if rank == 0:
         store.set(key, os.urandom(8).hex())
@@ -85,7 +85,7 @@ def shared_name(store: Store, rank: int, key: str) -> str:
 def _new(store: Store, rank: int, size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return SharedEndpoint(
-        shared_name(store, rank, "endpoint"), Endpoint(store, rank, size, kinds, generation=generation)
+        agreed_name(store, rank, "endpoint"), Endpoint(store, rank, size, kinds, generation=generation)
     )
 
 

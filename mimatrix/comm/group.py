@@ -29,7 +29,7 @@ from mimatrix.comm.memory.arena import Slot
 from mimatrix.comm.memory.memfd import MemfdWindow
 from mimatrix.comm.sync.coordinator_sync import CoordinatorSync
 from mimatrix.comm.sync.flag_sync import PAGE_BYTES, FlagSync, Release
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice, Transport, default_plan
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, default_choice
 from mimatrix.comm.tuning.forecast import forecast_for
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.comm.work import CollectiveThread, Task, Work
@@ -55,15 +55,15 @@ class Group:
         timeout_s: float = 300.0,
         tune: bool = True,
         lazily: bool = False,
-        worker: CollectiveThread | None = None,
+        thread: CollectiveThread | None = None,
     ) -> None:
         self.endpoint, self.name, self.members = endpoint, name, tuple(members)
-        self.me, self.size = self.members.index(endpoint.rank), len(self.members)
+        self.rank, self.world_size = self.members.index(endpoint.rank), len(self.members)
         self.natives = dict(natives or {})
         self.native, self.counters = self.natives.get("cpu"), Counter[str]()
         self.moved = Counter[str]()
         """Bytes of the tensors of all calls, by collective."""
-        self.worker = worker or endpoint.worker
+        self.thread = thread or endpoint.thread
         self._timeout_s, self._lazily = timeout_s, lazily
         self._compilers: dict[tuple[Collective, AlgorithmChoice, Shares | None, int], Compiler] = {}
         self._stages: dict[tuple[str, int], list[Slot]] = {}
@@ -72,7 +72,7 @@ class Group:
         self._mixed = len({"cuda" in endpoint.places[rank].windows for rank in self.members}) > 1
         self._executors = {kind: self._executor(kind) for kind in self._common_windows()}
         self._messages = self._message_executor()
-        self.forecast = forecast_for(self.members, endpoint.size)
+        self.forecast = forecast_for(self.members, endpoint.world_size)
         self.tuner = Tuner(self) if natives and tune else None
         # Nobody may be done and gone before all have opened its windows.
         self.barrier()
@@ -83,11 +83,11 @@ class Group:
         return "cuda" in self.natives and self.natives["cuda"].backend is not self.natives["cpu"].backend
 
     @property
-    def paths(self) -> tuple[Transport, ...]:
+    def transports(self) -> tuple[Transport, ...]:
         """The ways that data can take here."""
         far = len({self.endpoint.places[rank].host for rank in self.members}) > 1
         found: tuple[Transport, ...] = ("windows",) if self._executors else ()
-        return (*found, "messages", "native") if self.native and far else (*found, "native") if self.native else found
+        return (*found, "send_recv", "c10d") if self.native and far else (*found, "c10d") if self.native else found
 
     def empty(self, count: int, dtype: torch.dtype = torch.float32, kind: str = "host") -> torch.Tensor:
         """A tensor in the arena: collectives on it, or on parts of it, need no staging."""
@@ -98,11 +98,11 @@ class Group:
         """Whether ranks read one another's memory at all."""
         return bool(self._executors)
 
-    def room(self, kind: str = "host") -> int:
+    def largest_free_bytes(self, kind: str = "host") -> int:
         """The most bytes that one tensor of the arena could have now."""
         return self.endpoint.arenas[kind].largest_free
 
-    def make_stages(self, kind: str = "host") -> None:
+    def allocate_staging(self, kind: str = "host") -> None:
         """Take the room for staging now, before others fill the arena; otherwise it is taken when it is needed."""
         self._two_stages(kind, stages.STAGE_BYTES[kind])
 
@@ -111,7 +111,7 @@ class Group:
         """Whether ranks see one another's host memory in place."""
         return "host" in self._executors
 
-    def place_of(self, tensor: torch.Tensor) -> int | None:
+    def arena_offset(self, tensor: torch.Tensor) -> int | None:
         """Where a tensor lies in the host arena, if it does: for peers that look there."""
         placed = self._placed(tensor)
         return placed[2] if placed and placed[0] == "host" else None
@@ -131,10 +131,10 @@ class Group:
             placed[1].free()
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", *, plan: AlgorithmChoice | None = None, wait: bool = True
+        self, tensor: torch.Tensor, op: str = "sum", *, choice: AlgorithmChoice | None = None, wait: bool = True
     ) -> Work:
         """Every rank ends with the sum (average, largest, least) of all."""
-        return self._start(CollectiveOp(Collective.ALL_REDUCE, tensor.dtype, op), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.ALL_REDUCE, tensor.dtype, op), tensor, choice, wait)
 
     def reduce_scatter(
         self,
@@ -142,28 +142,28 @@ class Group:
         op: str = "sum",
         *,
         shares: Shares | None = None,
-        plan: AlgorithmChoice | None = None,
+        choice: AlgorithmChoice | None = None,
         wait: bool = True,
     ) -> Work:
         """Every rank ends with the sum in its own part of `tensor`, cut by `shares`; the rest is left undefined."""
-        return self._start(CollectiveOp(Collective.REDUCE_SCATTER, tensor.dtype, op, shares), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.REDUCE_SCATTER, tensor.dtype, op, shares), tensor, choice, wait)
 
     def all_gather(
         self,
         tensor: torch.Tensor,
         *,
         shares: Shares | None = None,
-        plan: AlgorithmChoice | None = None,
+        choice: AlgorithmChoice | None = None,
         wait: bool = True,
     ) -> Work:
         """Every rank ends with all parts of `tensor`, cut by `shares`, each from its owner."""
-        return self._start(CollectiveOp(Collective.ALL_GATHER, tensor.dtype, "sum", shares), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.ALL_GATHER, tensor.dtype, "sum", shares), tensor, choice, wait)
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int = 0, *, plan: AlgorithmChoice | None = None, wait: bool = True
+        self, tensor: torch.Tensor, root: int = 0, *, choice: AlgorithmChoice | None = None, wait: bool = True
     ) -> Work:
         """Every rank ends with what member `root` has."""
-        return self._start(CollectiveOp(Collective.BROADCAST, tensor.dtype, "sum", root=root), tensor, plan, wait)
+        return self._start(CollectiveOp(Collective.BROADCAST, tensor.dtype, "sum", root=root), tensor, choice, wait)
 
     def barrier(self) -> None:
         """Back when every rank has come here."""
@@ -172,78 +172,78 @@ class Group:
     def start_barrier(self, *, wait: bool) -> Work:
         """The same beside the caller: done when every rank has come."""
         kind = CollectiveOp(Collective.BROADCAST, torch.uint8)
-        return self.submit(partial(self.agree, kind, 0, AlgorithmChoice("windows", "barrier")), inline=wait)
+        return self.submit(partial(self.check_same_call, kind, 0, AlgorithmChoice("windows", "barrier")), inline=wait)
 
     def part(self, count: int, shares: Shares | None = None, member: int | None = None) -> range:
         """The elements of a tensor of `count` that a member (by default this rank) owns under `shares`."""
-        sizes = (shares or Shares.equal(self.size)).cut(count)
-        mine = self.me if member is None else member
+        sizes = (shares or Shares.equal(self.world_size)).cut(count)
+        mine = self.rank if member is None else member
         return range(sum(sizes[:mine]), sum(sizes[: mine + 1]))
 
     def submit(self, task: Task, *, inline: bool) -> Work:
         """Run a task in the order of this rank's collectives; here and now if nothing is ahead and it may be."""
         work = Work(task, partial(self.endpoint.control.check, -1, self.members, "a collective under way"))
-        self.worker.submit(work, inline=inline)
+        self.thread.submit(work, inline=inline)
         return work
 
-    def known(self, kind: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
+    def cached_choice(self, kind: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """The plan for a call, if that needs no measuring."""
-        if self.size == 1:
-            return NATIVE
+        if self.world_size == 1:
+            return C10D
         if self.tuner and not kind.shares:
-            return self.tuner.known(self.size_class(kind.collective, tensor))
-        path: Transport = "windows" if self._executors else "messages"
+            return self.tuner.cached_choice(self.size_class(kind.collective, tensor))
+        transport: Transport = "windows" if self._executors else "send_recv"
         size = tensor.numel() * tensor.element_size() if self._placed(tensor) else 0
-        return default_plan(kind.collective, size, self.size, path)
+        return default_choice(kind.collective, size, self.world_size, transport)
 
     def choose(self, kind: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice:
         """The plan for a call; measured at the first of its size, on the worker's turn."""
-        known = self.known(kind, tensor)
+        known = self.cached_choice(kind, tensor)
         if known is None:
             assert self.tuner
             # The real call first: while measuring, ranks that disagree would complain about the tuner's sizes.
-            self.agree(kind, tensor.numel(), AlgorithmChoice("windows", "to be measured"))
-            known = self.tuner.plan(self.size_class(kind.collective, tensor))
+            self.check_same_call(kind, tensor.numel(), AlgorithmChoice("windows", "to be measured"))
+            known = self.tuner.choose(self.size_class(kind.collective, tensor))
         return known
 
     def size_class(self, collective: Collective, tensor: torch.Tensor) -> SizeClass:
         """With which other messages this one is tuned."""
         placed = self._placed(tensor)
-        where = placed[0] if placed else self.where(tensor)
+        where = placed[0] if placed else self.window_kind(tensor)
         # What is a GPU's tensor on one rank is a CPU's on another, and all must tune at the same moment.
         device = "cpu" if self._mixed else tensor.device.type
         return SizeClass.of(collective, tensor, where, device, placed=placed is not None)
 
-    def run(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
+    def run(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
         """Run a call here and now, and count it; for whoever is on the worker's turn already."""
-        self.counters[f"{kind.collective.value} {plan.path}"] += 1
+        self.counters[f"{kind.collective.value} {choice.transport}"] += 1
         self.moved[kind.collective.value] += tensor.numel() * tensor.element_size()
-        self.perform(kind, tensor, plan)
+        self.perform(kind, tensor, choice)
 
-    def perform(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
+    def perform(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
         """The same without counting, for measurements."""
-        if self.size == 1:
+        if self.world_size == 1:
             return
-        if plan.path == "native":
-            self.guarded(kind, partial(self._run_native, kind, tensor))
-        elif plan.path == "messages":
-            self.guarded(kind, partial(self._run_messages, kind, tensor, plan))
+        if choice.transport == "c10d":
+            self.run_guarded(kind, partial(self._run_native, kind, tensor))
+        elif choice.transport == "send_recv":
+            self.run_guarded(kind, partial(self._run_messages, kind, tensor, choice))
         elif placed := self._placed(tensor):
-            self._run_in_place(kind, tensor.numel(), plan, *placed)
+            self._run_in_place(kind, tensor.numel(), choice, *placed)
         else:
-            self._run_staged(kind, tensor, plan)
+            self._run_staged(kind, tensor, choice)
 
     def run_pieces(
         self,
         kind: CollectiveOp,
         pieces: Sequence[stages.StagedChunk],
-        plan: AlgorithmChoice,
+        choice: AlgorithmChoice,
         slots: Sequence[Slot] | None = None,
         where: str = "host",
     ) -> None:
         """Run a collective over windows, piece by piece; the next piece is filled in while this one is awaited."""
         turns = slots or self._two_stages(where, self._piece_bytes(kind, where))
-        executor, compiler = self._executors[where], self._compiler(kind, plan)
+        executor, compiler = self._executors[where], self._compiler(kind, choice)
         may_be_direct = kind.collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER) and executor.sees_peers
 
         def fill(index: int) -> None:
@@ -254,7 +254,7 @@ class Group:
         fill(0)
         for index, piece in enumerate(pieces):
             slot, program = turns[index % len(turns)], compiler.program(piece.count)
-            call = CallSignature.of(kind, piece.count, plan)
+            call = CallSignature.of(kind, piece.count, choice)
             meanwhile = partial(fill, index + 1) if index + 1 < len(pieces) else None
             outside = piece.outside if program.direct is not None and may_be_direct else None
             release = executor.run(call, program, slot.offset, meanwhile, outside)
@@ -282,10 +282,10 @@ class Group:
             raise UserError(f"tensors of {tensor.dtype} are not summed; use float32 or another of the usual types")
         if kind.op == "avg" and not tensor.is_floating_point():
             raise UserError(f"the average of {tensor.dtype} is no whole number; use sum, or a floating-point type")
-        if kind.shares and len(kind.shares) != self.size:
-            raise UserError(f"got {len(kind.shares)} shares for {self.size} ranks; give one for each rank")
-        if not 0 <= kind.root < self.size:
-            raise UserError(f"the root is member {kind.root} of {self.size}; use 0 to {self.size - 1}")
+        if kind.shares and len(kind.shares) != self.world_size:
+            raise UserError(f"got {len(kind.shares)} shares for {self.world_size} ranks; give one for each rank")
+        if not 0 <= kind.root < self.world_size:
+            raise UserError(f"the root is member {kind.root} of {self.world_size}; use 0 to {self.world_size - 1}")
 
     def close(self) -> None:
         """Give the stages back. The page stays: a slow peer may still look there for how far this rank has come."""
@@ -297,29 +297,29 @@ class Group:
             slot.arena.take_back(slot)
         self._stages.clear()
 
-    def guarded(self, kind: CollectiveOp, task: Task) -> None:
+    def run_guarded(self, kind: CollectiveOp, task: Task) -> None:
         """Run what waits inside torch: when it fails because a rank is gone, say which."""
         try:
             task()
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            self.endpoint.control.explain(self.members, f"{kind.collective.value} ({why})", self._timeout_s)
+            self.endpoint.control.diagnose(self.members, f"{kind.collective.value} ({why})", self._timeout_s)
             raise
 
-    def where(self, tensor: torch.Tensor) -> str:
+    def window_kind(self, tensor: torch.Tensor) -> str:
         """The windows that fit a tensor: its GPU's where all ranks have such, otherwise the host's."""
         return "cuda" if tensor.is_cuda and "cuda" in self._executors else next(iter(self._executors), "host")
 
-    def _start(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice | None, wait: bool) -> Work:
+    def _start(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None, wait: bool) -> Work:
         self.check(kind, tensor)
 
-        chosen = plan or self.known(kind, tensor)
+        chosen = choice or self.cached_choice(kind, tensor)
 
         def task() -> None:
             self.run(kind, tensor, chosen or self.choose(kind, tensor))
 
         # Native collectives and messages cannot be interrupted, so they must not run on the thread that waits.
-        inline = wait and chosen is not None and chosen.path == "windows"
+        inline = wait and chosen is not None and chosen.transport == "windows"
         work = self.submit(on_own_stream(task, tensor), inline=inline)
         if wait:
             work.wait()
@@ -327,72 +327,72 @@ class Group:
 
     def _run_native(self, kind: CollectiveOp, tensor: torch.Tensor) -> None:
         assert self.native
-        self.agree(kind, tensor.numel(), NATIVE)
+        self.check_same_call(kind, tensor.numel(), C10D)
         flat = tensor.reshape(-1)
         native = self.natives.get(tensor.device.type, self.native)
         native.run(kind.collective, flat, kind.op, kind.root)
         _return(flat, tensor)
 
-    def _run_messages(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
+    def _run_messages(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
         assert self._messages
-        self.agree(kind, tensor.numel(), plan)
-        call = CallSignature.of(kind, tensor.numel(), plan)
+        self.check_same_call(kind, tensor.numel(), choice)
+        call = CallSignature.of(kind, tensor.numel(), choice)
         flat = tensor.reshape(-1)
-        self._messages.run(call, self._compiler(kind, plan).program(tensor.numel()), flat)
+        self._messages.run(call, self._compiler(kind, choice).program(tensor.numel()), flat)
         _return(flat, tensor)
 
     def _run_in_place(
-        self, kind: CollectiveOp, count: int, plan: AlgorithmChoice, where: str, slot: Slot, offset: int
+        self, kind: CollectiveOp, count: int, choice: AlgorithmChoice, where: str, slot: Slot, offset: int
     ) -> None:
         slot.reuse()
-        call = CallSignature.of(kind, count, plan)
-        release = self._executors[where].run(call, self._compiler(kind, plan).program(count), offset)
+        call = CallSignature.of(kind, count, choice)
+        release = self._executors[where].run(call, self._compiler(kind, choice).program(count), offset)
         if self._lazily:
             slot.read_until(partial(self.sync.wait_released, release))
         else:
             self.sync.wait_released(release)
 
-    def _run_staged(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> None:
-        flat, where = tensor.reshape(-1), self.where(tensor)
+    def _run_staged(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
+        flat, where = tensor.reshape(-1), self.window_kind(tensor)
         room = self._piece_bytes(kind, where)
         cut = kind.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         if cut and flat.numel() * flat.element_size() > room:
-            parts = (kind.shares or plan.shares or Shares.equal(self.size)).cut(flat.numel())
+            parts = (kind.shares or choice.shares or Shares.equal(self.world_size)).cut(flat.numel())
             for shares, pieces in stages.in_shared_pieces(flat, parts, room):
-                self.run_pieces(replace(kind, shares=shares), pieces, plan, where=where)
+                self.run_pieces(replace(kind, shares=shares), pieces, choice, where=where)
         elif (place := self._adopted_place(flat)) is not None:
-            self._run_adopted(kind, flat, plan, place)
+            self._run_adopted(kind, flat, choice, place)
         else:
-            self.run_pieces(kind, list(stages.in_pieces(flat, room)), plan, where=where)
+            self.run_pieces(kind, list(stages.in_pieces(flat, room)), choice, where=where)
         _return(flat, tensor)
 
-    def _run_adopted(self, kind: CollectiveOp, flat: torch.Tensor, plan: AlgorithmChoice, place: int) -> None:
+    def _run_adopted(self, kind: CollectiveOp, flat: torch.Tensor, choice: AlgorithmChoice, place: int) -> None:
         """In place, in the same pieces as by stages: each rank sees to its own side, whatever its peers do."""
-        executor, compiler, size = self._executors["host"], self._compiler(kind, plan), flat.element_size()
+        executor, compiler, size = self._executors["host"], self._compiler(kind, choice), flat.element_size()
         step = self._piece_bytes(kind, "host") // size
         release: Release = ()
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
-            call = CallSignature.of(kind, piece.numel(), plan)
+            call = CallSignature.of(kind, piece.numel(), choice)
             release = executor.run(call, compiler.program(piece.numel()), place + start * size, within=piece)
         self.sync.wait_released(release)  # whoever has let go of the last piece has let go of all
 
     def _adopted_place(self, flat: torch.Tensor) -> int | None:
         """Where peers find an adopted tensor."""
-        window = self.endpoint.arenas["host"].window if self.where(flat) == "host" and not flat.is_cuda else None
+        window = self.endpoint.arenas["host"].window if self.window_kind(flat) == "host" and not flat.is_cuda else None
         if not isinstance(window, MemfdWindow):
             return None
         first = window.adopted.place_of(flat.untyped_storage())
         return None if first is None else first + int(flat.storage_offset()) * flat.element_size()
 
-    def agree(self, kind: CollectiveOp, count: int, plan: AlgorithmChoice) -> None:
+    def check_same_call(self, kind: CollectiveOp, count: int, choice: AlgorithmChoice) -> None:
         """Before what cannot notice it by itself: do all ranks ask for the same?"""
-        if self.size == 1:
+        if self.world_size == 1:
             return
-        call = CallSignature.of(kind, count, plan)
+        call = CallSignature.of(kind, count, choice)
         self.sync.begin(call, 0, 0)
-        self.sync.wait(0, [peer for peer in range(self.size) if peer != self.me])
-        self.sync.end([(peer, -1) for peer in range(self.size) if peer != self.me])
+        self.sync.wait(0, [peer for peer in range(self.world_size) if peer != self.rank])
+        self.sync.end([(peer, -1) for peer in range(self.world_size) if peer != self.rank])
 
     def _placed(self, tensor: torch.Tensor) -> tuple[str, Slot, int] | None:
         for where in self._executors:
@@ -409,29 +409,29 @@ class Group:
 
     def _two_stages(self, where: str, room: int) -> list[Slot]:
         if (where, room) not in self._stages:
-            size = room + 64 * self.size
+            size = room + 64 * self.world_size
             found = self._stages[where, room] = [self.endpoint.arenas[where].allocate(size) for _ in range(2)]
             if where == "host" and torch.cuda.is_available():
                 _pin(found)
                 self._pinned += found
         return self._stages[where, room]
 
-    def _compiler(self, kind: CollectiveOp, plan: AlgorithmChoice) -> Compiler:
-        shares = kind.shares or plan.shares
-        key = (kind.collective, plan, shares, kind.root)
+    def _compiler(self, kind: CollectiveOp, choice: AlgorithmChoice) -> Compiler:
+        shares = kind.shares or choice.shares
+        key = (kind.collective, choice, shares, kind.root)
         if key not in self._compilers:
-            self._compilers[key] = Compiler(self._schedule(kind, plan, shares), self.me)
+            self._compilers[key] = Compiler(self._schedule(kind, choice, shares), self.rank)
         return self._compilers[key]
 
-    def _schedule(self, kind: CollectiveOp, plan: AlgorithmChoice, shares: Shares | None) -> Schedule:
+    def _schedule(self, kind: CollectiveOp, choice: AlgorithmChoice, shares: Shares | None) -> Schedule:
         """Fitted to the network where that is described and parts may lie anywhere; otherwise as it comes."""
         if self.forecast and kind.collective is Collective.ALL_REDUCE and not kind.shares:
-            return self.forecast.schedule(plan, kind.collective)
-        request = Request(kind.collective, self.size, shares=shares, segments=plan.segments, root=kind.root)
-        schedule = build(plan.algorithm, request)
+            return self.forecast.schedule(choice, kind.collective)
+        request = Request(kind.collective, self.world_size, shares=shares, segments=choice.segments, root=kind.root)
+        schedule = build(choice.algorithm, request)
         halves = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        if kind.collective in halves and schedule.owners != tuple(range(self.size)):
-            raise UnsuitedError(f"{plan} does not leave each rank one part in the order of ranks; use gdraa or ring")
+        if kind.collective in halves and schedule.owners != tuple(range(self.world_size)):
+            raise UnsuitedError(f"{choice} does not leave each rank one part in the order of ranks; use gdraa or ring")
         return schedule
 
     def _common_windows(self) -> list[str]:
@@ -464,16 +464,18 @@ class Group:
         page = self.endpoint.arenas["host"].allocate(PAGE_BYTES)
         page.bytes.zero_()
         store = self.endpoint.store
-        store.set(f"mimatrix/group/{self.name}/{self.me}", str(page.offset))
+        store.set(f"mimatrix/group/{self.name}/{self.rank}", str(page.offset))
         pages = []
         for index, rank in enumerate(self.members):
             offset = int(store.get(f"mimatrix/group/{self.name}/{index}"))
             here = (
-                page.bytes if index == self.me else self.endpoint.window("host", rank).view(offset, offset + PAGE_BYTES)
+                page.bytes
+                if index == self.rank
+                else self.endpoint.window("host", rank).view(offset, offset + PAGE_BYTES)
             )
             assert here is not None
             pages.append(here.numpy().data.cast("B"))
-        return FlagSync(self.me, pages, self.members, self.endpoint.control, self._timeout_s)
+        return FlagSync(self.rank, pages, self.members, self.endpoint.control, self._timeout_s)
 
 
 def _pin(slots: Sequence[Slot]) -> None:

@@ -31,8 +31,8 @@ class AllGatherInto:
 
     whole: torch.Tensor
     part: torch.Tensor
-    me: int
-    ranks: int
+    rank: int
+    world_size: int
 
     @cached_property
     def kind(self) -> CollectiveOp:
@@ -41,7 +41,7 @@ class AllGatherInto:
 
     def pieces(self, stage_bytes: int) -> Iterator[stages.StagedChunk]:
         """Over windows."""
-        return stages.gather_pieces(self.whole, self.part, self.me, self.ranks, stage_bytes)
+        return stages.gather_pieces(self.whole, self.part, self.rank, self.world_size, stage_bytes)
 
     def native(self, backend: Any) -> None:
         """By a c10d backend."""
@@ -49,7 +49,7 @@ class AllGatherInto:
 
     def in_place(self, run: InPlace) -> None:
         """By whatever gathers in place."""
-        self.whole.view(self.ranks, -1)[self.me].copy_(self.part)
+        self.whole.view(self.world_size, -1)[self.rank].copy_(self.part)
         run(self.whole)
 
 
@@ -60,8 +60,8 @@ class ReduceScatterInto:
     part: torch.Tensor
     whole: torch.Tensor
     op: str
-    me: int
-    ranks: int
+    rank: int
+    world_size: int
 
     @cached_property
     def kind(self) -> CollectiveOp:
@@ -70,7 +70,7 @@ class ReduceScatterInto:
 
     def pieces(self, stage_bytes: int) -> Iterator[stages.StagedChunk]:
         """Over windows."""
-        return stages.scatter_pieces(self.part, self.whole, self.me, self.ranks, stage_bytes)
+        return stages.scatter_pieces(self.part, self.whole, self.rank, self.world_size, stage_bytes)
 
     def native(self, backend: Any) -> None:
         """By a c10d backend; not all of them know averages."""
@@ -78,10 +78,10 @@ class ReduceScatterInto:
         options.reduceOp = _OPS[self.op]
         backend._reduce_scatter_base(self.part, self.whole, options).wait()
         if self.op == "avg":
-            self.part.div_(self.ranks)
+            self.part.div_(self.world_size)
 
     def in_place(self, run: InPlace) -> None:
         """By whatever scatters in place, in a copy since `whole` is the caller's."""
         copy = self.whole.clone()
         run(copy)
-        self.part.copy_(copy.view(self.ranks, -1)[self.me])
+        self.part.copy_(copy.view(self.world_size, -1)[self.rank])

@@ -119,7 +119,7 @@ class GroupFactory:
             return found
         made: Any = dist.new_group(backend="mimatrix", timeout=self._timeout)
         group: Group = made.mimatrix
-        group.worker = CollectiveThread()
+        group.thread = CollectiveThread()
         return group
 
 

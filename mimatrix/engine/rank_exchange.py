@@ -21,7 +21,7 @@ class RankExchange:
 
     def all(self, message: Message) -> list[Message]:
         """The messages of all ranks, in their order, on every rank. A collective: all must call it."""
-        if self._group is None or self._group.size == 1:
+        if self._group is None or self._group.world_size == 1:
             return [message]
         text = json.dumps(message).encode()
         heads = self._gathered(text[: _ROOM - 8], len(text), _ROOM)
@@ -33,12 +33,12 @@ class RankExchange:
     def _placed(self, count: int) -> torch.Tensor:
         """Where peers can read it in place, if ranks have such a place."""
         assert self._group
-        placed = self._group.where(torch.empty(0)) == "host" and "windows" in self._group.paths
+        placed = self._group.window_kind(torch.empty(0)) == "host" and "windows" in self._group.transports
         return self._group.empty(count, torch.uint8) if placed else torch.zeros(count, dtype=torch.uint8)
 
     def _gathered(self, text: bytes, length: int, room: int) -> list[tuple[int, bytes]]:
         assert self._group
-        size, me = self._group.size, self._group.me
+        size, me = self._group.world_size, self._group.rank
         room = -(-room // 8) * 8
         if self._box is None:
             self._box = self._placed(size * _ROOM)

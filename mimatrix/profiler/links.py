@@ -104,7 +104,7 @@ def _backend_of(group: Group | dist.ProcessGroup, device: torch.device) -> tuple
     if isinstance(group, Group):
         native = group.natives.get(device.type, group.native)
         assert native, "a group without a native backend has nobody to send"
-        return native.backend, group.me, group.size
+        return native.backend, group.rank, group.world_size
     return group._get_backend(device), group.rank(), group.size()
 
 

@@ -26,11 +26,11 @@ from mimatrix.core.errors import PeerLost
 
 DEADLINE_S = 2.0
 IN_TIME_S = {"kill": 1.5, "stop": DEADLINE_S + 4.0}
-PLANS = [
+CHOICES = [
     AlgorithmChoice("windows", "gdraa", 4),
     AlgorithmChoice("windows", "ring"),
-    AlgorithmChoice("messages", "ring"),
-    AlgorithmChoice("messages", "gdraa", 2),
+    AlgorithmChoice("send_recv", "ring"),
+    AlgorithmChoice("send_recv", "gdraa", 2),
 ]
 RANKS: set[int] = set()
 """Every process that was a rank."""
@@ -58,11 +58,11 @@ def rank_alone(rank: int, size: int, port: int, ready: int, report: int) -> None
     os.write(ready, b".")
     try:
         for number in range(1_000_000):
-            plan = PLANS[number % len(PLANS)]
+            choice = CHOICES[number % len(CHOICES)]
             tensor.fill_(1.0)
-            group.all_reduce(tensor, plan=plan)
+            group.all_reduce(tensor, choice=choice)
             assert tensor[0] == size
-            group.all_reduce(placed, "max", plan=PLANS[number % 2])
+            group.all_reduce(placed, "max", choice=CHOICES[number % 2])
     except PeerLost as lost:
         said = Said(rank, lost.rank, time.time(), str(lost))
         os.write(report, json.dumps(asdict(said)).encode() + b"\n")

@@ -39,9 +39,9 @@ def test_every_collective_gives_what_gloo_gives(tmp_path: Path) -> None:
     (counters,) = started(tmp_path, "collectives.py")
     for word in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         assert counters[f"{word} windows"] >= 10
-        assert counters[f"{word} native"] >= 10
+        assert counters[f"{word} c10d"] >= 10
     for word in ("reduce", "all_to_all", "gather", "scatter", "send", "recv"):
-        assert counters[f"{word} native"] >= 3
+        assert counters[f"{word} c10d"] >= 3
 
 
 def test_groups_come_and_go(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_groups_come_and_go(tmp_path: Path) -> None:
 
 
 def test_buckets_of_ddp_are_read_where_they_lie(tmp_path: Path) -> None:
-    told = started(tmp_path, "buckets.py", MIMATRIX_PATH="windows")
+    told = started(tmp_path, "buckets.py", MIMATRIX_TRANSPORT="windows")
     assert len(told) == 6
     assert {each["apart"] for each in told} == {0.0}
     for each in told:
@@ -63,7 +63,7 @@ def test_buckets_of_ddp_are_read_where_they_lie(tmp_path: Path) -> None:
 def tutorials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both tutorials left their parameters, for both backends and 2 and 4 ranks."""
     folder = tmp_path_factory.mktemp("tutorials")
-    started(folder, "tutorials.py", folder, timeout_s=100, MIMATRIX_PATH="windows")
+    started(folder, "tutorials.py", folder, timeout_s=100, MIMATRIX_TRANSPORT="windows")
     return folder
 
 
@@ -93,7 +93,7 @@ def test_tutorial_under_torchrun_gives_the_parameters_of_gloo(name: str, tutoria
     """With two ranks there is one order to add in, so all of them are the same to the last bit."""
     place = tutorials / f"{name}-torchrun"
     place.mkdir()
-    started(tutorials, *TORCHRUN, f"{name}.py", "mimatrix", place / "found.pt", MIMATRIX_PATH="windows")
+    started(tutorials, *TORCHRUN, f"{name}.py", "mimatrix", place / "found.pt", MIMATRIX_TRANSPORT="windows")
     apart, counters = differences(tutorials, name, "gloo-2", "torchrun")
     assert len(apart) == (7 if name == "ddp" else 3)
     assert set(apart.values()) == {0.0}
@@ -125,7 +125,7 @@ MISMATCHES = (
     "known and unknown",
     "other type",
     "other collective",
-    "other collective, native",
+    "other collective, c10d",
 )
 
 
@@ -143,7 +143,7 @@ def test_a_mismatch_is_told_to_all_ranks(scenario: str, faults: list[dict[str, A
     ("scenario", "lost", "doing"),
     [
         ("fails in backward, windows", 1, "all_reduce of 121 float32"),
-        ("fails in backward, native", 1, "all_reduce"),
+        ("fails in backward, c10d", 1, "all_reduce"),
         ("killed", 0, "all_reduce of 10 float32"),
         ("raised", 1, "all_gather"),
         ("between two", 1, "recv"),

@@ -58,8 +58,8 @@ def messages_per_gdraa(ranks: int) -> set[tuple[int, int]]:
         control, tensor = group.endpoint.control, group.empty(128, kind="far")
         group.barrier()
         before = control.sent, control.received
-        tensor.fill_(float(group.me))
-        group.all_reduce(tensor, plan=GDRAA)
+        tensor.fill_(float(group.rank))
+        group.all_reduce(tensor, choice=GDRAA)
         assert (tensor == sum(range(ranks))).all()
         placed = group.endpoint.arenas["far"].slot_of(tensor)
         assert placed
@@ -83,7 +83,7 @@ def test_the_coordinators_load_grows_and_is_counted_apart() -> None:
 
         def each(group: Group, ranks: int = ranks) -> None:
             group.barrier()
-            group.all_reduce(group.empty(64, kind="far").zero_(), plan=GDRAA)
+            group.all_reduce(group.empty(64, kind="far").zero_(), choice=GDRAA)
             group.barrier()
             if group.endpoint.coordinator:
                 loads[ranks] = group.endpoint.coordinator.received
@@ -96,9 +96,9 @@ def test_a_mismatch_between_hosts_is_named_on_every_rank() -> None:
     shared = FakeFarWindows()
 
     def each(group: Group) -> str:
-        tensor = group.empty(64 + group.me // 2, kind="far")
+        tensor = group.empty(64 + group.rank // 2, kind="far")
         with pytest.raises(MismatchError) as caught:
-            group.all_reduce(tensor, plan=GDRAA)
+            group.all_reduce(tensor, choice=GDRAA)
         return str(caught.value)
 
     for text in in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"far": shared}, timeout_s=10):
@@ -110,13 +110,13 @@ def test_a_rank_that_never_comes_is_named_between_hosts() -> None:
     shared = FakeFarWindows()
 
     def each(group: Group) -> int:
-        if group.me == 1:
+        if group.rank == 1:
             time.sleep(3)
             return 1
         with pytest.raises(
             PeerLost, match=r"rank 1 on b was lost in all_reduce of 8 .* round 0, since .* did not come"
         ) as lost:
-            group.all_reduce(group.empty(8, kind="far"), plan=GDRAA)
+            group.all_reduce(group.empty(8, kind="far"), choice=GDRAA)
         return lost.value.rank
 
     assert in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"far": shared}, timeout_s=0.5) == [1, 1, 1]
@@ -126,11 +126,11 @@ def test_a_rank_that_never_comes_is_named_on_one_host_through_others() -> None:
     """In a ring rank 0 waits for rank 3, that for 2, that for 1, which does something else: all must name 1."""
 
     def each(group: Group) -> int:
-        if group.me == 1:
+        if group.rank == 1:
             time.sleep(3)
             return 1
         with pytest.raises(PeerLost, match="rank 1 on here was lost") as lost:
-            group.all_reduce(torch.ones(8), plan=AlgorithmChoice("windows", "ring"))
+            group.all_reduce(torch.ones(8), choice=AlgorithmChoice("windows", "ring"))
         return lost.value.rank
 
     assert in_groups(4, each, timeout_s=0.5) == [1, 1, 1, 1]
@@ -234,7 +234,7 @@ def test_a_coordinator_lives_on_when_strangers_call() -> None:
     lines = [ControlClient(rank, ["a", "b"], "127.0.0.1", coordinator.port, 3, coordinator.token) for rank in range(2)]
     for line in lines:
         line.arrive("g", 1, [0, 1], f"from {line.rank}")
-    assert [line.gone_on("g", 1, 5) for line in lines] == [["from 0", "from 1"]] * 2
+    assert [line.wait_arrivals("g", 1, 5) for line in lines] == [["from 0", "from 1"]] * 2
     for line in lines:
         line.close()
     coordinator.close()

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 from mimatrix.collectives import Collective
 from mimatrix.comm import C10dBackend, Endpoint, Group
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice, candidates
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, candidates
 from mimatrix.comm.tuning.choice import Transport as DataPath
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.core.errors import UserError
@@ -43,7 +43,7 @@ def tuned(each: Callable[[Group], T]) -> list[T]:
     return together(RANKS, rank_alone, timeout_s=15)
 
 
-def plans_of(group: Group) -> dict[str, AlgorithmChoice]:
+def choices_of(group: Group) -> dict[str, AlgorithmChoice]:
     """Use a few sizes; the plans that were found for them."""
     assert group.tuner
     found = {}
@@ -52,9 +52,9 @@ def plans_of(group: Group) -> dict[str, AlgorithmChoice]:
         group.all_reduce(tensor)
         assert (tensor == RANKS).all()
         key = group.size_class(Collective.ALL_REDUCE, tensor)
-        plan = group.tuner.known(key)
-        assert plan
-        found[str(key)] = plan
+        choice = group.tuner.cached_choice(key)
+        assert choice
+        found[str(key)] = choice
     return found
 
 
@@ -71,29 +71,29 @@ def table_file(cache: Path) -> Path:
 
 
 def test_all_ranks_choose_the_fastest_that_was_measured(cache: Path) -> None:
-    first, second = tuned(plans_of)
+    first, second = tuned(choices_of)
     assert first == second
     table = json.loads(table_file(cache).read_text())
     assert table.keys() == first.keys()
     for key, times in table.items():
-        assert "native" in times
+        assert "c10d" in times
         assert len(times) > 1
         assert times[str(first[key])] == min(times.values())
 
 
 def test_the_next_job_measures_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (before, _), written = tuned(plans_of), table_file(cache).read_bytes()
+    (before, _), written = tuned(choices_of), table_file(cache).read_bytes()
     monkeypatch.setattr(Tuner, "_measured", lambda *_: pytest.fail("measured again"))
-    assert tuned(plans_of) == [before, before]
+    assert tuned(choices_of) == [before, before]
     assert table_file(cache).read_bytes() == written
 
 
 def test_a_table_with_other_candidates_is_measured_anew(cache: Path) -> None:
-    tuned(plans_of)
+    tuned(choices_of)
     file = table_file(cache)
-    table = {key: {"native": 1e-9, "a plan of an older version": 1e-12} for key in json.loads(file.read_text())}
+    table = {key: {"c10d": 1e-9, "a plan of an older version": 1e-12} for key in json.loads(file.read_text())}
     file.write_text(json.dumps(table))
-    first, second = tuned(plans_of)
+    first, second = tuned(choices_of)
     assert first == second
     assert all("older" not in text for times in json.loads(file.read_text()).values() for text in times)
 
@@ -107,15 +107,15 @@ def test_a_table_with_other_candidates_is_measured_anew(cache: Path) -> None:
         b"[1, 2]",
         b"null",
         b'{"KEY": 3}',
-        b'{"KEY": {"native": "soon", "windows gdraa": 1}}',
+        b'{"KEY": {"c10d": "soon", "windows gdraa": 1}}',
         b'{"KEY": null}',
     ],
 )
 def test_a_spoilt_table_is_measured_anew(spoilt: bytes, cache: Path) -> None:
-    (before, _) = tuned(plans_of)
+    (before, _) = tuned(choices_of)
     file = table_file(cache)
     file.write_bytes(spoilt.replace(b"KEY", next(iter(before)).encode()))
-    first, second = tuned(plans_of)
+    first, second = tuned(choices_of)
     assert first == second
     assert json.loads(file.read_text()).keys() == before.keys()
 
@@ -124,7 +124,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path, monkeypatch: p
     blocked = cache / "a file, not a folder"
     blocked.write_text("")
     monkeypatch.setenv("MIMATRIX_CACHE", str(blocked))
-    first, second = tuned(plans_of)
+    first, second = tuned(choices_of)
     assert first == second
 
 
@@ -132,9 +132,9 @@ def test_uses_of_one_class_share_a_plan_and_measurement(monkeypatch: pytest.Monk
     asked: list[str] = []
     measured = Tuner._measured
 
-    def counting(tuner: Tuner, key: SizeClass, plans: list[AlgorithmChoice]) -> dict[str, float]:
+    def counting(tuner: Tuner, key: SizeClass, choices: list[AlgorithmChoice]) -> dict[str, float]:
         asked.append(str(key))
-        return measured(tuner, key, plans)
+        return measured(tuner, key, choices)
 
     monkeypatch.setattr(Tuner, "_measured", counting)
 
@@ -150,38 +150,38 @@ def test_uses_of_one_class_share_a_plan_and_measurement(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("collective", list(Collective))
 @pytest.mark.parametrize("size", [0, 64, 1 << 20, 1 << 30])
-@pytest.mark.parametrize("paths", [("windows", "native"), ("messages", "native"), ("windows", "messages", "native")])
-def test_native_is_always_tried(collective: Collective, size: int, paths: tuple[DataPath, ...]) -> None:
-    found = list(candidates(collective, size, 4, paths))
-    assert NATIVE in found
+@pytest.mark.parametrize("transports", [("windows", "c10d"), ("send_recv", "c10d"), ("windows", "send_recv", "c10d")])
+def test_native_is_always_tried(collective: Collective, size: int, transports: tuple[DataPath, ...]) -> None:
+    found = list(candidates(collective, size, 4, transports))
+    assert C10D in found
     assert len(found) == len(set(map(str, found))) > 1
 
 
-@pytest.mark.parametrize("path", ["windows", "native"])
-def test_a_path_can_be_asked_for(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIMATRIX_PATH", path)
-    for plans in tuned(plans_of):
-        assert {plan.path for plan in plans.values()} == {path}
+@pytest.mark.parametrize("transport", ["windows", "c10d"])
+def test_a_path_can_be_asked_for(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_TRANSPORT", transport)
+    for choices in tuned(choices_of):
+        assert {choice.transport for choice in choices.values()} == {transport}
 
 
 def test_a_plan_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIMATRIX_PATH", "windows ring")
-    for plans in tuned(plans_of):
-        assert {str(plan) for plan in plans.values()} == {"windows ring"}
+    monkeypatch.setenv("MIMATRIX_TRANSPORT", "windows ring")
+    for choices in tuned(choices_of):
+        assert {str(choice) for choice in choices.values()} == {"windows ring"}
 
 
 def test_a_plan_whose_path_is_not_here_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIMATRIX_PATH", "messages ring")
-    for plans in tuned(plans_of):
-        assert {plan.path for plan in plans.values()} <= {"windows", "native"}
+    monkeypatch.setenv("MIMATRIX_TRANSPORT", "send_recv ring")
+    for choices in tuned(choices_of):
+        assert {choice.transport for choice in choices.values()} <= {"windows", "c10d"}
 
 
 def test_a_path_that_is_none_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIMATRIX_PATH", "pigeons")
+    monkeypatch.setenv("MIMATRIX_TRANSPORT", "pigeons")
 
     def refused(each: Callable[[Group], None]) -> str:
         with pytest.raises(UserError) as caught:
             tuned(each)
         return str(caught.value)
 
-    assert refused(lambda _: None) == 'MIMATRIX_PATH is "pigeons"; use windows, messages, native, or leave it out'
+    assert refused(lambda _: None) == 'MIMATRIX_TRANSPORT is "pigeons"; use windows, send_recv, c10d, or leave it out'

@@ -41,7 +41,7 @@ def in_runs(
             if name != "reduce":
                 workers.append(CollectiveThread())
             worker = workers[-1] if name != "reduce" else None
-            return Group(endpoint, name, range(ranks), timeout_s=timeout_s, worker=worker)
+            return Group(endpoint, name, range(ranks), timeout_s=timeout_s, thread=worker)
 
         try:
             given = {**settings, **(own(rank) if own else {})}

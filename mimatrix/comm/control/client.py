@@ -61,18 +61,18 @@ class ControlClient:
         """Say that this rank has come as far as `ticket`; `said` reaches the others with their permission to go."""
         self._send(MessageType.ARRIVE, {"group": group, "ticket": ticket, "members": list(members), "said": said})
 
-    def gone_on(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
+    def wait_arrivals(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
         """What all said when everyone had arrived; None if that has not happened within `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: (group, ticket) in self._said, timeout_s)
             return self._said.pop((group, ticket), None)
 
     def check(self, peer: int, members: Collection[int], doing: str) -> None:
-        """Raise if there is a `trouble`."""
-        if found := self.trouble(peer, members, doing):
+        """Raise if there is a `failure`."""
+        if found := self.failure(peer, members, doing):
             raise found
 
-    def trouble(self, peer: int, members: Collection[int], doing: str) -> WorldError | None:
+    def failure(self, peer: int, members: Collection[int], doing: str) -> WorldError | None:
         """Whether somebody found a mismatch, a member was lost, or the `peer` waited for has left.
 
         A peer may have done all that is expected of it and then left: look once more at what it did, after this.
@@ -86,7 +86,7 @@ class ControlClient:
                 return PeerLost(f"{self.name(rank)} was lost in {doing}: {why}", rank)
         return None
 
-    def late(
+    def report_timeout(
         self, peer: int, members: Collection[int], doing: str, waited_s: float, arrival: tuple[str, int] | None = None
     ) -> NoReturn:
         """A deadline has passed: have the coordinator find who is to blame, then raise.
@@ -97,7 +97,7 @@ class ControlClient:
         self._complain(complaint, peer, members, doing)
         raise PeerLost(f"{self.name(0)} was lost in {doing}: its coordinator does not answer", 0)
 
-    def explain(self, members: Collection[int], doing: str, waited_s: float) -> None:
+    def diagnose(self, members: Collection[int], doing: str, waited_s: float) -> None:
         """Something inside torch failed without saying why: raise if a member turns out to be lost, or to be silent."""
         complaint = {"waits_for": None, "waited_s": waited_s, "arrival": None, "members": list(members)}
         self._complain(complaint, -1, members, doing)
@@ -120,12 +120,12 @@ class ControlClient:
         """`rank 3 on hostname`."""
         return f"rank {rank} on {self.hosts[rank]}"
 
-    def fault(self, text: str, ranks: Collection[int]) -> NoReturn:
+    def report_mismatch(self, text: str, ranks: Collection[int]) -> NoReturn:
         """Two ranks ask for different things: tell everyone, then raise."""
         self._tell_of({"text": text, "ranks": sorted(ranks), "failed": None})
         raise MismatchError(text)
 
-    def failed(self, members: Collection[int], doing: str, error: BaseException) -> None:
+    def report_failure(self, members: Collection[int], doing: str, error: BaseException) -> None:
         """Something went wrong on this rank in the middle of a collective: those who wait for it must know."""
         if isinstance(error, WorldError):
             return  # they know, or will be told by whoever knows

@@ -124,7 +124,7 @@ class RemoteReadExecutor(OneSidedExecutor):
     def _lost(self, peer: int, call: CallSignature, error: WorldError) -> None:
         """The transport knows no ranks: say which one it was."""
         if not isinstance(error, PeerLost):
-            self._control.late(self._members[peer], self._members, f"{call} ({error})", self._timeout_s)
+            self._control.report_timeout(self._members[peer], self._members, f"{call} ({error})", self._timeout_s)
 
     def _room(self, size: int) -> torch.Tensor:
         """Registered memory for addends; grows with what is asked for."""

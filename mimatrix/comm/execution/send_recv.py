@@ -130,7 +130,7 @@ class SendRecvExecutor:
             try:
                 flight.pending.wait(self._timeout)
             except RuntimeError:
-                self._control.late(peer, self._members, self._doing, self._timeout.total_seconds())
+                self._control.report_timeout(peer, self._members, self._doing, self._timeout.total_seconds())
             self._control.end_waiting()
 
     def _sum(self, take: Read, addends: list[torch.Tensor], call: CallSignature, flat: torch.Tensor) -> None:

@@ -91,37 +91,37 @@ def _joined(slices: Sequence[torch.Tensor]) -> StagedChunk:
 
 
 def scatter_pieces(
-    output: torch.Tensor, source: torch.Tensor, me: int, ranks: int, stage_bytes: int
+    output: torch.Tensor, source: torch.Tensor, rank: int, world_size: int, stage_bytes: int
 ) -> Iterator[StagedChunk]:
     """For a reduce-scatter into `output`: columns of `source`, of which every rank owns a row."""
-    rows = source.view(ranks, output.numel())
-    for columns in _columns(output, ranks, stage_bytes):
+    rows = source.view(world_size, output.numel())
+    for columns in _columns(output, world_size, stage_bytes):
         part = output[columns]
 
         def drain(stage: torch.Tensor, part: torch.Tensor = part) -> None:
-            part.copy_(stage.view(ranks, part.numel())[me])
+            part.copy_(stage.view(world_size, part.numel())[rank])
 
-        yield StagedChunk(ranks * part.numel(), partial(_copy_rows, rows[:, columns]), drain)
+        yield StagedChunk(world_size * part.numel(), partial(_copy_rows, rows[:, columns]), drain)
 
 
 def gather_pieces(
-    output: torch.Tensor, source: torch.Tensor, me: int, ranks: int, stage_bytes: int
+    output: torch.Tensor, source: torch.Tensor, rank: int, world_size: int, stage_bytes: int
 ) -> Iterator[StagedChunk]:
     """For an all-gather into `output`: columns of it, of which every rank fills its row."""
-    rows = output.view(ranks, source.numel())
-    for columns in _columns(source, ranks, stage_bytes):
+    rows = output.view(world_size, source.numel())
+    for columns in _columns(source, world_size, stage_bytes):
 
         def fill(stage: torch.Tensor, part: torch.Tensor = source[columns]) -> None:
-            stage.view(ranks, part.numel())[me].copy_(part)
+            stage.view(world_size, part.numel())[rank].copy_(part)
 
         def drain(stage: torch.Tensor, part: torch.Tensor = rows[:, columns]) -> None:
             part.copy_(stage.view(part.shape))
 
-        yield StagedChunk(ranks * source[columns].numel(), fill, drain)
+        yield StagedChunk(world_size * source[columns].numel(), fill, drain)
 
 
-def _columns(row: torch.Tensor, ranks: int, stage_bytes: int) -> Iterator[slice]:
-    step = max(1, stage_bytes // (row.element_size() * ranks))
+def _columns(row: torch.Tensor, world_size: int, stage_bytes: int) -> Iterator[slice]:
+    step = max(1, stage_bytes // (row.element_size() * world_size))
     for start in range(0, max(1, row.numel()), step):
         yield slice(start, min(start + step, row.numel()))
 

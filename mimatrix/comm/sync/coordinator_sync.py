@@ -56,7 +56,7 @@ class CoordinatorSync:
     def fail(self, error: BaseException) -> None:
         """Say that this rank cannot go on in the middle of a call; it makes no further one in this group."""
         self._broken = f"{self._call} ended with {type(error).__name__}: {error}"
-        self._control.failed(self._members, f"{self._call}, round {self._round}", error)
+        self._control.report_failure(self._members, f"{self._call}, round {self._round}", error)
 
     def wait_released(self, release: Release) -> None:
         """Until all have come that far."""
@@ -77,8 +77,8 @@ class CoordinatorSync:
         started, since = time.monotonic(), time.strftime("%H:%M:%S")
         while self._reached < ticket:
             doing = f"{self._call}, call number {self._number}, round {self._round}, since {since}"
-            trouble = self._control.trouble(-1, self._members, doing)
-            said = self._control.gone_on(self._group, self._reached + 1, 0.0 if trouble else _POLL_S)
+            trouble = self._control.failure(-1, self._members, doing)
+            said = self._control.wait_arrivals(self._group, self._reached + 1, 0.0 if trouble else _POLL_S)
             if said is not None:
                 self._reached += 1
                 self._check(said)
@@ -89,7 +89,7 @@ class CoordinatorSync:
             if waited > self._timeout_s:
                 anyone = next(rank for rank in self._members if rank != self._control.rank)
                 arrival = (self._group, self._reached + 1)
-                self._control.late(anyone, self._members, doing, waited, arrival)
+                self._control.report_timeout(anyone, self._members, doing, waited, arrival)
 
     def _check(self, said: list[str | None]) -> None:
         """Compare what all announced with their arrival at a call's start."""
@@ -101,5 +101,5 @@ class CoordinatorSync:
             if not theirs.agrees(self._call):
                 mine = self._control.name(self._control.rank)
                 text = disagreement(self._number, mine, self._call, self._control.name(rank), theirs)
-                self._control.fault(text, (self._control.rank, rank))
+                self._control.report_mismatch(text, (self._control.rank, rank))
         self._offsets = [each.offset for each in announced]

@@ -32,9 +32,9 @@ class FlagSync:
     """The pages of one group's members, as one rank sees them. `members[i]` is the rank in the job of member i."""
 
     def __init__(
-        self, me: int, pages: Sequence[memoryview], members: Sequence[int], control: ControlClient, timeout_s: float
+        self, rank: int, pages: Sequence[memoryview], members: Sequence[int], control: ControlClient, timeout_s: float
     ) -> None:
-        self._me, self._pages, self._members = me, pages, members
+        self._rank, self._pages, self._members = rank, pages, members
         self._counts = [page[:8].cast("Q") for page in pages]
         self._control, self._timeout_s = control, timeout_s
         self._fence = threading.Lock()
@@ -62,7 +62,7 @@ class FlagSync:
         self._calls[self._number % _HEADERS] = (self._number, call)
         self._offsets.clear()
         packed = self._packed[self._number % _HEADERS] = call.packed(self._number, offset)
-        self._pages[self._me][_header_at(self._number)] = packed
+        self._pages[self._rank][_header_at(self._number)] = packed
         self._publish(self._base)
 
     def wait(self, number: int, peers: Collection[int]) -> None:
@@ -91,7 +91,7 @@ class FlagSync:
     def fail(self, error: BaseException) -> None:
         """Say that this rank cannot go on in the middle of a call; it makes no further one in this group."""
         self._broken = f"{self._call} ended with {type(error).__name__}: {error}"
-        self._control.failed(self._members, f"{self._call}, round {self._round}", error)
+        self._control.report_failure(self._members, f"{self._call}, round {self._round}", error)
 
     def wait_released(self, release: Release) -> None:
         """Until all its readers have let go."""
@@ -104,7 +104,7 @@ class FlagSync:
     def _publish(self, count: int) -> None:
         # Taking a lock is a memory barrier: what was written before it is seen before the count.
         with self._fence:
-            self._counts[self._me][0] = count
+            self._counts[self._rank][0] = count
 
     def _wait(self, peer: int, count: int) -> None:
         """Spin a little, then let others run, then sleep: ranks may outnumber cores."""
@@ -132,14 +132,14 @@ class FlagSync:
         self._control.begin_waiting(self._members[peer], self._call, self._round)
         pause = 20e-6
         while True:
-            trouble = self._control.trouble(self._members[peer], self._members, doing)
+            trouble = self._control.failure(self._members[peer], self._members, doing)
             if counts[0] >= count:
                 break
             if trouble:
                 raise trouble
             waited = time.monotonic() - started
             if waited > self._timeout_s:
-                self._control.late(self._members[peer], self._members, doing, waited)
+                self._control.report_timeout(self._members[peer], self._members, doing, waited)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP_S)
         self._control.end_waiting()
@@ -173,9 +173,9 @@ class FlagSync:
     def _disagree(self, peer: int, number: int, found: CallHeader) -> NoReturn:
         call = self._calls[number % _HEADERS][1]
         assert call
-        ranks = self._members[self._me], self._members[peer]
+        ranks = self._members[self._rank], self._members[peer]
         mine, theirs = map(self._control.name, ranks)
-        self._control.fault(disagreement(number, mine, call, theirs, found), ranks)
+        self._control.report_mismatch(disagreement(number, mine, call, theirs, found), ranks)
 
 
 def _header_at(number: int) -> slice:

@@ -46,41 +46,41 @@ class Forecast:
         everyone = range(len(self._cluster.device_names))
         return [float(rate) for rate in nic_rates(self._fabric, everyone)]
 
-    def by_bandwidth(self, plan: AlgorithmChoice) -> AlgorithmChoice | None:
+    def by_bandwidth(self, choice: AlgorithmChoice) -> AlgorithmChoice | None:
         """The same plan with shares by bandwidth, where NICs are unlike."""
         if not np.isfinite(self._rates).all() or max(self._rates) < _UNLIKE * min(self._rates):
             return None
-        return replace(plan, shares=shares_by_bandwidth(self._rates, plan.segments).shares)
+        return replace(choice, shares=shares_by_bandwidth(self._rates, choice.segments).shares)
 
-    def suits(self, plan: AlgorithmChoice, collective: Collective) -> bool:
+    def suits(self, choice: AlgorithmChoice, collective: Collective) -> bool:
         """Whether the algorithm can run on this network."""
         try:
-            self.schedule(plan, collective)
+            self.schedule(choice, collective)
         except UnsuitedError:
             return False
         return True
 
-    def schedule(self, plan: AlgorithmChoice, collective: Collective) -> Schedule:
+    def schedule(self, choice: AlgorithmChoice, collective: Collective) -> Schedule:
         """The algorithm fitted to the network (a ring's order, HDRM's mapping), in the job's own ranks."""
-        key = (plan, collective)
+        key = (choice, collective)
         if key not in self._schedules:
-            wishes = Wishes(segments=plan.segments, shares=plan.shares or "equal")
-            fitted = fit(plan.algorithm, self._fabric, collective, wishes)
+            wishes = Wishes(segments=choice.segments, shares=choice.shares or "equal")
+            fitted = fit(choice.algorithm, self._fabric, collective, wishes)
             self._schedules[key] = relabelled(fitted.schedule, fitted.placement)
         return self._schedules[key]
 
-    def seconds(self, plan: AlgorithmChoice, collective: Collective, size: int) -> float:
+    def seconds(self, choice: AlgorithmChoice, collective: Collective, size: int) -> float:
         """How long it should take."""
-        return replay(self.schedule(plan, collective), self._cluster, None, size, costs=self._costs).seconds
+        return replay(self.schedule(choice, collective), self._cluster, None, size, costs=self._costs).seconds
 
     def worth_trying(
-        self, plans: Sequence[AlgorithmChoice], collective: Collective, size: int
+        self, choices: Sequence[AlgorithmChoice], collective: Collective, size: int
     ) -> list[AlgorithmChoice]:
         """Without those that are hopeless by the simulator; the native collective stays, whatever it may be."""
-        ours = [plan for plan in plans if plan.path != "native"]
-        expected = {plan: self.seconds(plan, collective, size) for plan in ours}
+        ours = [choice for choice in choices if choice.transport != "c10d"]
+        expected = {choice: self.seconds(choice, collective, size) for choice in ours}
         limit = _HOPELESS * min(expected.values(), default=0.0)
-        return [plan for plan in plans if plan.path == "native" or expected[plan] <= limit]
+        return [choice for choice in choices if choice.transport == "c10d" or expected[choice] <= limit]
 
 
 def forecast_for(members: Sequence[int], ranks: int) -> Forecast | None:

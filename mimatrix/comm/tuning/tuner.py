@@ -68,76 +68,80 @@ class Tuner:
 
     def __init__(self, group: "Group") -> None:
         self._group = group
-        self._plans: dict[SizeClass, AlgorithmChoice] = {}
+        self._choices: dict[SizeClass, AlgorithmChoice] = {}
         self.table: dict[str, dict[str, float]] = {}
         """Seconds of every candidate, by size class: why a plan was chosen."""
         self._file = cache_folder() / f"{fingerprint(group)}.json"
         self._only = ""
-        """`MIMATRIX_PATH`: plans of this path alone are tried, where there are any; to find out what is to blame."""
+        """The transport that MIMATRIX_TRANSPORT names: if there are candidates of it, only they are tried."""
         self._named: AlgorithmChoice | None = None
-        """Where it names a plan (`messages ring`): what all-reduces run as."""
+        """The choice that it names for all-reduces, as in `send_recv ring`."""
         self._load()
 
-    def known(self, key: SizeClass) -> AlgorithmChoice | None:
+    def cached_choice(self, key: SizeClass) -> AlgorithmChoice | None:
         """The plan for such messages, if they were measured before, now or by an earlier job."""
-        if key not in self._plans and str(key) in self.table:
+        if key not in self._choices and str(key) in self.table:
             self._settle(key)
-        return self._plans.get(key)
+        return self._choices.get(key)
 
-    def plan(self, key: SizeClass) -> AlgorithmChoice:
+    def choose(self, key: SizeClass) -> AlgorithmChoice:
         """The fastest plan for such messages; measured now if it never was."""
-        if self.known(key) is None:
+        if self.cached_choice(key) is None:
             self.table[str(key)] = self._measured(key, list(self.candidates(key).values()))
             self._save()
             self._settle(key)
-        return self._plans[key]
+        return self._choices[key]
 
     def _settle(self, key: SizeClass) -> None:
         """Take the fastest, unless the candidates have changed since it was measured."""
         known, times = self.candidates(key), self.table[str(key)]
         if set(times) == set(known):
-            self._plans[key] = known[min(times, key=lambda name: times[name])]
+            self._choices[key] = known[min(times, key=lambda name: times[name])]
 
     def candidates(self, key: SizeClass) -> dict[str, AlgorithmChoice]:
         """What is, or would be, measured for such messages."""
         group, named = self._group, self._named
-        if named and named.path in group.paths and key.collective is Collective.ALL_REDUCE:
+        if named and named.transport in group.transports and key.collective is Collective.ALL_REDUCE:
             return {str(named): named}
         # What passes through stages is cut to their size before any algorithm sees it.
-        seen = key.bytes if key.placed or "messages" in group.paths else min(key.bytes, STAGE_BYTES[key.where])
-        plans = list(candidates(key.collective, seen, group.size, group.paths))
+        seen = key.bytes if key.placed or "send_recv" in group.transports else min(key.bytes, STAGE_BYTES[key.where])
+        choices = list(candidates(key.collective, seen, group.world_size, group.transports))
         forecast = group.forecast
-        if forecast and "messages" in group.paths and key.collective is Collective.ALL_REDUCE:
-            uneven = [forecast.by_bandwidth(plan) for plan in plans if plan.segments > 1]
-            plans += [plan for plan in (*uneven, AlgorithmChoice("messages", "hdrm")) if plan]
-            possible = [plan for plan in plans if plan.path == "native" or forecast.suits(plan, key.collective)]
-            plans = forecast.worth_trying(possible, key.collective, key.bytes)
-        return {str(plan): plan for plan in plans if plan.path == self._only} or {str(plan): plan for plan in plans}
+        if forecast and "send_recv" in group.transports and key.collective is Collective.ALL_REDUCE:
+            uneven = [forecast.by_bandwidth(choice) for choice in choices if choice.segments > 1]
+            choices += [choice for choice in (*uneven, AlgorithmChoice("send_recv", "hdrm")) if choice]
+            possible = [
+                choice for choice in choices if choice.transport == "c10d" or forecast.suits(choice, key.collective)
+            ]
+            choices = forecast.worth_trying(possible, key.collective, key.bytes)
+        return {str(choice): choice for choice in choices if choice.transport == self._only} or {
+            str(choice): choice for choice in choices
+        }
 
-    def _measured(self, key: SizeClass, plans: list[AlgorithmChoice]) -> dict[str, float]:
+    def _measured(self, key: SizeClass, choices: list[AlgorithmChoice]) -> dict[str, float]:
         """Interleaved, the least of a few rounds; a round counts as long as its slowest rank took."""
         native = self._group.native
         assert native
-        count = key.bytes // 4 // self._group.size * self._group.size
+        count = key.bytes // 4 // self._group.world_size * self._group.world_size
         slot = self._slot(key.where, 4 * count) if key.placed else None
         tensor = slot.tensor(torch.float32, count) if slot else torch.empty(count, device=key.device)
         tensor.zero_()
-        best, spent = dict.fromkeys(plans, float("inf")), 0.0
+        best, spent = dict.fromkeys(choices, float("inf")), 0.0
         for number in range(_ROUNDS + 1):
             near = min(best.values()) * _WORTH_ANOTHER_LOOK
-            trying = [plan for plan in plans if number < 2 or best[plan] <= near]
+            trying = [choice for choice in choices if number < 2 or best[choice] <= near]
             took = native.slowest(
-                [self._timed(CollectiveOp(key.collective, tensor.dtype), tensor, plan) for plan in trying]
+                [self._timed(CollectiveOp(key.collective, tensor.dtype), tensor, choice) for choice in trying]
             )
             spent += sum(took)
             # The first round warms up, and counts only where there is no time for another.
             if number or spent > _BUDGET_S:
-                best |= {plan: min(best[plan], seconds) for plan, seconds in zip(trying, took, strict=True)}
+                best |= {choice: min(best[choice], seconds) for choice, seconds in zip(trying, took, strict=True)}
             if spent > _BUDGET_S:
                 break
         if slot:
             slot.free()
-        return {str(plan): took for plan, took in best.items()}
+        return {str(choice): took for choice, took in best.items()}
 
     def _slot(self, where: str, size: int) -> Slot | None:
         """A place in the arena where every rank has one left, or none on any: a full arena is measured from outside."""
@@ -146,9 +150,9 @@ class Tuner:
         full = native.slowest([float(arena.largest_free < slot_bytes(size))])
         return None if any(full) else arena.allocate(size)
 
-    def _timed(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> float:
+    def _timed(self, kind: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> float:
         started = time.perf_counter()
-        self._group.perform(kind, tensor, plan)
+        self._group.perform(kind, tensor, choice)
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
         return time.perf_counter() - started
@@ -157,16 +161,16 @@ class Tuner:
         """Member 0 reads the file and tells the others, so that all know the same; also the path that it was told."""
         group = self._group
         key = f"mimatrix/tuned/{group.name}"
-        if group.me == 0:
-            group.endpoint.store.set(key, json.dumps([_sound(self._file), os.environ.get("MIMATRIX_PATH", "")]))
+        if group.rank == 0:
+            group.endpoint.store.set(key, json.dumps([_sound(self._file), os.environ.get("MIMATRIX_TRANSPORT", "")]))
         self.table, asked = json.loads(group.endpoint.store.get(key))
         self._named = AlgorithmChoice.parse(asked) if " " in asked else None
-        self._only = self._named.path if self._named else asked
+        self._only = self._named.transport if self._named else asked
         if self._only not in ("", *get_args(DataPath)):
-            raise UserError(f'MIMATRIX_PATH is "{asked}"; use {", ".join(get_args(DataPath))}, or leave it out')
+            raise UserError(f'MIMATRIX_TRANSPORT is "{asked}"; use {", ".join(get_args(DataPath))}, or leave it out')
 
     def _save(self) -> None:
-        if self._group.me == 0:
+        if self._group.rank == 0:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 partial = self._file.with_suffix(f".{os.getpid()}")
@@ -182,7 +186,7 @@ def fingerprint(group: "Group") -> str:
     layout = [hosts.index(host) for host in hosts]
     cluster = os.environ.get("MIMATRIX_CLUSTER", "")
     described = Path(cluster).read_text() if cluster and Path(cluster).is_file() else ""
-    facts = [layout, group.paths, platform.machine(), os.cpu_count(), torch.__version__, __version__, described]
+    facts = [layout, group.transports, platform.machine(), os.cpu_count(), torch.__version__, __version__, described]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

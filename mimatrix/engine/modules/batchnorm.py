@@ -111,13 +111,13 @@ def _merged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, variance and count over the samples of all ranks, the same to the last bit on each."""
     channels, group = x.shape[1], meeting.group
-    table = torch.zeros(group.size, 2 * channels + 1, dtype=x.dtype, device=x.device)
+    table = torch.zeros(group.world_size, 2 * channels + 1, dtype=x.dtype, device=x.device)
     if not ghost:
         variance, mean = torch.var_mean(x, dims, correction=0)
         count = x.numel() // channels
-        table[group.me] = torch.cat([mean, variance * count, mean.new_tensor([count])])
+        table[group.rank] = torch.cat([mean, variance * count, mean.new_tensor([count])])
     with meeting.watch.apart():
-        group.all_gather(table.view(-1), shares=Shares.equal(group.size))
+        group.all_gather(table.view(-1), shares=Shares.equal(group.world_size))
     counts = table[:, -1:]
     means, squares = table[:, :channels], table[:, channels:-1]
     total = counts.sum()
@@ -157,7 +157,7 @@ def alone(model: nn.Module, watch: StepTimer) -> Iterator[None]:
 class _SingleRankGroup:
     """In the place of a group: one rank, and nothing to exchange."""
 
-    size, me = 1, 0
+    world_size, rank = 1, 0
 
     def all_gather(self, tensor: torch.Tensor, shares: Shares) -> None:
         """All of it is here."""

@@ -25,8 +25,8 @@ def measure_communication(
 
     `norms`: synchronised batch norms, at which ranks meet in every micro-step.
     """
-    buffers, shares = Buffers(group, device), Shares.equal(group.size)
-    count = max(group.size, min(_PIECE, model_bytes) // dtype.itemsize)
+    buffers, shares = Buffers(group, device), Shares.equal(group.world_size)
+    count = max(group.world_size, min(_PIECE, model_bytes) // dtype.itemsize)
     tensor = buffers.shared(count, dtype, device, "measuring")
     tensor.zero_()
     pieces = model_bytes / (count * dtype.itemsize)

@@ -140,7 +140,7 @@ def stored(ground: PrepareContext) -> Plan:
     file = str(given)
     said = together(ground, lambda: _read(file).to_json() if ground.rank == 0 else None)
     plan = Plan.from_json(said[0])
-    _check_stored(ground, plan, f'plan="{file}"')
+    _check_stored(ground, plan, f'choice="{file}"')
     return plan
 
 
@@ -252,8 +252,8 @@ def _read(name: str) -> Plan:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         words = '"profile", "online" or the name of a file that `mimatrix plan --output` wrote'
-        raise UserError(f'plan="{name}" cannot be read ({error}); use {words}') from None
-    return Plan.from_text(text, f'plan="{name}"')
+        raise UserError(f'choice="{name}" cannot be read ({error}); use {words}') from None
+    return Plan.from_text(text, f'choice="{name}"')
 
 
 def _check_stored(ground: PrepareContext, plan: Plan, name: str) -> None:

@@ -25,14 +25,14 @@ class Buffers:
 
     def __init__(self, group: Group, device: torch.device, model_bytes: int = 0, others: Iterable[Group] = ()) -> None:
         self._group = group
-        self._where = group.where(torch.empty(0, device=device))
+        self._where = group.window_kind(torch.empty(0, device=device))
         own = group.has_windows and self._where == device.type.replace("cpu", "host")
-        room = own and group.room(self._where) >= _FLIGHTS * model_bytes + _SPARE
+        room = own and group.largest_free_bytes(self._where) >= _FLIGHTS * model_bytes + _SPARE
         agreed = torch.tensor([own, room], dtype=torch.int32)
         group.all_reduce(agreed, "min")
         self._places, self._places_flights = (bool(each) for each in agreed)
         for each in (group, *others) if self._places else ():
-            each.make_stages(self._where)
+            each.allocate_staging(self._where)
         self.bytes = Counter[str]()
         """What is allocated now, by kind: parameters, gradients, units in flight."""
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class Buffers:
         self.count(what, count * dtype.itemsize)
         placed = self._places_flights if what == IN_FLIGHT else self._places
         # A GPU's arena is small; what does not fit is staged.
-        if placed and self._group.room(self._where) >= count * dtype.itemsize + _SPARE:
+        if placed and self._group.largest_free_bytes(self._where) >= count * dtype.itemsize + _SPARE:
             return self._group.empty(count, dtype, self._where)
         return torch.empty(count, dtype=dtype, device=device)
 

@@ -266,7 +266,7 @@ class Zero1(Zero0):
 
     def _part(self, unit: Unit) -> range:
         sizes = self.shares.cut(unit.count)
-        return range(sum(sizes[: self.group.me]), sum(sizes[: self.group.me + 1]))
+        return range(sum(sizes[: self.group.rank]), sum(sizes[: self.group.rank + 1]))
 
     def _hold(self, unit: Unit) -> UnitState:
         part, values = self._part(unit), self._flat_values(unit)

@@ -36,12 +36,12 @@ class Zero0SharedGrads(Zero0):
         self._being_read: Work | None = None
 
     def _part(self, unit: Unit) -> range:
-        return _parts(unit, self.group.size)[self.group.me]
+        return _parts(unit, self.group.world_size)[self.group.rank]
 
     def _issue(self, unit: Unit) -> None:
         held = self.held[unit]
         self._blank(held)
-        sizes = [len(part) for part in _parts(unit, self.group.size)]
+        sizes = [len(part) for part in _parts(unit, self.group.world_size)]
         with self._watch.apart():
             held.work = self.group.reduce_scatter(held.grads, shares=Shares.of(sizes))
 
@@ -68,11 +68,11 @@ class Zero0SharedGrads(Zero0):
             self._being_read = None
 
     def _slice(self, held: UnitState, piece: UnitParam) -> Iterator[ParamShard]:
-        parts = _parts(held.unit, self.group.size)
+        parts = _parts(held.unit, self.group.world_size)
         inside = (member for member, part in enumerate(parts) if part.start <= piece.start < part.stop)
-        owner = next(inside, self.group.me)  # a parameter without elements may lie behind all of them
+        owner = next(inside, self.group.rank)  # a parameter without elements may lie behind all of them
         whole = self._view(piece, held.grads)
-        if owner != self.group.me:
+        if owner != self.group.rank:
             at = self._places[owner][held.unit.index] + piece.start * held.grads.element_size()
             theirs = self.group.peer_tensor(owner, at, piece.shape.numel(), held.grads.dtype)
             whole = theirs.as_strided(piece.shape, piece.strides)
@@ -80,10 +80,10 @@ class Zero0SharedGrads(Zero0):
 
     def _exchanged(self) -> list[list[int]]:
         """Where in its arena each rank has the gradients of each unit."""
-        table = torch.zeros(self.group.size, len(self.units), dtype=torch.int64)
+        table = torch.zeros(self.group.world_size, len(self.units), dtype=torch.int64)
         for unit, held in self.held.items():
-            table[self.group.me, unit.index] = self.group.place_of(held.grads) or 0
-        self.group.all_gather(table.view(-1), shares=Shares.equal(self.group.size))
+            table[self.group.rank, unit.index] = self.group.arena_offset(held.grads) or 0
+        self.group.all_gather(table.view(-1), shares=Shares.equal(self.group.world_size))
         places: list[list[int]] = table.tolist()
         return places
 
@@ -95,11 +95,11 @@ def reads_in_place(group: Group, units: Sequence[Unit], optimizer: Optimizer) ->
     """
     if has_room(group, units) or not group.maps_peers or not type(optimizer).__module__.startswith("torch.optim"):
         return False
-    sums = [0] * group.size
+    sums = [0] * group.world_size
     for unit in units:
-        for member, part in enumerate(_parts(unit, group.size)):
+        for member, part in enumerate(_parts(unit, group.world_size)):
             sums[member] += len(part) * unit.dtype.itemsize if unit.learns else 0
-    return max(sums) <= _MOST * sum(sums) / group.size
+    return max(sums) <= _MOST * sum(sums) / group.world_size
 
 
 def _parts(unit: Unit, ranks: int) -> list[range]:

@@ -13,7 +13,7 @@ from forks import forked, joined, say, world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice
 
 
 def told(scenario: str, rank: int, call: Callable[[], object]) -> None:
@@ -63,16 +63,16 @@ def other_collective(rank: int) -> None:
 
 def other_collective_native(rank: int) -> None:
     joined()
-    world().mimatrix.tuner.known = lambda _: NATIVE
+    world().mimatrix.tuner.cached_choice = lambda _: C10D
     tensor = torch.ones(10)
     call = (lambda: dist.broadcast(tensor, 0)) if rank == 1 else (lambda: dist.all_reduce(tensor))
-    told("other collective, native", rank, call)
+    told("other collective, c10d", rank, call)
 
 
-def fails_in_backward(rank: int, plan: AlgorithmChoice) -> None:
+def fails_in_backward(rank: int, choice: AlgorithmChoice) -> None:
     """Rank 1 raises in the middle of training and ends; the others wait for its gradients."""
     joined()
-    world().mimatrix.tuner.known = lambda _: plan
+    world().mimatrix.tuner.cached_choice = lambda _: choice
     model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 1)))
 
     def train() -> None:
@@ -81,7 +81,7 @@ def fails_in_backward(rank: int, plan: AlgorithmChoice) -> None:
                 sys.exit(7)
             model(torch.ones(4, 10)).sum().backward()
 
-    told(f"fails in backward, {plan.path}", rank, train)
+    told(f"fails in backward, {choice.transport}", rank, train)
 
 
 def on_windows(rank: int) -> None:
@@ -89,7 +89,7 @@ def on_windows(rank: int) -> None:
 
 
 def natively(rank: int) -> None:
-    fails_in_backward(rank, NATIVE)
+    fails_in_backward(rank, C10D)
 
 
 def killed(rank: int) -> None:
