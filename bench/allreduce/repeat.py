@@ -1,4 +1,4 @@
-"""One rank that runs one plan several times: `python -m bench.allreduce.repeat "send_recv hdrm" BYTES TIMES`."""
+"""One rank that runs one algorithm several times: `python -m bench.allreduce.repeat "send_recv hdrm" BYTES TIMES`."""
 
 import sys
 from typing import Any

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from mimatrix.comm.group import Group
 from mimatrix.comm.registration import register
-from mimatrix.comm.work import CollectiveThread
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.engine.excepthook import tell_mistakes
 from mimatrix.engine.observers import OBSERVERS
@@ -119,7 +118,7 @@ class GroupFactory:
             return found
         made: Any = dist.new_group(backend="mimatrix", timeout=self._timeout)
         group: Group = made.mimatrix
-        group.thread = CollectiveThread()
+        group.use_own_thread()
         return group
 
 

@@ -128,7 +128,7 @@ class StepTimer:
 
     def _totals(self) -> tuple[float, Counter[str]]:
         waited = sum(group.sync.waited_s for group in self.groups)
-        return waited, sum((group.moved for group in self.groups), Counter[str]())
+        return waited, sum((group.bytes_moved for group in self.groups), Counter[str]())
 
     def step(self, number: int, samples: int) -> StepStats:
         """The step has ended: its figures, and counting begins anew."""

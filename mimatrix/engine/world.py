@@ -50,7 +50,6 @@ class World:
     def close(self) -> None:
         """Give back the further groups; the main one is the process's."""
         for group in self._further:
-            group.thread.close()
             group.close()
         self._further.clear()
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mimatrix.comm.endpoint import own_host
-from mimatrix.comm.memory import PeerWindow, Window, WindowKind
+from mimatrix.comm.memory.base import PeerWindow, Window, WindowKind
 from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
 from mimatrix.core.errors import WorldError

@@ -102,9 +102,9 @@ def _speakers(first: Sequence[int], second: Sequence[int], number: int) -> Pair:
 def _backend_of(group: Group | dist.ProcessGroup, device: torch.device) -> tuple[Any, int, int]:
     """The part of torch that sends for a kind of device, and this rank's place in the group."""
     if isinstance(group, Group):
-        native = group.natives.get(device.type, group.native)
-        assert native, "a group without a native backend has nobody to send"
-        return native.backend, group.rank, group.world_size
+        backend = group.backends.get(device.type, group.cpu_backend)
+        assert backend, "a group without a c10d backend cannot send"
+        return backend.backend, group.rank, group.world_size
     return group._get_backend(device), group.rank(), group.size()
 
 

@@ -15,8 +15,8 @@ from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.control.coordinator import Coordinator
 from mimatrix.comm.control.messages import ControlMessage, Decoder, MessageType
 from mimatrix.comm.control.wait_graph import Culprit, Query, WaitGraphSearch
+from mimatrix.comm.memory.base import MappedView
 from mimatrix.comm.memory.in_process import InProcessWindow, InProcessWindows
-from mimatrix.comm.memory.mapped_view import MappedView
 from mimatrix.core.errors import MismatchError, PeerLost, WorldError
 
 GDRAA = AlgorithmChoice("windows", "gdraa")
@@ -55,21 +55,21 @@ def messages_per_gdraa(ranks: int) -> set[tuple[int, int]]:
     shared, everyone = FakeFarWindows(), threading.Barrier(ranks)
 
     def each(group: Group) -> tuple[int, int]:
-        control, tensor = group.endpoint.control, group.empty(128, kind="far")
+        control, tensor = group.endpoint.control, group.empty(128, kind="remote")
         group.barrier()
         before = control.sent, control.received
         tensor.fill_(float(group.rank))
         group.all_reduce(tensor, choice=GDRAA)
         assert (tensor == sum(range(ranks))).all()
-        placed = group.endpoint.arenas["far"].slot_of(tensor)
+        placed = group.endpoint.arenas["remote"].slot_of(tensor)
         assert placed
-        placed[0].reuse()
+        placed[0].wait_readers()
         counted = control.sent - before[0], control.received - before[1]
         everyone.wait(30)  # one that leaves earlier is reported to the others
         return counted
 
     hosts = [f"host{rank}" for rank in range(ranks)]
-    return set(in_groups(ranks, each, hosts=hosts, kinds=lambda: {"far": shared}))
+    return set(in_groups(ranks, each, hosts=hosts, kinds=lambda: {"remote": shared}))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64])
@@ -83,12 +83,12 @@ def test_the_coordinators_load_grows_and_is_counted_apart() -> None:
 
         def each(group: Group, ranks: int = ranks) -> None:
             group.barrier()
-            group.all_reduce(group.empty(64, kind="far").zero_(), choice=GDRAA)
+            group.all_reduce(group.empty(64, kind="remote").zero_(), choice=GDRAA)
             group.barrier()
             if group.endpoint.coordinator:
                 loads[ranks] = group.endpoint.coordinator.received
 
-        in_groups(ranks, each, hosts=[str(rank) for rank in range(ranks)], kinds=lambda: {"far": shared})
+        in_groups(ranks, each, hosts=[str(rank) for rank in range(ranks)], kinds=lambda: {"remote": shared})
     assert loads[8] > 3 * loads[2]
 
 
@@ -96,12 +96,12 @@ def test_a_mismatch_between_hosts_is_named_on_every_rank() -> None:
     shared = FakeFarWindows()
 
     def each(group: Group) -> str:
-        tensor = group.empty(64 + group.rank // 2, kind="far")
+        tensor = group.empty(64 + group.rank // 2, kind="remote")
         with pytest.raises(MismatchError) as caught:
             group.all_reduce(tensor, choice=GDRAA)
         return str(caught.value)
 
-    for text in in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"far": shared}, timeout_s=10):
+    for text in in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"remote": shared}, timeout_s=10):
         assert "64 float32" in text
         assert "65 float32" in text
 
@@ -116,10 +116,10 @@ def test_a_rank_that_never_comes_is_named_between_hosts() -> None:
         with pytest.raises(
             PeerLost, match=r"rank 1 on b was lost in all_reduce of 8 .* round 0, since .* did not come"
         ) as lost:
-            group.all_reduce(group.empty(8, kind="far"), choice=GDRAA)
+            group.all_reduce(group.empty(8, kind="remote"), choice=GDRAA)
         return lost.value.rank
 
-    assert in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"far": shared}, timeout_s=0.5) == [1, 1, 1]
+    assert in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"remote": shared}, timeout_s=0.5) == [1, 1, 1]
 
 
 def test_a_rank_that_never_comes_is_named_on_one_host_through_others() -> None:
@@ -141,10 +141,10 @@ def test_a_rank_that_left_is_missed_only_by_who_waits_for_it() -> None:
     left = threading.Event()
 
     def each(rank: int) -> None:
-        endpoint = Endpoint(store, rank, 3, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
-        whole, pair = Group(endpoint, "all", range(3), timeout_s=10), None
+        endpoint = Endpoint.join(store, rank, 3, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
+        whole, pair = Group.create(endpoint, "all", range(3), timeout_s=10), None
         if rank != 2:
-            pair = Group(endpoint, "pair", [0, 1], timeout_s=10)
+            pair = Group.create(endpoint, "pair", [0, 1], timeout_s=10)
         whole.barrier()
         if pair is None:
             endpoint.close()
@@ -161,7 +161,7 @@ def test_a_rank_that_left_is_missed_only_by_who_waits_for_it() -> None:
 
 
 def test_search_follows_who_waits_for_whom() -> None:
-    search = WaitGraphSearch(waited_s=2.0, known=True)
+    search = WaitGraphSearch(waited_s=2.0, has_suspect=True)
     assert search.start([3], now_s=0.0) == Query((3,))
     assert search.answer(3, 2, now_s=0.1) == Query((2,))
     assert search.answer(3, None, now_s=0.1) is None, "it was not asked"
@@ -171,11 +171,11 @@ def test_search_follows_who_waits_for_whom() -> None:
 
 
 def test_search_ends_in_a_circle_and_among_all() -> None:
-    circle = WaitGraphSearch(waited_s=1.0, known=True)
+    circle = WaitGraphSearch(waited_s=1.0, has_suspect=True)
     circle.start([0], now_s=0.0)
     circle.answer(0, 1, now_s=0.0)
     assert isinstance(circle.answer(1, 0, now_s=0.0), Culprit)
-    among = WaitGraphSearch(waited_s=1.0, known=False)
+    among = WaitGraphSearch(waited_s=1.0, has_suspect=False)
     among.start([0, 1, 2], now_s=0.0)
     assert among.answer(0, 2, now_s=0.1) is None
     assert among.answer(2, None, now_s=0.1) is None
@@ -221,7 +221,7 @@ def test_messages_may_arrive_byte_by_byte() -> None:
 
 
 def test_a_coordinator_lives_on_when_strangers_call() -> None:
-    coordinator = Coordinator("127.0.0.1", generation=3)
+    coordinator = Coordinator.start("127.0.0.1", generation=3)
     old = ControlMessage(MessageType.HELLO, 2, {"rank": 0, "host": "old", "token": coordinator.token}).encode()
     forged = ControlMessage(MessageType.HELLO, 3, {"rank": 0, "host": "a", "token": "guessed"}).encode()
     unasked = ControlMessage(MessageType.FAULT, 3, {"text": "believe me"}).encode()
@@ -231,7 +231,10 @@ def test_a_coordinator_lives_on_when_strangers_call() -> None:
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(5)
             assert stranger.recv(100) == b"", "it is not answered"
-    lines = [ControlClient(rank, ["a", "b"], "127.0.0.1", coordinator.port, 3, coordinator.token) for rank in range(2)]
+    lines = [
+        ControlClient.connect(rank, ["a", "b"], "127.0.0.1", coordinator.port, 3, coordinator.token)
+        for rank in range(2)
+    ]
     for line in lines:
         line.arrive("g", 1, [0, 1], f"from {line.rank}")
     assert [line.wait_arrivals("g", 1, 5) for line in lines] == [["from 0", "from 1"]] * 2
@@ -244,8 +247,8 @@ def test_a_mismatch_in_one_group_is_no_trouble_of_another() -> None:
     store, shared, late = HashStore(), InProcessWindows(), threading.Event()
 
     def each(rank: int) -> None:
-        endpoint = Endpoint(store, rank, 4, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
-        pair = Group(endpoint, f"pair{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], timeout_s=10)
+        endpoint = Endpoint.join(store, rank, 4, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
+        pair = Group.create(endpoint, f"pair{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], timeout_s=10)
         if rank < 2:
             with pytest.raises(MismatchError):
                 pair.all_reduce(torch.ones(4 + rank))
@@ -264,12 +267,12 @@ def test_a_lost_rank_of_another_group_does_not_change_who_is_named() -> None:
     store, shared = HashStore(), InProcessWindows()
 
     def each(rank: int) -> None:
-        endpoint = Endpoint(store, rank, 3, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
-        Group(endpoint, "all", range(3), timeout_s=10)
+        endpoint = Endpoint.join(store, rank, 3, {"host": shared}, host="here", arena_bytes=ARENA_BYTES)
+        Group.create(endpoint, "all", range(3), timeout_s=10)
         if rank == 2:
             endpoint.control._stream.close()  # as if it were killed
             return
-        pair = Group(endpoint, "pair", [0, 1], timeout_s=0.5)
+        pair = Group.create(endpoint, "pair", [0, 1], timeout_s=0.5)
         time.sleep(0.3)
         if rank == 0:
             with pytest.raises(PeerLost, match="rank 1 on here was lost"):

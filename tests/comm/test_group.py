@@ -10,7 +10,7 @@ from support.ranks import in_groups
 
 from mimatrix.collectives import Collective, Shares
 from mimatrix.comm import AlgorithmChoice, Group
-from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.tuning.choice import Transport
 from mimatrix.core.errors import MismatchError, PeerLost, UserError, WorldError
 
@@ -64,7 +64,7 @@ def test_all_reduce_is_the_plain_sum(
         group.all_reduce(tensor, op, choice=AlgorithmChoice(transport, algorithm, segments))
         return tensor.clone()
 
-    for found in in_groups(ranks, each, native=transport == "send_recv"):
+    for found in in_groups(ranks, each, with_gloo=transport == "send_recv"):
         assert torch.equal(found, expected(ranks, count, dtype, op))
 
 
@@ -96,7 +96,7 @@ def test_halves_with_uneven_shares(
         group.all_gather(tensor, shares=shares, choice=choice)
         assert torch.equal(tensor, total)
 
-    in_groups(ranks, each, native=transport == "send_recv")
+    in_groups(ranks, each, with_gloo=transport == "send_recv")
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [5, 0, 1], [1, 1, 1], [0, 0, 7, 3]])
@@ -104,7 +104,7 @@ def test_halves_with_uneven_shares(
 def test_halves_pass_through_stages_however_large_and_uneven(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, weights: list[int]
 ) -> None:
-    monkeypatch.setitem(STAGE_BYTES, "host", 4096)
+    monkeypatch.setitem(CHUNK_BYTES, "host", 4096)
     count, shares, ranks = 10_007, Shares.of(weights), len(weights)
     choice, total = AlgorithmChoice("windows", algorithm), expected(ranks, count, torch.float64, "sum")
 
@@ -133,12 +133,12 @@ def test_broadcast(root: int, algorithm: str, transport: Transport) -> None:
         group.broadcast(tensor, root, choice=AlgorithmChoice(transport, algorithm))
         return tensor
 
-    found = in_groups(4, each, native=transport == "send_recv")
+    found = in_groups(4, each, with_gloo=transport == "send_recv")
     assert all(torch.equal(each, data(root, 999, torch.float32)) for each in found)
 
 
 def test_tensors_larger_than_a_stage_and_of_any_stride() -> None:
-    rows, columns = 700, 2 * STAGE_BYTES["host"] // 4 // 700 + 3
+    rows, columns = 700, 2 * CHUNK_BYTES["host"] // 4 // 700 + 3
 
     def each(group: Group) -> torch.Tensor:
         tensor = data(group.rank, rows * columns, torch.float32).view(columns, rows).t()
@@ -172,7 +172,7 @@ def test_float64_sums_are_exact_over_many_steps_in_place() -> None:
         generator = torch.Generator().manual_seed(1)
         for step in range(200):
             parts = torch.rand(group.world_size, 5000, dtype=torch.float64, generator=generator)
-            placed[0].reuse()
+            placed[0].wait_readers()
             tensor.copy_(parts[group.rank])
             group.all_reduce(tensor, choice=AlgorithmChoice("windows", "gdraa", 1 + step % 4))
             assert (tensor - parts.sum(0)).abs().max() < 1e-10

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 from mimatrix.collectives import Collective
 from mimatrix.comm import C10dBackend, Endpoint, Group
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, candidates
-from mimatrix.comm.tuning.choice import Transport as DataPath
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, candidates
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.core.errors import UserError
 
@@ -30,11 +29,15 @@ def tuned(each: Callable[[Group], T]) -> list[T]:
 
     def rank_alone(rank: int) -> T:
         gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, RANKS, timedelta(seconds=20))
-        endpoint = Endpoint(store, rank, RANKS, {"host": shared}, host="here")
+        endpoint = Endpoint.join(store, rank, RANKS, {"host": shared}, host="here")
         try:
             return each(
-                Group(
-                    endpoint, "all", range(RANKS), natives={"cpu": C10dBackend(gloo, rank, RANKS, 20.0)}, timeout_s=20.0
+                Group.create(
+                    endpoint,
+                    "all",
+                    range(RANKS),
+                    backends={"cpu": C10dBackend(gloo, rank, RANKS, 20.0)},
+                    timeout_s=20.0,
                 )
             )
         finally:
@@ -70,10 +73,17 @@ def table_file(cache: Path) -> Path:
     return found
 
 
+def read_table(file: Path) -> dict[str, dict[str, float]]:
+    content = json.loads(file.read_text())
+    assert content["version"] == 1
+    table: dict[str, dict[str, float]] = content["table"]
+    return table
+
+
 def test_all_ranks_choose_the_fastest_that_was_measured(cache: Path) -> None:
     first, second = tuned(choices_of)
     assert first == second
-    table = json.loads(table_file(cache).read_text())
+    table = read_table(table_file(cache))
     assert table.keys() == first.keys()
     for key, times in table.items():
         assert "c10d" in times
@@ -83,7 +93,7 @@ def test_all_ranks_choose_the_fastest_that_was_measured(cache: Path) -> None:
 
 def test_the_next_job_measures_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (before, _), written = tuned(choices_of), table_file(cache).read_bytes()
-    monkeypatch.setattr(Tuner, "_measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(Tuner, "_measure", lambda *_: pytest.fail("measured again"))
     assert tuned(choices_of) == [before, before]
     assert table_file(cache).read_bytes() == written
 
@@ -91,11 +101,11 @@ def test_the_next_job_measures_nothing(cache: Path, monkeypatch: pytest.MonkeyPa
 def test_a_table_with_other_candidates_is_measured_anew(cache: Path) -> None:
     tuned(choices_of)
     file = table_file(cache)
-    table = {key: {"c10d": 1e-9, "a plan of an older version": 1e-12} for key in json.loads(file.read_text())}
-    file.write_text(json.dumps(table))
+    table = {key: {"c10d": 1e-9, "a plan of an older version": 1e-12} for key in read_table(file)}
+    file.write_text(json.dumps({"version": 1, "table": table}))
     first, second = tuned(choices_of)
     assert first == second
-    assert all("older" not in text for times in json.loads(file.read_text()).values() for text in times)
+    assert all("older" not in text for times in read_table(file).values() for text in times)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +116,12 @@ def test_a_table_with_other_candidates_is_measured_anew(cache: Path) -> None:
         b"\xff\xfe\x00",
         b"[1, 2]",
         b"null",
-        b'{"KEY": 3}',
-        b'{"KEY": {"c10d": "soon", "windows gdraa": 1}}',
-        b'{"KEY": null}',
+        b'{"KEY": {"c10d": 1, "windows gdraa": 2}}',
+        b'{"version": 0, "table": {"KEY": {"c10d": 1, "windows gdraa": 2}}}',
+        b'{"version": 1, "table": null}',
+        b'{"version": 1, "table": {"KEY": 3}}',
+        b'{"version": 1, "table": {"KEY": {"c10d": "soon", "windows gdraa": 1}}}',
+        b'{"version": 1, "table": {"KEY": null}}',
     ],
 )
 def test_a_spoilt_table_is_measured_anew(spoilt: bytes, cache: Path) -> None:
@@ -117,7 +130,7 @@ def test_a_spoilt_table_is_measured_anew(spoilt: bytes, cache: Path) -> None:
     file.write_bytes(spoilt.replace(b"KEY", next(iter(before)).encode()))
     first, second = tuned(choices_of)
     assert first == second
-    assert json.loads(file.read_text()).keys() == before.keys()
+    assert read_table(file).keys() == before.keys()
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +143,13 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path, monkeypatch: p
 
 def test_uses_of_one_class_share_a_plan_and_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    measured = Tuner._measured
+    measured = Tuner._measure
 
     def counting(tuner: Tuner, key: SizeClass, choices: list[AlgorithmChoice]) -> dict[str, float]:
         asked.append(str(key))
         return measured(tuner, key, choices)
 
-    monkeypatch.setattr(Tuner, "_measured", counting)
+    monkeypatch.setattr(Tuner, "_measure", counting)
 
     def each(group: Group) -> None:
         for count in (1024, 1500, 2047, 2047, 2048):
@@ -151,7 +164,7 @@ def test_uses_of_one_class_share_a_plan_and_measurement(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("collective", list(Collective))
 @pytest.mark.parametrize("size", [0, 64, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("transports", [("windows", "c10d"), ("send_recv", "c10d"), ("windows", "send_recv", "c10d")])
-def test_native_is_always_tried(collective: Collective, size: int, transports: tuple[DataPath, ...]) -> None:
+def test_native_is_always_tried(collective: Collective, size: int, transports: tuple[Transport, ...]) -> None:
     found = list(candidates(collective, size, 4, transports))
     assert C10D in found
     assert len(found) == len(set(map(str, found))) > 1

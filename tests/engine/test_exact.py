@@ -26,7 +26,7 @@ from support.runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 
-from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.memory.arena import ALIGNMENT
 from mimatrix.engine import prepare as preparing
 from mimatrix.engine.run import Run
@@ -166,7 +166,7 @@ def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pyte
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("pages", [24, 28])
 def test_an_arena_that_holds_only_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STAGE_BYTES, "host", 128)
+    monkeypatch.setitem(CHUNK_BYTES, "host", 128)
     data = sentences(STEPS * sum(BY_HAND[2].batches))
     check(Transformer, BY_HAND[2], stage, "adamw", data, by_tokens, arena_bytes=pages * ALIGNMENT)
 

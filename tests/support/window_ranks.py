@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from mimatrix.comm.memory import PeerWindow, Window, WindowKind
+from mimatrix.comm.memory.base import PeerWindow, Window, WindowKind
 from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
 from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlPeer, NixlWindows, PendingRead

@@ -9,12 +9,13 @@ from enum import IntEnum
 from typing import Any
 from weakref import WeakSet
 
+from mimatrix.core import environment
 from mimatrix.core.errors import WorldError
 from mimatrix.core.framing import FrameDecoder, FrameFormat
 
 _FRAMES = FrameFormat(b"MMX2")
 LEFT = "it left"
-"""Why a rank is gone that said goodbye."""
+"""The reason of a rank that said goodbye."""
 
 
 class MessageType(IntEnum):
@@ -81,32 +82,32 @@ class Decoder:
             yield message
 
 
-_open: "WeakSet[socket.socket]" = WeakSet()
+_streams: "WeakSet[socket.socket]" = WeakSet()
 
 
 def close_in_children(stream: socket.socket) -> socket.socket:
-    """Have forked children (loaders of data) let go of a socket: else it would seem alive when this process is dead."""
-    _open.add(stream)
+    """Have forked children, such as data loader workers, close a socket: they would keep it open after a crash."""
+    _streams.add(stream)
     return stream
 
 
-def _in_child() -> None:
-    for stream in list(_open):
+def _close_streams() -> None:
+    for stream in list(_streams):
         with suppress(OSError):
             os.close(stream.detach())
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_close_streams)
 
 
-def connected(address: str, port: int, timeout_s: float) -> socket.socket:
-    """A stream to a coordinator, without delay for small messages."""
+def connect(address: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a connection to a coordinator, without delay for small messages."""
     try:
         stream = socket.create_connection((address, port), timeout=timeout_s)
     except OSError as error:
         raise WorldError(
             f"the coordinator at {address} port {port} cannot be reached: {error}; "
-            "set MIMATRIX_ADDRESS on rank 0 to an address that all ranks reach"
+            f"set {environment.ADDRESS.name} on rank 0 to an address that all ranks reach"
         ) from error
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return close_in_children(stream)

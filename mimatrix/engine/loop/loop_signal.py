@@ -37,7 +37,7 @@ class LoopSignal:
         while not self._store.check([key]):
             endpoint.control.check(members[leader], members, doing)
             if time.monotonic() - started > self._timeout_s:
-                name = endpoint.control.name(members[leader])
+                name = endpoint.control.describe(members[leader])
                 raise PeerLost(f"{name} did not go on with {doing} for {self._timeout_s:.0f} s", members[leader])
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

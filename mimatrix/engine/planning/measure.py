@@ -157,7 +157,7 @@ def size_of(ground: PrepareContext) -> ModelSize:
 
 def hosts_of(ground: PrepareContext) -> list[str]:
     """The host of every rank."""
-    return [place.host for place in ground.group.endpoint.places] if ground.group else [""]
+    return [location.host for location in ground.group.endpoint.locations] if ground.group else [""]
 
 
 def together(ground: PrepareContext, act: Callable[[], Any]) -> list[Any]:

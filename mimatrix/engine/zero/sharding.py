@@ -363,8 +363,8 @@ def has_room(group: Group, units: Sequence[Unit]) -> bool:
     """
     if units[0].device.type != "cpu":
         return True
-    places = group.endpoint.places
-    here = sum(places[rank].host == places[group.endpoint.rank].host for rank in group.members)
+    locations = group.endpoint.locations
+    here = sum(locations[rank].host == locations[group.endpoint.rank].host for rank in group.members)
     return len(os.sched_getaffinity(0)) >= 2 * here
 
 

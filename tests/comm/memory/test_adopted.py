@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from mimatrix.comm.memory.memfd import MemfdPeer, MemfdWindow, MemfdWindows
-from mimatrix.comm.memory.shared_storage import BEYOND
+from mimatrix.comm.memory.shared_storage import STORAGE_SPACE
 from mimatrix.core.errors import WorldError
 
 COUNT = 100_000
 TINY = """
 import torch
-from mimatrix.comm.memory.memfd import MappedWindows
-adopted, tensor = MappedWindows().allocate(4096).adopted, torch.arange(4.0).repeat(1 << 20)
+from mimatrix.comm.memory.memfd import MemfdWindows
+storages, tensor = MemfdWindows().allocate(4096).storages, torch.arange(4.0).repeat(1 << 20)
 for _ in range(3):
-    adopted.adopt(tensor.untyped_storage())
-assert adopted.place_of(tensor.untyped_storage()) is None and tensor[-1] == 3
-print(adopted.refused)
+    storages.share(tensor.untyped_storage())
+assert storages.offset_of(tensor.untyped_storage()) is None and tensor[-1] == 3
+print(storages.refused)
 """
 
 
@@ -38,8 +38,8 @@ def pair() -> Iterator[tuple[MemfdWindow, MemfdPeer]]:
 def adopted(window: MemfdWindow, tensor: torch.Tensor) -> int:
     """Its place, after it has come twice."""
     for _ in range(2):
-        window.adopted.adopt(tensor.untyped_storage())
-    place = window.adopted.place_of(tensor.untyped_storage())
+        window.storages.share(tensor.untyped_storage())
+    place = window.storages.offset_of(tensor.untyped_storage())
     assert place is not None
     return place
 
@@ -57,8 +57,8 @@ def open_storages() -> set[str]:
 def test_what_comes_once_stays_where_it_is(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     tensor = torch.ones(COUNT, dtype=torch.float64)
     before = tensor.data_ptr()
-    pair[0].adopted.adopt(tensor.untyped_storage())
-    assert pair[0].adopted.place_of(tensor.untyped_storage()) is None
+    pair[0].storages.share(tensor.untyped_storage())
+    assert pair[0].storages.offset_of(tensor.untyped_storage()) is None
     assert tensor.data_ptr() == before
 
 
@@ -67,7 +67,7 @@ def test_a_peer_sees_it_and_views_follow(pair: tuple[MemfdWindow, MemfdPeer]) ->
     tensor = torch.arange(COUNT, dtype=torch.float64)
     middle = tensor[10:20].view(2, 5)
     place = adopted(window, tensor)
-    assert place >= BEYOND
+    assert place >= STORAGE_SPACE
     assert torch.equal(seen(peer, place), torch.arange(COUNT, dtype=torch.float64))
     middle.fill_(-1)
     assert (seen(peer, place, 10, 20) == -1).all()
@@ -87,7 +87,7 @@ def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MemfdWindow, Memfd
     second = torch.full((COUNT,), 2.0, dtype=torch.float64)
     other = adopted(window, second)
     assert other != place
-    assert (other // BEYOND) % 256 == (place // BEYOND) % 256
+    assert (other // STORAGE_SPACE) % 256 == (place // STORAGE_SPACE) % 256
     assert seen(peer, other)[0] == 2
     assert not files & open_storages()
     with pytest.raises(WorldError, match="refused"):
@@ -97,9 +97,9 @@ def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MemfdWindow, Memfd
 def test_others_are_not_adopted(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     tensor, other = (torch.ones(COUNT, dtype=torch.float64) for _ in range(2))
     adopted(pair[0], tensor)
-    pair[0].adopted.adopt(tensor.untyped_storage())
-    assert len(pair[0].adopted) == 1
-    assert pair[0].adopted.place_of(other.untyped_storage()) is None
+    pair[0].storages.share(tensor.untyped_storage())
+    assert len(pair[0].storages) == 1
+    assert pair[0].storages.offset_of(other.untyped_storage()) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a small /dev/shm")

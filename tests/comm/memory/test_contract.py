@@ -47,7 +47,7 @@ def test_a_new_window_is_zero_and_has_its_size(ranks: list[Rank]) -> None:
 
 
 def test_a_window_that_holds_nothing_is_refused(ranks: list[Rank]) -> None:
-    with pytest.raises(UserError, match="holds nothing; use 1 or more"):
+    with pytest.raises(UserError, match="is empty; use 1 or more"):
         ranks[0].do("allocate", 0)
 
 
@@ -96,7 +96,7 @@ def test_what_is_outside_is_refused(ranks: list[Rank], start: int, stop: int) ->
     owner, reader, _ = ranks
     peer = reader.do("open", owner.do("handle", owner.do("allocate", 100)))
     for deed in ("read", "hold"):
-        with pytest.raises(UserError, match=f"bytes {start} to {stop} are not within the window of 100 bytes"):
+        with pytest.raises(UserError, match=f"bytes {start} to {stop} are outside the window; use 0 to 100"):
             reader.do(deed, peer, start, stop)
 
 

@@ -102,7 +102,7 @@ def test_what_is_no_handle_is_refused(ranks: list[Elsewhere]) -> None:
     handle = owner.do("handle", owner.do("allocate", 100))
     assert json.loads(base64.b64decode(handle))["size"] == 100
     for garbage in ("", "mimatrix-1-0:00", base64.b64encode(b"{}").decode(), base64.b64encode(b"[1]").decode()):
-        with pytest.raises(UserError, match=r"is no handle of a NIXL window; pass what its handle\(\) gave"):
+        with pytest.raises(UserError, match=r"is not the handle of a NIXL window; pass what its handle\(\) returned"):
             reader.do("open", garbage)
 
 
@@ -132,7 +132,7 @@ def test_everything_ends_with_close() -> None:
         windows.close()
         windows.close()
         window.close()
-        with pytest.raises(UserError, match="closed; make new ones"):
+        with pytest.raises(UserError, match="closed; create new ones"):
             windows.allocate(100)
     """
     subprocess.run(

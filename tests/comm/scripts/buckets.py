@@ -12,7 +12,7 @@ SIZE, STEPS = 320, 5
 
 
 def adopted() -> Any:
-    return world().mimatrix.endpoint.arenas["host"].window.adopted
+    return world().mimatrix.endpoint.arenas["host"].window.storages
 
 
 def trained(rank: int, group: Any, **how: Any) -> tuple[list[torch.Tensor], int]:
