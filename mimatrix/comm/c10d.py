@@ -18,7 +18,7 @@ _REDUCE_OPS: dict[str, Any] = {
 
 def reduce_op_name(op: Any) -> str | None:
     """Return our name of a `ReduceOp`, or None if only c10d has it. They compare equal but do not hash."""
-    return next((name for name, known in _REDUCE_OPS.items() if op == known), None)
+    return next((name for name, reduce_op in _REDUCE_OPS.items() if op == reduce_op), None)
 
 
 class C10dBackend:

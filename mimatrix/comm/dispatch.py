@@ -112,9 +112,8 @@ class Dispatcher:
     def find_slot(self, tensor: torch.Tensor) -> tuple[str, Slot, int] | None:
         """Return the window kind, the slot and the offset of a tensor in an arena, or None if it is in none."""
         for window_kind in self._executors:
-            found = self.endpoint.arenas[window_kind].slot_of(tensor)
-            if found:
-                return (window_kind, *found)
+            if placed := self.endpoint.arenas[window_kind].slot_of(tensor):
+                return (window_kind, *placed)
         return None
 
     def view_peer(self, member: int, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
@@ -163,8 +162,8 @@ class Dispatcher:
     def share_storage(self, tensor: torch.Tensor) -> None:
         """Let peers read a tensor's memory in place from now on, although it is not in the arena.
 
-        torch moves the memory, so whoever holds its address, such as a NumPy array over it, keeps the old memory. For
-        tensors that only torch knows, such as DDP's buckets.
+        torch moves the memory, and a NumPy array over it would keep the old one. So this is only for tensors that no
+        other library holds, such as DDP's buckets.
         """
         window = self.endpoint.arenas["host"].window if "host" in self._executors else None
         if isinstance(window, MemfdWindow):

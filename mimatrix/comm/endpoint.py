@@ -83,12 +83,14 @@ class Endpoint:
             store: The same on all ranks, and empty.
             rank: This rank; rank 0 starts the coordinator.
             world_size: The number of ranks.
-            window_kinds: How windows are made, by kind.
-            host: Name that this rank shares with those that can map its memory; found out if omitted.
+            window_kinds: How windows are allocated and opened, by kind.
+            host: Name that this rank shares with those that can map its memory; `own_host()` if omitted.
             generation: How many times the job was restarted.
             arena_bytes: Size of each arena; `default_arena_bytes` if 0.
         """
-        arenas = {kind: Arena(made, arena_bytes or default_arena_bytes(kind)) for kind, made in window_kinds.items()}
+        arenas = {
+            kind: Arena(windows, arena_bytes or default_arena_bytes(kind)) for kind, windows in window_kinds.items()
+        }
         coordinator: Coordinator | None = None
         if rank == 0:
             address = own_address()

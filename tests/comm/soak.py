@@ -50,9 +50,9 @@ def rank_alone(rank: int, size: int, port: int, ready: int, report: int) -> None
     """One rank: collectives without end, until a peer is lost."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=20))
-    native = C10dBackend(ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), rank, size, 20.0)
+    gloo = C10dBackend(ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), rank, size, 20.0)
     endpoint = Endpoint.join(store, rank, size, {"host": MemfdWindows()})
-    group = Group.create(endpoint, "all", range(size), backends={"cpu": native}, timeout_s=DEADLINE_S, tune=False)
+    group = Group.create(endpoint, "all", range(size), backends={"cpu": gloo}, timeout_s=DEADLINE_S, tune=False)
     tensor, placed = torch.ones(300_000), group.empty(300_000)
     group.barrier()
     os.write(ready, b".")

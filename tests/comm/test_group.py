@@ -45,7 +45,7 @@ def expected(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tenso
     in_arena=st.booleans(),
 )
 @pytest.mark.parametrize("transport", ["windows", "send_recv"])
-def test_all_reduce_is_the_plain_sum(
+def test_all_reduce_equals_the_plain_sum(
     transport: Transport,
     ranks: int,
     count: int,
@@ -76,7 +76,7 @@ def test_all_reduce_is_the_plain_sum(
     in_arena=st.booleans(),
 )
 @pytest.mark.parametrize("transport", ["windows", "send_recv"])
-def test_halves_with_uneven_shares(
+def test_reduce_scatter_and_all_gather_with_uneven_shares(
     transport: Transport, weights: list[int], count: int, algorithm: str, in_arena: bool
 ) -> None:
     shares, ranks = Shares.of(weights), len(weights)
@@ -101,7 +101,7 @@ def test_halves_with_uneven_shares(
 
 @pytest.mark.parametrize("weights", [[3, 1], [5, 0, 1], [1, 1, 1], [0, 0, 7, 3]])
 @pytest.mark.parametrize("algorithm", ["gdraa", "ring"])
-def test_halves_pass_through_stages_however_large_and_uneven(
+def test_large_and_uneven_shards_are_staged_in_chunks(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, weights: list[int]
 ) -> None:
     monkeypatch.setitem(CHUNK_BYTES, "host", 4096)
@@ -127,7 +127,7 @@ def test_halves_pass_through_stages_however_large_and_uneven(
 @pytest.mark.parametrize("transport", ["windows", "send_recv"])
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("algorithm", ["gdraa", "ring", "binomial"])
-def test_broadcast(root: int, algorithm: str, transport: Transport) -> None:
+def test_broadcast_copies_the_root_to_all_ranks(root: int, algorithm: str, transport: Transport) -> None:
     def each(group: Group) -> torch.Tensor:
         tensor = data(group.rank, 999, torch.float32)
         group.broadcast(tensor, root, choice=AlgorithmChoice(transport, algorithm))
@@ -137,7 +137,7 @@ def test_broadcast(root: int, algorithm: str, transport: Transport) -> None:
     assert all(torch.equal(each, data(root, 999, torch.float32)) for each in found)
 
 
-def test_tensors_larger_than_a_stage_and_of_any_stride() -> None:
+def test_tensors_larger_than_a_chunk_and_of_any_stride() -> None:
     rows, columns = 700, 2 * CHUNK_BYTES["host"] // 4 // 700 + 3
 
     def each(group: Group) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_tensors_larger_than_a_stage_and_of_any_stride() -> None:
         assert torch.equal(found, expected(3, rows * columns, torch.float32, "sum"))
 
 
-def test_low_precision_is_rounded_once_a_round() -> None:
+def test_low_precision_sums_are_rounded_once_per_round() -> None:
     """256 + 1 + 1 + ... in bfloat16 stays 256 if every addition is rounded."""
 
     def each(group: Group) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_float64_sums_are_exact_over_many_steps_in_place() -> None:
     in_groups(4, each)
 
 
-def test_work_goes_on_beside_the_caller() -> None:
+def test_collectives_run_while_the_caller_computes() -> None:
     def each(group: Group) -> None:
         tensors = [torch.full((1000,), float(group.rank + index)) for index in range(20)]
         works = [group.all_reduce(tensor, wait=False) for tensor in tensors]
@@ -217,7 +217,7 @@ def test_a_mismatch_is_named_on_every_rank(
         assert str(counts[1]) in text
 
 
-def test_another_order_is_named_on_every_rank() -> None:
+def test_calls_in_another_order_are_named_on_every_rank() -> None:
     def each(group: Group) -> None:
         call = group.broadcast if group.rank == 1 else group.all_reduce
         with pytest.raises(MismatchError, match="broadcast"):
@@ -237,7 +237,7 @@ def test_another_order_is_named_on_every_rank() -> None:
         (lambda group: group.empty(1 << 60), "set MIMATRIX_ARENA"),
     ],
 )
-def test_bad_input_gets_one_sentence(call: object, sentence: str) -> None:
+def test_invalid_arguments_are_refused_with_the_fix(call: object, sentence: str) -> None:
     def each(group: Group) -> None:
         with pytest.raises(UserError, match=sentence):
             call(group)  # type: ignore[operator]
@@ -246,7 +246,7 @@ def test_bad_input_gets_one_sentence(call: object, sentence: str) -> None:
     in_groups(2, each)
 
 
-def test_every_collective_of_the_catalog_runs() -> None:
+def test_every_algorithm_of_the_catalog_runs() -> None:
     """Whatever `verify` proves the executor runs: here by name, with its own collectives."""
     from mimatrix.collectives import CATALOG
 
@@ -292,7 +292,9 @@ def test_a_tensor_in_the_arena_may_be_written_after_each_call() -> None:
     assert in_groups(3, each) == [0, 0, 0]
 
 
-def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_within_a_collective_is_named_and_leaves_no_wrong_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its counter would otherwise go on with the next call, and peers take that for the end of this one."""
     from mimatrix.comm.execution import one_sided as executor
     from mimatrix.comm.execution import reduce as arithmetic
@@ -319,7 +321,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkey
     assert all("rank 0 on here failed in all_reduce of 100" in text for text in others)
 
 
-def test_other_roots_and_other_shares_are_named() -> None:
+def test_mismatched_roots_and_shares_are_named() -> None:
     def each(group: Group) -> None:
         def call() -> None:
             for _ in range(4):  # who only gives looks back when it uses the same stage again
@@ -338,7 +340,7 @@ def test_other_roots_and_other_shares_are_named() -> None:
     in_groups(2, other, timeout_s=10)
 
 
-def test_parameters_are_summed_like_other_tensors() -> None:
+def test_parameters_that_require_grad_are_reduced() -> None:
     def each(group: Group) -> torch.Tensor:
         tensor = torch.ones(50, requires_grad=True)
         group.all_reduce(tensor)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 from support.window_ranks import READ_S, Elsewhere, Program, Rank
-from test_contract import (
+from test_window_contract import (
     test_a_closed_window_does_not_open,
     test_ranges_are_read_exactly,
     test_ranks_read_from_each_other_at_once,

@@ -275,7 +275,7 @@ def on_path(choice: AlgorithmChoice | None) -> None:
 
 
 def rank_alone(rank: int) -> None:
-    """Everything three times: as tuned, over windows, natively."""
+    """Run everything three times: as tuned, over windows, by c10d."""
     joined()
     gloo = dist.new_group(backend="gloo")
     expected = {name: outcome(case, gloo) for name, case in cases()}

@@ -112,7 +112,7 @@ def never_destroyed(rank: int) -> None:
 
 
 def in_order(rank: int) -> None:
-    """Collectives of ours that run beside, and native ones of the caller, meet the same ones on every rank."""
+    """Asynchronous collectives of ours and c10d collectives of the caller are matched on every rank."""
     joined()
     world().mimatrix.tuner.cached_choice = lambda _: C10D
     for step in range(20):

@@ -1,4 +1,4 @@
-"""Storages beside a mapped window: what peers see of them, and what is left when they are gone."""
+"""Shared storages next to a mapped window: what peers see of them, and that nothing is left behind."""
 
 import os
 import subprocess
@@ -35,17 +35,17 @@ def pair() -> Iterator[tuple[MemfdWindow, MemfdPeer]]:
     kind.close()
 
 
-def adopted(window: MemfdWindow, tensor: torch.Tensor) -> int:
-    """Its place, after it has come twice."""
+def share(window: MemfdWindow, tensor: torch.Tensor) -> int:
+    """Share a tensor by using it twice; return its offset."""
     for _ in range(2):
         window.storages.share(tensor.untyped_storage())
-    place = window.storages.offset_of(tensor.untyped_storage())
-    assert place is not None
-    return place
+    offset = window.storages.offset_of(tensor.untyped_storage())
+    assert offset is not None
+    return offset
 
 
-def seen(peer: MemfdPeer, place: int, start: int = 0, stop: int = COUNT) -> torch.Tensor:
-    return peer.view(place + 8 * start, place + 8 * stop).view(torch.float64)
+def seen(peer: MemfdPeer, offset: int, start: int = 0, stop: int = COUNT) -> torch.Tensor:
+    return peer.view(offset + 8 * start, offset + 8 * stop).view(torch.float64)
 
 
 def open_storages() -> set[str]:
@@ -54,7 +54,7 @@ def open_storages() -> set[str]:
     return {link for link in links if link.startswith("/dev/shm/torch_")}
 
 
-def test_what_comes_once_stays_where_it_is(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
+def test_a_storage_that_is_used_once_is_not_shared(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     tensor = torch.ones(COUNT, dtype=torch.float64)
     before = tensor.data_ptr()
     pair[0].storages.share(tensor.untyped_storage())
@@ -62,48 +62,48 @@ def test_what_comes_once_stays_where_it_is(pair: tuple[MemfdWindow, MemfdPeer]) 
     assert tensor.data_ptr() == before
 
 
-def test_a_peer_sees_it_and_views_follow(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
+def test_a_peer_reads_a_shared_storage_and_views_follow_it(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     window, peer = pair
     tensor = torch.arange(COUNT, dtype=torch.float64)
     middle = tensor[10:20].view(2, 5)
-    place = adopted(window, tensor)
-    assert place >= STORAGE_SPACE
-    assert torch.equal(seen(peer, place), torch.arange(COUNT, dtype=torch.float64))
+    offset = share(window, tensor)
+    assert offset >= STORAGE_SPACE
+    assert torch.equal(seen(peer, offset), torch.arange(COUNT, dtype=torch.float64))
     middle.fill_(-1)
-    assert (seen(peer, place, 10, 20) == -1).all()
+    assert (seen(peer, offset, 10, 20) == -1).all()
     assert (tensor[10:20] == -1).all()
     assert peer.view(0, 4096).sum() == 0  # the window itself is still there
 
 
-def test_one_that_is_gone_makes_room_for_the_next(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
+def test_a_freed_storage_makes_room_for_the_next(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     window, peer = pair
     first = torch.full((COUNT,), 1.0, dtype=torch.float64)
     others = open_storages()
-    place = adopted(window, first)
-    assert seen(peer, place)[0] == 1
+    offset = share(window, first)
+    assert seen(peer, offset)[0] == 1
     files = open_storages() - others
     assert len(files) == 1
     del first
     second = torch.full((COUNT,), 2.0, dtype=torch.float64)
-    other = adopted(window, second)
-    assert other != place
-    assert (other // STORAGE_SPACE) % 256 == (place // STORAGE_SPACE) % 256
+    other = share(window, second)
+    assert other != offset
+    assert (other // STORAGE_SPACE) % 256 == (offset // STORAGE_SPACE) % 256
     assert seen(peer, other)[0] == 2
     assert not files & open_storages()
     with pytest.raises(WorldError, match="refused"):
-        seen(peer, place)
+        seen(peer, offset)
 
 
-def test_others_are_not_adopted(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
+def test_other_storages_are_not_shared(pair: tuple[MemfdWindow, MemfdPeer]) -> None:
     tensor, other = (torch.ones(COUNT, dtype=torch.float64) for _ in range(2))
-    adopted(pair[0], tensor)
+    share(pair[0], tensor)
     pair[0].storages.share(tensor.untyped_storage())
     assert len(pair[0].storages) == 1
     assert pair[0].storages.offset_of(other.untyped_storage()) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a small /dev/shm")
-def test_without_room_in_shared_memory_nothing_moves(tmp_path: Path) -> None:
+def test_storages_stay_private_if_shared_memory_is_full(tmp_path: Path) -> None:
     script = tmp_path / "tiny.py"
     script.write_text(TINY)
     small = f"mount -t tmpfs -o size=1m none /dev/shm && {sys.executable} {script}"

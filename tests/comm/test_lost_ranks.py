@@ -8,7 +8,7 @@ from pathlib import Path
 SOAK = Path(__file__).parent / "soak.py"
 
 
-def test_survivors_name_who_was_killed_or_stopped() -> None:
+def test_survivors_name_the_rank_that_was_killed_or_stopped() -> None:
     command = [sys.executable, str(SOAK), "--rounds", "10", "--seed", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     found = json.loads(done.stdout)
