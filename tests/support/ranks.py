@@ -1,4 +1,4 @@
-"""Ranks as threads (quick) and as processes (real)."""
+"""Ranks as threads of this process."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ ARENA_BYTES = 32 << 20
 
 
 def together(size: int, each: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
-    """Run `each(rank)` on as many threads; their results, or the first error."""
+    """Run `each(rank)` on a thread per rank; return their results, or raise the first error."""
     results: list[T | None] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 

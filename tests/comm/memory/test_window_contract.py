@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.window_ranks import READ_S, Elsewhere, Here, Program, Rank
+from support.window_ranks import READ_S, InProcessRank, ProcessRank, Rank, RankProcess
 
 from mimatrix.comm.memory.in_process import InProcessWindows
 from mimatrix.comm.memory.nixl import nixl_available
@@ -32,13 +32,13 @@ def separate_ranks(request: pytest.FixtureRequest) -> list[Rank]:
 def company(request: pytest.FixtureRequest, kind: str) -> list[Rank]:
     if kind == "in_process":
         shared = InProcessWindows()
-        return [Here(shared) for _ in range(3)]
+        return [InProcessRank(shared) for _ in range(3)]
     if kind == "nixl" and not nixl_available():
         pytest.skip("NIXL is not installed")
     if kind == "cuda_ipc" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    programs: list[Program] = request.getfixturevalue("programs")
-    return [Elsewhere(program, kind) for program in programs]
+    programs: list[RankProcess] = request.getfixturevalue("programs")
+    return [ProcessRank(program, kind) for program in programs]
 
 
 def test_a_new_window_is_zero_and_has_its_size(ranks: list[Rank]) -> None:
@@ -95,9 +95,9 @@ def test_a_view_is_in_place_where_there_is_one(ranks: list[Rank]) -> None:
 def test_what_is_outside_is_refused(ranks: list[Rank], start: int, stop: int) -> None:
     owner, reader, _ = ranks
     peer = reader.do("open", owner.do("handle", owner.do("allocate", 100)))
-    for deed in ("read", "hold"):
+    for action in ("read", "hold"):
         with pytest.raises(UserError, match=f"bytes {start} to {stop} are outside the window; use 0 to 100"):
-            reader.do(deed, peer, start, stop)
+            reader.do(action, peer, start, stop)
 
 
 def test_windows_of_one_rank_do_not_mix(ranks: list[Rank]) -> None:
@@ -171,9 +171,9 @@ def test_a_closed_window_does_not_open(ranks: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
-def test_an_owner_that_is_killed(request: pytest.FixtureRequest, kind: str, victim: Program) -> None:
+def test_an_owner_that_is_killed(request: pytest.FixtureRequest, kind: str, victim: RankProcess) -> None:
     _, reader, _ = company(request, kind)
-    owner = Elsewhere(victim, kind)
+    owner = ProcessRank(victim, kind)
     windows = [owner.do("allocate", 4 * MIB) for _ in range(2)]
     handles = [owner.do("handle", window) for window in windows]
     owner.do("write", windows[0], 0, "abcd")
@@ -201,8 +201,8 @@ def test_nothing_is_left_behind(separate_ranks: list[Rank]) -> None:
     assert owner.do("in_shm") == reader.do("in_shm") == []
 
 
-def test_a_mapped_window_is_handed_only_to_whoever_knows_its_token(programs: list[Program]) -> None:
-    owner, reader, _ = (Elsewhere(program, "mapped") for program in programs)
+def test_a_mapped_window_is_handed_only_to_whoever_knows_its_token(programs: list[RankProcess]) -> None:
+    owner, reader, _ = (ProcessRank(program, "mapped") for program in programs)
     handle = owner.do("handle", owner.do("allocate", 100))
     door, _, token = handle.rpartition(":")
     for wrong in (token[:-1] + ("0" if token[-1] != "0" else "1"), token[:-1], token + "0", "", "x" * 1000):
@@ -217,13 +217,13 @@ def test_a_mapped_window_is_handed_only_to_whoever_knows_its_token(programs: lis
 
 
 @pytest.mark.parametrize("handle", ["", "nobody:0", "mimatrix-1-0:" + "0" * 32])
-def test_a_mapped_window_that_nobody_offers(programs: list[Program], handle: str) -> None:
+def test_a_mapped_window_that_nobody_offers(programs: list[RankProcess], handle: str) -> None:
     with pytest.raises(WorldError, match=r"cannot be opened: .*is its rank still there"):
-        Elsewhere(programs[1], "mapped").do("open", handle)
+        ProcessRank(programs[1], "mapped").do("open", handle)
 
 
-def _fails_in_time(rank: Rank, deed: str, *arguments: object) -> None:
+def _fails_in_time(rank: Rank, action: str, *arguments: object) -> None:
     started = time.monotonic()
     with pytest.raises(WorldError, match=r"; (is its|it is)"):
-        rank.do(deed, *arguments)
+        rank.do(action, *arguments)
     assert time.monotonic() - started < READ_S + 2
