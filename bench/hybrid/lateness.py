@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.hybrid.data import TASKS, Task
 from bench.markdown import table
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.planner.modes import LATE, worth

@@ -20,9 +20,9 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.client.flat_layout import FlatLayout
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.flat_layout import FlatLayout
-from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.net import Address
 from mimatrix.hybrid.policy import policy
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard

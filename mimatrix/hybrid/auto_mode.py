@@ -25,7 +25,7 @@ from mimatrix.engine.prepare import check_prepared, ground_of
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.deciding import decided
-from mimatrix.hybrid.grouping import Groups, place_in
+from mimatrix.hybrid.groups import Groups, place_in
 from mimatrix.hybrid.mode import Hybrid as Hybrid
 from mimatrix.hybrid.mode import groups_given, place_in_job, returns, store_of_job, word_file
 from mimatrix.hybrid.rendezvous import leave_word

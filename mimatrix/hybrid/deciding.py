@@ -9,7 +9,7 @@ from mimatrix.engine.planning.cluster_discovery import described_cluster, measur
 from mimatrix.engine.planning.communication import ending_s
 from mimatrix.engine.planning.measure import PrepareContext, problem_of, say, survey, timed_communication, together
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
-from mimatrix.hybrid.grouping import Groups
+from mimatrix.hybrid.groups import Groups
 from mimatrix.planner.modes import Choice, choose_mode
 from mimatrix.planner.networks import simulated
 from mimatrix.planner.profile import Communication, ModelSize

@@ -24,7 +24,7 @@ from mimatrix.engine.outer_optimizer import MODES
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
+from mimatrix.hybrid.groups import Groups, by_host, checked, place_in
 from mimatrix.hybrid.policy import Policy, policy
 from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
 

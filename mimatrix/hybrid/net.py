@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ def has_rdma() -> bool:
     if given in ("0", "1"):
         return given == "1" and nixl_available()
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()) and nixl_available()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a service listens."""
+
+    address: str
+    port: int
+
+    def to_json(self) -> list[str | int]:
+        """For a head."""
+        return [self.address, self.port]
 
 
 class Connection:
@@ -149,6 +162,21 @@ class Connection:
                 raise ConnectionError("the stream was closed")
             done += got
         return found
+
+
+def greeted(place: Address, token: str, timeout_s: float, *, group: int | None = None) -> Connection:
+    """A stream to a service that knows us: a group, or another service."""
+    stream = Connection(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
+    try:
+        stream.send({"token": token, "group": group, **own_side()})
+        answer, _ = stream.receive()
+        if "error" in answer:
+            raise WorldError(str(answer["error"]))
+        stream.meet(answer)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 @lru_cache

@@ -16,9 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.client.client import ShardsClient
-from mimatrix.hybrid.flat_layout import FlatLayout
-from mimatrix.hybrid.net import Connection, Header
-from mimatrix.hybrid.places import Address, greeted
+from mimatrix.hybrid.client.flat_layout import FlatLayout
+from mimatrix.hybrid.net import Address, Connection, Header, greeted
 from mimatrix.hybrid.policy import Policy
 from mimatrix.hybrid.server import replication as mirrors
 from mimatrix.hybrid.server.process import ServerSpec, started

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from mimatrix.hybrid.grouping import Groups, place_in
+from mimatrix.hybrid.groups import Groups, place_in
 from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
 from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
 from mimatrix.launch.interrupts import Told, raised

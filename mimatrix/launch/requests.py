@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.core.units import format_bytes, parse_bytes
-from mimatrix.hybrid.grouping import Groups, checked
+from mimatrix.hybrid.groups import Groups, checked
 from mimatrix.launch.local import Launch
 from mimatrix.launch.slowdown import WAYS
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from mimatrix.core.errors import MiMatrixError, UserError
-from mimatrix.hybrid.grouping import Groups, checked
+from mimatrix.hybrid.groups import Groups, checked
 from mimatrix.launch import Launcher, MemberState, Phase, TeamState
 
 LEFT = 75

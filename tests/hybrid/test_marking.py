@@ -14,8 +14,8 @@ from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.client.checkpoint import GlobalState
 from mimatrix.hybrid.client.client import ShardsClient
 from mimatrix.hybrid.client.shard_client import ShardClient
-from mimatrix.hybrid.places import Address
-from mimatrix.hybrid.rules import PLAIN, PushScaling
+from mimatrix.hybrid.net import Address
+from mimatrix.hybrid.policy import PLAIN, PushScaling
 from mimatrix.hybrid.server.hold import entry, furthest
 from mimatrix.hybrid.server.push_log import Push, PushLog
 from mimatrix.hybrid.server.server import ShardServer

@@ -18,12 +18,11 @@ from torch.utils.data import default_collate
 import mimatrix
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.flat_layout import cut
-from mimatrix.hybrid.grouping import checked
+from mimatrix.hybrid.client.flat_layout import cut
+from mimatrix.hybrid.groups import checked
 from mimatrix.hybrid.mode import Hybrid
-from mimatrix.hybrid.policy import Policy, policy
+from mimatrix.hybrid.policy import Policy, PushScaling, policy
 from mimatrix.hybrid.rendezvous import Rendezvous
-from mimatrix.hybrid.rules import PushScaling
 from mimatrix.hybrid.server.shard import ParamSpan
 
 

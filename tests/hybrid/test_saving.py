@@ -17,8 +17,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint import storage as disk
 from mimatrix.engine.run import Run
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.policy import Policy, policy
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.policy import Policy, PushScaling, policy
 from mimatrix.hybrid.server.shard import Shard
 
 STEPS, SAVED_AT = 19, 8

@@ -12,8 +12,8 @@ from support.hybrid_groups import mirror_round
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.client.client import ShardsClient
-from mimatrix.hybrid.places import Address
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.net import Address
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.hybrid.server.state import ShardState

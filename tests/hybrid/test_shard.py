@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.rules import PLAIN, PushScaling
+from mimatrix.hybrid.policy import PLAIN, PushScaling
 from mimatrix.hybrid.server.push_log import Push, PushLog
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.hybrid.server.state import ShardState

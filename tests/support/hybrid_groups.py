@@ -10,8 +10,8 @@ from torch import nn
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.client.flat_layout import FlatLayout
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.flat_layout import FlatLayout
 from mimatrix.hybrid.policy import Policy
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard

@@ -14,8 +14,8 @@ import torch
 from mimatrix.engine.checkpoint.json_codec import dtype_of, name_of, pack, unpack
 from mimatrix.engine.checkpoint.state import Metadata
 from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
-from mimatrix.hybrid.flat_layout import cut
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.client.flat_layout import cut
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import PushLog
 from mimatrix.hybrid.server.shard import GATHERED, ParamSpan
 from mimatrix.hybrid.server.state import ShardState

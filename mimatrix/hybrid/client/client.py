@@ -10,8 +10,7 @@ import torch
 from mimatrix.collectives.shares import Shares
 from mimatrix.hybrid.client.consistent_cut import ConsistentCut
 from mimatrix.hybrid.client.shard_client import ShardClient
-from mimatrix.hybrid.net import Connection, Header
-from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.net import Address, Connection, Header
 from mimatrix.hybrid.server.shard import Hyperparameters
 
 Answer = tuple[Header, torch.Tensor]

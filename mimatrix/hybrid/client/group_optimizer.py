@@ -19,7 +19,7 @@ from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_eleme
 from mimatrix.hybrid.client.checkpoint import GlobalState
 from mimatrix.hybrid.client.client import PulledParams, ShardsClient
 from mimatrix.hybrid.client.consistent_cut import ConsistentCut
-from mimatrix.hybrid.flat_layout import FlatLayout
+from mimatrix.hybrid.client.flat_layout import FlatLayout
 from mimatrix.hybrid.policy import Policy
 from mimatrix.hybrid.server.shard import Hyperparameters
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Connection, Header
-from mimatrix.hybrid.places import Address, greeted
+from mimatrix.hybrid.net import Address, Connection, Header, greeted
 
 
 class ShardClient:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.places import Address
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.net import Address
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import OptimizerSpec, Shard
 from mimatrix.hybrid.server.state import ShardState

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Header
-from mimatrix.hybrid.places import Address, greeted
+from mimatrix.hybrid.net import Address, Header, greeted
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.hybrid.server.state import ShardState
 

@@ -21,8 +21,7 @@ from functools import partial
 import torch
 
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.hybrid.net import Connection, Header, own_side
-from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.net import Address, Connection, Header, own_side
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.replication import MovedError, Replica, Replicas
 from mimatrix.hybrid.server.shard import Shard

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.hold import ShardHold, missing
 from mimatrix.hybrid.server.push_log import AppliedPush, Push, PushLog
 from mimatrix.hybrid.server.state import ShardState
