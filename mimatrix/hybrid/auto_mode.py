@@ -25,10 +25,10 @@ from mimatrix.engine.prepare import check_prepared, ground_of
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.deciding import decided
-from mimatrix.hybrid.groups import Groups, place_in
+from mimatrix.hybrid.groups import Groups, locate_rank
 from mimatrix.hybrid.mode import Hybrid as Hybrid
-from mimatrix.hybrid.mode import groups_given, place_in_job, returns, store_of_job, word_file
-from mimatrix.hybrid.rendezvous import leave_word
+from mimatrix.hybrid.mode import is_rejoining, job_rank, job_store, launched_groups, rendezvous_file
+from mimatrix.hybrid.rendezvous import write_file
 from mimatrix.planner.modes import Apart, Choice
 from mimatrix.planner.plan import Plan
 
@@ -39,12 +39,12 @@ class AutoMode:
     def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
         """The part that this process has of a run that is not decided yet; one process alone has nothing to decide."""
         _check(settings)
-        rank, ranks = place_in_job()
+        rank, ranks = job_rank()
         if ranks == 1:
             return Run(settings, device=device)
-        if returns():
+        if is_rejoining():
             return RejoinedRun(settings, device, timeout_s)
-        store, timeout = store_of_job(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
+        store, timeout = job_store(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
         register()
         dist.init_process_group(
             "mimatrix", store=PrefixStore("together", store), rank=rank, world_size=ranks, timeout=timeout
@@ -56,7 +56,7 @@ class AutoRun(Run):
     """Of all ranks together until `prepare`; then it is what was chosen."""
 
     def __init__(self, settings: Settings, store: Store, timeout: timedelta, device: torch.device) -> None:
-        rank, ranks = place_in_job()
+        rank, ranks = job_rank()
         super().__init__(settings, GroupFactory(timeout), rank=rank, ranks=ranks, device=device)
         self._store, self._timeout = store, timeout
         self.choice: Choice | None = None
@@ -83,7 +83,7 @@ class AutoRun(Run):
         if choice.mode == "sync" or choice.apart is None:
             self._world.settings = _planned(self.settings, choice.together, choice.reason, model)
         else:
-            plan = choice.apart.groups[place_in(groups, self.rank)[0]].plan
+            plan = choice.apart.groups[locate_rank(groups, self.rank)[0]].plan
             self._part(_planned(self.settings, plan, choice.reason, model), groups, choice)
         return choice
 
@@ -95,9 +95,9 @@ class AutoRun(Run):
         self._store.wait([f"auto/heard/{other}" for other in range(self.ranks)], self._timeout)
         dist.destroy_process_group()
         assert choice.apart
-        if word := word_file():
+        if word := rendezvous_file():
             # Before all meet, so it is there when anybody returns; on each node, for those that share no files.
-            leave_word(_choice_beside(word), json.dumps(choice.to_json()))
+            write_file(_choice_beside(word), json.dumps(choice.to_json()))
         seat = as_priced(choice.apart).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
         super().__init__(
             seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=self.device, outer=seat.member
@@ -111,10 +111,10 @@ class RejoinedRun(Run):
     def __init__(self, settings: Settings, device: torch.device, timeout_s: float) -> None:
         self.choice = _choice_left()
         assert self.choice.apart
-        rank, ranks = place_in_job()
-        groups = groups_given(ranks)
-        self._own_plan = self.choice.apart.groups[place_in(groups, rank)[0]].plan
-        store = store_of_job(rank, ranks, timeout_s)
+        rank, ranks = job_rank()
+        groups = launched_groups(ranks)
+        self._own_plan = self.choice.apart.groups[locate_rank(groups, rank)[0]].plan
+        store = job_store(rank, ranks, timeout_s)
         seat = as_priced(self.choice.apart).seat(settings, store, groups, rank, timeout_s)
         super().__init__(
             seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member
@@ -127,8 +127,8 @@ class RejoinedRun(Run):
 
 
 def _choice_left() -> Choice:
-    word = word_file()
-    assert word, "whoever returns knows by this file that it does"
+    word = rendezvous_file()
+    assert word, "a group that rejoins has this file"
     try:
         return Choice.from_json(json.loads(_choice_beside(word).read_text()))
     except OSError as error:

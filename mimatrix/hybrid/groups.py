@@ -7,7 +7,7 @@ from mimatrix.core.errors import UserError
 Groups = tuple[tuple[int, ...], ...]
 
 
-def by_host(hosts: Sequence[str]) -> Groups:
+def group_by_host(hosts: Sequence[str]) -> Groups:
     """The ranks of each host, in the order in which hosts come first."""
     found: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -15,7 +15,7 @@ def by_host(hosts: Sequence[str]) -> Groups:
     return tuple(map(tuple, found.values()))
 
 
-def checked(groups: Sequence[Sequence[int]], ranks: int) -> Groups:
+def check_groups(groups: Sequence[Sequence[int]], ranks: int) -> Groups:
     """As given, with every rank in one group."""
     if not all(isinstance(group, Sequence) and all(type(rank) is int for rank in group) for group in groups):
         raise UserError(f"groups = {groups!r} is no list of lists of ranks; give one such as [[0, 1], [2]]")
@@ -28,6 +28,6 @@ def checked(groups: Sequence[Sequence[int]], ranks: int) -> Groups:
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def place_in(groups: Groups, rank: int) -> tuple[int, int]:
+def locate_rank(groups: Groups, rank: int) -> tuple[int, int]:
     """The group of a rank, and its number there."""
     return next((number, group.index(rank)) for number, group in enumerate(groups) if rank in group)

@@ -24,7 +24,7 @@ from mimatrix.engine.outer_optimizer import MODES
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.groups import Groups, by_host, checked, place_in
+from mimatrix.hybrid.groups import Groups, check_groups, group_by_host, locate_rank
 from mimatrix.hybrid.policy import Policy, policy
 from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
 
@@ -58,9 +58,9 @@ class Hybrid:
     def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
         """The part that this process has of its group's run."""
         self.check(settings)
-        rank, ranks = place_in_job()
-        store = store_of_job(rank, ranks, timeout_s)
-        if not returns():
+        rank, ranks = job_rank()
+        store = job_store(rank, ranks, timeout_s)
+        if not is_rejoining():
             self._check_same(store, rank)
         seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
         return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
@@ -68,9 +68,9 @@ class Hybrid:
     def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> GroupPlacement:
         """The place of a rank of the job in its group, whose ranks know each other then."""
         chosen = self.check(settings, len(groups))
-        number, me = place_in(groups, rank)
+        number, me = locate_rank(groups, rank)
         address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Rendezvous(store, number, len(groups), chosen, address, timeout_s, word_file(), returns())
+        meeting = Rendezvous(store, number, len(groups), chosen, address, timeout_s, rendezvous_file(), is_rejoining())
         overlaps = self.overlaps and len(groups) > 1
         member = GroupOptimizer(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
         # Every group goes through the samples in an order of its own.
@@ -93,9 +93,9 @@ class Hybrid:
 
     def found(self, store: Store, rank: int, ranks: int) -> Groups:
         """Who is with whom."""
-        given = groups_given(ranks)
+        given = launched_groups(ranks)
         if self.groups is not None:
-            own = checked(self.groups, ranks)
+            own = check_groups(self.groups, ranks)
             if given and own != given:
                 raise UserError(
                     f"the script has groups {_listed(own)} and the job was started with {_listed(given)}; give one of "
@@ -105,7 +105,7 @@ class Hybrid:
         if given:
             return given
         store.set(f"hybrid/host/{rank}", own_host())
-        return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
+        return group_by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
 
     def _check_same(self, store: Store, rank: int) -> None:
         """All ranks must ask for the same, or each shard would go by other rules."""
@@ -124,35 +124,35 @@ def _listed(groups: Groups) -> str:
     return "/".join(",".join(map(str, group)) for group in groups)
 
 
-def groups_given(ranks: int) -> Groups:
+def launched_groups(ranks: int) -> Groups:
     """By whoever started the job; none where nobody did."""
     said = os.environ.get("MIMATRIX_GROUPS")
-    return checked(json.loads(said), ranks) if said else ()
+    return check_groups(json.loads(said), ranks) if said else ()
 
 
-def word_file() -> Path | None:
+def rendezvous_file() -> Path | None:
     """Where groups leave word for those that come again; whoever starts them says where."""
-    said = os.environ.get("MIMATRIX_MEETING")
+    said = os.environ.get("MIMATRIX_RENDEZVOUS")
     return Path(said) if said else None
 
 
-def returns() -> bool:
+def is_rejoining() -> bool:
     """Whether this is a group that was lost: whoever starts it says so, or else the others have met already."""
-    word = word_file()
+    word = rendezvous_file()
     if word is None:
         return False
-    said = os.environ.get("MIMATRIX_RETURNS")
+    said = os.environ.get("MIMATRIX_REJOINS")
     return said != "0" if said else word.exists()
 
 
-def place_in_job() -> tuple[int, int]:
+def job_rank() -> tuple[int, int]:
     """The rank of this process, and how many there are."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
+def job_store(rank: int, ranks: int, timeout_s: float) -> Store:
     """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does; a group that returns has one of its own."""
-    if returns():
+    if is_rejoining():
         return _store_of_group(rank, ranks, timeout_s)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -168,11 +168,11 @@ def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
 
 def _store_of_group(rank: int, ranks: int, timeout_s: float) -> Store:
     """Of the ranks of one group, which are on one host: a file of a name that no other run has."""
-    groups, word = groups_given(ranks), word_file()
-    number, _ = place_in(groups, rank)
+    groups, word = launched_groups(ranks), rendezvous_file()
+    number, _ = locate_rank(groups, rank)
     if len(groups[number]) == 1:
         return HashStore()
-    assert word, "whoever returns knows by this file that it does"
+    assert word, "a group that rejoins has this file"
     run = hashlib.sha256(RendezvousInfo.read(word).token.encode()).hexdigest()[:16]
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{life}")

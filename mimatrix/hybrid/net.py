@@ -33,7 +33,7 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 Header = dict[str, Any]
 
 
-def own_side() -> Header:
+def local_capabilities() -> Header:
     """What the other end of a stream has to know of this one."""
     return {"host": own_host(), "rdma": has_rdma()}
 
@@ -75,7 +75,7 @@ class Connection:
 
     def meet(self, other: Header) -> None:
         """The other one has told of its side: where both share memory or RDMA, numbers go through it from now on."""
-        mine = own_side()
+        mine = local_capabilities()
         if other.get("host") == mine["host"]:
             self._through = _mapped_windows()
         elif other.get("rdma") and mine["rdma"]:
@@ -164,11 +164,11 @@ class Connection:
         return found
 
 
-def greeted(place: Address, token: str, timeout_s: float, *, group: int | None = None) -> Connection:
+def connect(place: Address, token: str, timeout_s: float, *, group: int | None = None) -> Connection:
     """A stream to a service that knows us: a group, or another service."""
     stream = Connection(socket.create_connection((place.address, place.port), timeout=timeout_s), timeout_s)
     try:
-        stream.send({"token": token, "group": group, **own_side()})
+        stream.send({"token": token, "group": group, **local_capabilities()})
         answer, _ = stream.receive()
         if "error" in answer:
             raise WorldError(str(answer["error"]))

@@ -17,10 +17,10 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.client.client import ShardsClient
 from mimatrix.hybrid.client.flat_layout import FlatLayout
-from mimatrix.hybrid.net import Address, Connection, Header, greeted
+from mimatrix.hybrid.net import Address, Connection, Header, connect
 from mimatrix.hybrid.policy import Policy
 from mimatrix.hybrid.server import replication as mirrors
-from mimatrix.hybrid.server.process import ServerSpec, started
+from mimatrix.hybrid.server.process import ServerSpec, spawn
 
 _LOOKS_S = 0.02
 
@@ -84,7 +84,7 @@ class Rendezvous:
         else:
             places, beside = self._back(met, layout, row)
             self._leave_word(store, replace(met, places=places))
-        each = [mirrors.row(shard, places, self.groups) for shard in range(self.groups)]
+        each = [mirrors.replica_order(shard, places, self.groups) for shard in range(self.groups)]
         shares = Shares.equal(self.groups)
         return ShardsClient(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s, beside=beside)
 
@@ -95,8 +95,8 @@ class Rendezvous:
         if self._answers(met.places[self.group], met.token):
             mine, beside = met.places[self.group], None
         else:
-            mine = started(replace(self._order(layout, row, Shares.equal(self.groups), met.token), shards={}))
-            beside = greeted(mine, met.token, self.timeout_s, group=self.group)
+            mine = spawn(replace(self._order(layout, row, Shares.equal(self.groups), met.token), shards={}))
+            beside = connect(mine, met.token, self.timeout_s, group=self.group)
         places, answers = list(met.places), 0
         for place in met.places:
             with suppress(OSError):
@@ -113,13 +113,13 @@ class Rendezvous:
 
     def _answers(self, place: Address, token: str) -> bool:
         try:
-            greeted(place, token, self.timeout_s).close()
+            connect(place, token, self.timeout_s).close()
         except OSError:
             return False
         return True
 
     def _told(self, place: Address, token: str, head: Header) -> Header:
-        stream = greeted(place, token, self.timeout_s)
+        stream = connect(place, token, self.timeout_s)
         try:
             return _told(stream, head)
         finally:
@@ -161,7 +161,7 @@ class Rendezvous:
         """A process that serves for this group: a new one, or that of an earlier life, which others know already."""
         name = f"place/{self.group}"
         if not store.check([name]):
-            mine = started(self._order(layout, row, Shares.equal(self.groups), token))
+            mine = spawn(self._order(layout, row, Shares.equal(self.groups), token))
             store.set(name, json.dumps([mine.address, mine.port]))
         return Address(*json.loads(store.get(name)))
 
@@ -174,7 +174,7 @@ class Rendezvous:
         if not self.word:
             store.set("met", met.to_json())
             return
-        leave_word(self.word, met.to_json())
+        write_file(self.word, met.to_json())
 
     def _order(self, layout: FlatLayout, row: torch.Tensor, shares: Shares, token: str) -> ServerSpec:
         """The shard of this group, and that of the one before as its mirror."""
@@ -201,7 +201,7 @@ class Rendezvous:
             )
 
 
-def leave_word(file: Path, text: str) -> None:
+def write_file(file: Path, text: str) -> None:
     """For those that come again, whole or not at all. Where it cannot be written, on a node without it, none comes."""
     new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
     with suppress(OSError):

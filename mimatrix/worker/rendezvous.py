@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from mimatrix.core import environment as env
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, Join, Joined
@@ -31,12 +32,12 @@ class WorkerIdentity:
     """How often its group was lost and started again."""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> "WorkerIdentity":
+    def read(cls, environ: Mapping[str, str]) -> "WorkerIdentity":
         """From the environment."""
         try:
-            job, generation, rank = (int(environment[f"MIMATRIX_{name}"]) for name in ("JOB", "GENERATION", "RANK"))
-            returns = int(environment.get("MIMATRIX_RETURNS", "0"))
-            return cls(environment["MIMATRIX_SERVER"], environment["MIMATRIX_TOKEN"], job, generation, rank, returns)
+            job, generation, rank = (int(environ[each.name]) for each in (env.JOB, env.GENERATION, env.RANK))
+            returns = int(env.REJOINS.get(environ, "0"))
+            return cls(environ[env.SERVER.name], environ[env.TOKEN.name], job, generation, rank, returns)
         except (KeyError, ValueError) as error:
             raise UserError(
                 f"this is started by a job server, and not by hand ({error} is missing); use mimatrix submit"

@@ -80,14 +80,14 @@ def test_a_group_returns_in_the_way_that_was_chosen(tmp_path: Path, monkeypatch:
     choice = Choice("hybrid", "so it is", plan, Apart(groups, False, 1e6, local_steps=7))
     word.touch()
     (tmp_path / "meeting-choice").write_text(json.dumps(choice.to_json()))
-    known = {"RANK": "1", "WORLD_SIZE": "2", "MIMATRIX_GROUPS": "[[0], [1]]", "MIMATRIX_MEETING": str(word)}
+    known = {"RANK": "1", "WORLD_SIZE": "2", "MIMATRIX_GROUPS": "[[0], [1]]", "MIMATRIX_RENDEZVOUS": str(word)}
     for name, value in known.items():
         monkeypatch.setenv(name, value)
     run = mimatrix.init(16, mode="auto", quiet=True)
     assert isinstance(run, RejoinedRun)
     assert (run.mode, run.group, run.rank, run.ranks) == ("hybrid", 1, 0, 1)
     assert run.choice == choice
-    monkeypatch.setenv("MIMATRIX_RETURNS", "1")
+    monkeypatch.setenv("MIMATRIX_REJOINS", "1")
     word.unlink()
     (tmp_path / "meeting-choice").unlink()
     with pytest.raises(UserError, match="what was chosen cannot be read"):

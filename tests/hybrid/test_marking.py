@@ -16,7 +16,7 @@ from mimatrix.hybrid.client.client import ShardsClient
 from mimatrix.hybrid.client.shard_client import ShardClient
 from mimatrix.hybrid.net import Address
 from mimatrix.hybrid.policy import PLAIN, PushScaling
-from mimatrix.hybrid.server.hold import entry, furthest
+from mimatrix.hybrid.server.hold import latest_pushes, resolve_join
 from mimatrix.hybrid.server.push_log import Push, PushLog
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
@@ -200,10 +200,10 @@ def test_a_group_that_comes_again_goes_on_and_the_one_before_is_refused() -> Non
 
 def test_who_returns_is_not_behind() -> None:
     ledgers = [PushLog(9, 9, {0: 7, 1: 2}, lives={0: 1, 1: 1}), PushLog(8, 8, {0: 6, 1: 2}, lives={0: 1, 1: 1})]
-    assert furthest(ledgers) == {0: 7, 1: 2}
-    assert entry(1, ledgers, {0}) == (7, 2)
-    assert entry(2, ledgers, {0, 1}) == (0, 1)
-    assert entry(1, ledgers, set()) == (2, 2)
+    assert latest_pushes(ledgers) == {0: 7, 1: 2}
+    assert resolve_join(1, ledgers, {0}) == (7, 2)
+    assert resolve_join(2, ledgers, {0, 1}) == (0, 1)
+    assert resolve_join(1, ledgers, set()) == (2, 2)
 
 
 def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
@@ -226,7 +226,7 @@ def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
         Shard(torch.zeros(size, dtype=torch.float64), OptimizerSpec(torch.optim.SGD, (sgd,), part), rules)
         for size, part in zip(sizes, cuts, strict=True)
     ]
-    for shard, kept in zip(others, whole.cut(pieces, sizes, rules, "here"), strict=True):
+    for shard, kept in zip(others, whole.split(pieces, sizes, rules, "here"), strict=True):
         shard.load(kept)
     for shard in (*shards, *others):
         now = shard.pull()

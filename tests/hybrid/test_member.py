@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 import mimatrix
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.client.flat_layout import cut
-from mimatrix.hybrid.groups import checked
+from mimatrix.hybrid.client.flat_layout import split_spans
+from mimatrix.hybrid.groups import check_groups
 from mimatrix.hybrid.mode import Hybrid
 from mimatrix.hybrid.policy import Policy, PushScaling, policy
 from mimatrix.hybrid.rendezvous import Rendezvous
@@ -274,7 +274,7 @@ def test_options_that_cannot_be(name: str, options: dict[str, Any], sentence: st
 
 def test_groups_that_are_none() -> None:
     with pytest.raises(UserError, match=r"groups = \[0\] is no list of lists of ranks"):
-        checked([0], 1)  # type: ignore[list-item]
+        check_groups([0], 1)  # type: ignore[list-item]
 
 
 def test_ranks_that_ask_for_different_modes() -> None:
@@ -369,7 +369,7 @@ def test_steps_that_are_left_out_count() -> None:
 
 def test_shards_cut_parameters() -> None:
     pieces = (ParamSpan(0, 0, 5), ParamSpan(1, 0, 3), ParamSpan(2, 1, 2))
-    assert list(cut(pieces, (4, 5, 1))) == [
+    assert list(split_spans(pieces, (4, 5, 1))) == [
         (ParamSpan(0, 0, 4),),
         (ParamSpan(0, 0, 1), ParamSpan(1, 0, 3), ParamSpan(2, 1, 1)),
         (ParamSpan(2, 1, 1),),

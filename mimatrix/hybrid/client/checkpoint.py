@@ -14,10 +14,10 @@ import torch
 from mimatrix.engine.checkpoint.json_codec import dtype_of, name_of, pack, unpack
 from mimatrix.engine.checkpoint.state import Metadata
 from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
-from mimatrix.hybrid.client.flat_layout import cut
+from mimatrix.hybrid.client.flat_layout import split_spans
 from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import PushLog
-from mimatrix.hybrid.server.shard import GATHERED, ParamSpan
+from mimatrix.hybrid.server.shard import MOMENTUM_KEYS, ParamSpan
 from mimatrix.hybrid.server.state import ShardState
 
 State = dict[str, Any]
@@ -52,7 +52,7 @@ class GlobalState:
             max(each.ledger.samples for each in kept),
         )
 
-    def cut(
+    def split(
         self, pieces: Sequence[ParamSpan], sizes: Sequence[int], rules: PushScaling, origin: str
     ) -> list[ShardState]:
         """For shards of these sizes."""
@@ -110,7 +110,7 @@ class GlobalState:
 
     def _correct(self, state: State, at: int, factor: float | None, rules: PushScaling) -> None:
         """What momentum has gathered keeps its size where elements come to a shard with another factor."""
-        for gathered in (state[name] for name in GATHERED if _is_row(state.get(name))):
+        for gathered in (state[name] for name in MOMENTUM_KEYS if _is_row(state.get(name))):
             for start, stop, before in self._ranges():
                 first, last = max(start, at), min(stop, at + len(gathered))
                 if first < last and before != factor and factor is not None:
@@ -121,7 +121,7 @@ def _placed(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple
     """Each piece with the shard that it lies in, and where it begins in the row and in its parameter."""
     begins = [stop - piece.count for piece, stop in zip(pieces, accumulate(each.count for each in pieces), strict=True)]
     at = 0
-    for number, here in enumerate(cut(pieces, sizes)):
+    for number, here in enumerate(split_spans(pieces, sizes)):
         for piece in here:
             yield number, piece, at, at - begins[piece.parameter]
             at += piece.count

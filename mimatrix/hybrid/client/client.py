@@ -13,7 +13,7 @@ from mimatrix.hybrid.client.shard_client import ShardClient
 from mimatrix.hybrid.net import Address, Connection, Header
 from mimatrix.hybrid.server.shard import Hyperparameters
 
-Answer = tuple[Header, torch.Tensor]
+ClientReply = tuple[Header, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ class ShardsClient:
         """The newest of every shard."""
         return self._whole(self._from_all([line.pull for line in self._lines]))
 
-    def _from_all(self, asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
+    def _from_all(self, asks: Sequence[Callable[[], ClientReply]]) -> list[ClientReply]:
         """What all lines answer; where one fails, not before the others are through: they are used again."""
         under_way = [self._threads.submit(ask) for ask in asks]
         wait(under_way)
         return [each.result() for each in under_way]
 
-    def _whole(self, found: Sequence[Answer]) -> PulledParams:
+    def _whole(self, found: Sequence[ClientReply]) -> PulledParams:
         versions = tuple(int(head["version"]) for head, _ in found)
         samples = min(int(head["samples"]) for head, _ in found)
         clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}

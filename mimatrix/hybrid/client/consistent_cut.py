@@ -15,7 +15,7 @@ import torch
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.client.shard_client import ShardClient
 from mimatrix.hybrid.net import Header
-from mimatrix.hybrid.server.hold import entry, furthest
+from mimatrix.hybrid.server.hold import latest_pushes, resolve_join
 from mimatrix.hybrid.server.push_log import PushLog
 from mimatrix.hybrid.server.state import ShardState
 
@@ -56,7 +56,7 @@ class ConsistentCut:
 
     def copy(self) -> None:
         """Let each shard copy itself, with the same pushes in all."""
-        upto = furthest(self.ledgers)
+        upto = latest_pushes(self.ledgers)
         asks: Header = {
             "what": "let",
             "upto": {str(group): number for group, number in upto.items()},
@@ -77,7 +77,7 @@ class ConsistentCut:
 
     def join(self, group: int) -> tuple[int, int]:
         """Let a group come: the number of its last push, and which of its lives this is."""
-        number, life = entry(group, self.ledgers, self.there)
+        number, life = resolve_join(group, self.ledgers, self.there)
         asks: Header = {"what": "join", "group": group, "number": number, "life": life}
         self._all(asks)
         return number, life

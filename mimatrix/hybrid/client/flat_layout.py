@@ -98,10 +98,10 @@ class FlatLayout:
         """How each shard is stepped: as the user's optimizer does, or by SGD with settings of its own."""
         kind = type(self.optimizer) if outer is None else torch.optim.SGD
         settings = tuple(self.settings() if outer is None else [outer for _ in self.settings()])
-        return [OptimizerSpec(kind, settings, pieces) for pieces in cut(self.pieces, shares.cut(self.count))]
+        return [OptimizerSpec(kind, settings, pieces) for pieces in split_spans(self.pieces, shares.cut(self.count))]
 
 
-def cut(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[ParamSpan, ...]]:
+def split_spans(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[ParamSpan, ...]]:
     """The pieces that lie in each shard: both are rows of the same length."""
     ends, at = list(accumulate(piece.count for piece in pieces)), 0
     for size in sizes:

@@ -180,7 +180,7 @@ class GroupOptimizer:
             self._under_way.result()
             self._under_way = None
         with link.holding(self._timeout_s) as held:
-            found = held.put(whole.cut(self._layout.pieces, link.sizes, self._policy.rules, mark))
+            found = held.put(whole.split(self._layout.pieces, link.sizes, self._policy.rules, mark))
         link.join()
         self._has = link.pull()
         return found

@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Address, Connection, Header, greeted
+from mimatrix.hybrid.net import Address, Connection, Header, connect
 
 
 class ShardClient:
@@ -42,7 +42,7 @@ class ShardClient:
         deadline, last = time.monotonic() + self.timeout_s, ""
         while not self._is_closed and self._places and time.monotonic() < deadline:
             try:
-                self._stream = self._stream or greeted(self._places[0], self._token, self.timeout_s, group=self._group)
+                self._stream = self._stream or connect(self._places[0], self._token, self.timeout_s, group=self._group)
                 whole = head | {"shard": self._shard, "at_least": self._version}
                 answer, found = _exchanged(self._stream, whole, values)
                 self._learn(answer)

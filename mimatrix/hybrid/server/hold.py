@@ -26,23 +26,23 @@ class ShardHold:
         return push.number <= max(self.upto.get(push.group, 0), ledger.pushes.get(push.group, 0))
 
 
-def missing(upto: Mapping[int, int], ledger: PushLog) -> dict[int, int]:
+def missing_pushes(upto: Mapping[int, int], ledger: PushLog) -> dict[int, int]:
     """Of the groups that have not all their pushes in a shard, the number that should be the last."""
     return {group: number for group, number in upto.items() if ledger.pushes.get(group, 0) < number}
 
 
-def furthest(ledgers: Sequence[PushLog]) -> dict[int, int]:
+def latest_pushes(ledgers: Sequence[PushLog]) -> dict[int, int]:
     """The last push of each group that any shard has: what is in one must come into all."""
     groups = {group for ledger in ledgers for group in ledger.pushes}
     return {group: max(ledger.pushes.get(group, 0) for ledger in ledgers) for group in sorted(groups)}
 
 
-def entry(group: int, ledgers: Sequence[PushLog], there: Collection[int]) -> tuple[int, int]:
+def resolve_join(group: int, ledgers: Sequence[PushLog], there: Collection[int]) -> tuple[int, int]:
     """After which number a group that comes goes on, and which of its lives it is.
 
     One that returns is where the last of those is who are there, or they would have to wait for it.
     """
     life = 1 + max(ledger.lives.get(group, 0) for ledger in ledgers)
-    clocks = furthest(ledgers)
+    clocks = latest_pushes(ledgers)
     others = [clocks.get(other, 0) for other in there if other != group]
     return max(clocks.get(group, 0), min(others, default=0) if life > 1 else 0), life

@@ -51,7 +51,7 @@ class ServerSpec:
         return found
 
 
-def started(order: ServerSpec) -> Address:
+def spawn(order: ServerSpec) -> Address:
     """Where a new process of this machine serves it."""
     kinds = {stepping.kind for stepping in order.steppings}
     try:

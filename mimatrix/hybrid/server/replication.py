@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Address, Header, greeted
+from mimatrix.hybrid.net import Address, Header, connect
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.hybrid.server.state import ShardState
 
@@ -20,7 +20,7 @@ class MovedError(WorldError):
     """A shard lives elsewhere now."""
 
 
-def row(shard: int, places: Sequence[Address], groups: int) -> list[Address]:
+def replica_order(shard: int, places: Sequence[Address], groups: int) -> list[Address]:
     """Where to look for a shard, one after the other; the first `groups` of all places are the groups' own."""
     own = places[:groups]
     return [*own[shard:], *own[:shard], *places[groups:]]
@@ -31,7 +31,7 @@ class Replica:
 
     def __init__(self, shard: int, place: Address, token: str, timeout_s: float) -> None:
         self.place = place
-        self._stream = greeted(place, token, timeout_s)
+        self._stream = connect(place, token, timeout_s)
         self._shard = shard
         self.lock = threading.Lock()
         """Of whoever tells it something, until it is heard."""
@@ -122,7 +122,7 @@ class Replicas:
 
     def _open(self, number: int) -> list[Address]:
         """Where a mirror might be: behind this service in the row, and not known to be lost."""
-        found = row(number, self.places, self._groups)
+        found = replica_order(number, self.places, self._groups)
         behind = found[found.index(self._own) + 1 :] if self._own in found else []
         return [place for place in behind if place not in self._lost]
 

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.hybrid.net import Address, Connection, Header, own_side
+from mimatrix.hybrid.net import Address, Connection, Header, local_capabilities
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.replication import MovedError, Replica, Replicas
 from mimatrix.hybrid.server.shard import Shard
@@ -29,8 +29,8 @@ from mimatrix.hybrid.server.state import ShardState
 
 _HELLO_S = 30.0
 Say = Callable[[str], None]
-Makes = Callable[[int, ShardState], Shard]
-Answer = tuple[Header, torch.Tensor | None]
+MakeShard = Callable[[int, ShardState], Shard]
+ServerReply = tuple[Header, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ShardServer:
         *,
         timeout_s: float = 30.0,
         say: Say,
-        makes: Makes | None = None,
+        makes: MakeShard | None = None,
     ) -> None:
         self._shards, self._token, self._makes = dict(shards), token, makes
         self._taken_over: set[int] = set()
@@ -73,7 +73,7 @@ class ShardServer:
         self._groups: dict[Connection, int] = {}
         self._copies: dict[Connection, ShardState] = {}
         """Of shards, for those who are to fetch them."""
-        self._answers: dict[str, Callable[[_Request], Answer]] = {
+        self._answers: dict[str, Callable[[_Request], ServerReply]] = {
             "push": self._pushed,
             "pull": self._pulled,
             "hold": self._held,
@@ -124,7 +124,7 @@ class ShardServer:
             if not hmac.compare_digest(str(hello.get("token", "")), self._token):
                 stream.send({"error": "this is a service of another run; it is refused"})
                 return
-            stream.send(own_side())
+            stream.send(local_capabilities())
             stream.meet(hello)
             stream.serve()
             if hello.get("group") is not None:
@@ -142,7 +142,7 @@ class ShardServer:
                 shard.release(stream)
             stream.close()
 
-    def _answer(self, stream: Connection, head: Header, values: torch.Tensor | None) -> Answer:
+    def _answer(self, stream: Connection, head: Header, values: torch.Tensor | None) -> ServerReply:
         try:
             if told := self._of_services.get(head["what"]):
                 return told(head, values), None
@@ -188,7 +188,7 @@ class ShardServer:
         self._taken_over.discard(head["shard"])
         return {}
 
-    def _pushed(self, asked: _Request) -> Answer:
+    def _pushed(self, asked: _Request) -> ServerReply:
         head, values = asked.head, asked.values
         assert values is not None
         push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"], head["life"])
@@ -200,7 +200,7 @@ class ShardServer:
         newest, values = self._pulled(asked)
         return told | newest, values
 
-    def _pulled(self, asked: _Request) -> Answer:
+    def _pulled(self, asked: _Request) -> ServerReply:
         pulled = asked.shard.pull()
         clocks = {str(group): asked.shard.ledger.pushes.get(group, 0) for group in self._there()}
         found: Header = {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}
@@ -211,7 +211,7 @@ class ShardServer:
     def _there(self) -> set[int]:
         return set(self._groups.copy().values()) - self.left
 
-    def _held(self, asked: _Request) -> Answer:
+    def _held(self, asked: _Request) -> ServerReply:
         if asked.is_mirrored:
             return {}, None
         with self._mirrored(asked):
@@ -219,28 +219,28 @@ class ShardServer:
         ledger = asked.shard.hold(asked.stream, asked.head["lease_s"], asked.head["patience_s"])
         return {"ledger": ledger.to_json(), "origin": asked.shard.origin, "there": sorted(self._there())}, None
 
-    def _let(self, asked: _Request) -> Answer:
+    def _let(self, asked: _Request) -> ServerReply:
         head = asked.head
         upto = {int(group): int(number) for group, number in head["upto"].items()}
         self._copies[asked.stream] = asked.shard.let(asked.stream, upto, head["gone"], head["patience_s"])
         return {}, None
 
-    def _released(self, asked: _Request) -> Answer:
+    def _released(self, asked: _Request) -> ServerReply:
         asked.shard.release(asked.stream)
         return {}, None
 
-    def _fetched(self, asked: _Request) -> Answer:
+    def _fetched(self, asked: _Request) -> ServerReply:
         copy = self._copies.pop(asked.stream, None)
         if copy is None:
             raise WorldError("there is no copy of the shard any more; try again")
         return {}, torch.frombuffer(bytearray(copy.to_bytes()), dtype=torch.uint8)
 
-    def _joined(self, asked: _Request) -> Answer:
+    def _joined(self, asked: _Request) -> ServerReply:
         head = asked.head
         asked.shard.join(head["group"], head["number"], head["life"], partial(self._mirrored, asked))
         return {}, None
 
-    def _put(self, asked: _Request) -> Answer:
+    def _put(self, asked: _Request) -> ServerReply:
         assert asked.values is not None
         kept = ShardState.from_bytes(asked.values.numpy().tobytes())
         owner = None if asked.is_mirrored else asked.stream

@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.policy import PushScaling
-from mimatrix.hybrid.server.hold import ShardHold, missing
+from mimatrix.hybrid.server.hold import ShardHold, missing_pushes
 from mimatrix.hybrid.server.push_log import AppliedPush, Push, PushLog
 from mimatrix.hybrid.server.state import ShardState
 
 Hyperparameters = Mapping[str, Any]
 """Of one of the optimizer's groups of parameters: `lr` and the like."""
-Mirroring = Callable[[], AbstractContextManager[object]]
+Replication = Callable[[], AbstractContextManager[object]]
 """While it lasts the mirror does the same; at its end the mirror has done so."""
-GATHERED = ("momentum_buffer",)
+MOMENTUM_KEYS = ("momentum_buffer",)
 """What optimizers keep that has the size of a step."""
 
 
@@ -97,7 +97,7 @@ class Shard:
         gradient: torch.Tensor,
         settings: Sequence[Hyperparameters] = (),
         untouched: Collection[int] = (),
-        mirrored: Mirroring = nullcontext,
+        mirrored: Replication = nullcontext,
     ) -> AppliedPush:
         """Step by a group's mean gradient; `settings`: what its schedulers say now, for each group of parameters.
 
@@ -147,11 +147,11 @@ class Shard:
         with self._changed:
             self._held_by(owner).upto = upto
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not missing(upto, self.ledger), patience_s)
+            self._changed.wait_for(lambda: not missing_pushes(upto, self.ledger), patience_s)
             for group in gone:
                 self.ledger.forgo(group, upto[group])
             self._held_by(owner)
-            for group, number in missing(upto, self.ledger).items():
+            for group, number in missing_pushes(upto, self.ledger).items():
                 raise WorldError(f"push {number} of group {group} came to some shards only within {patience_s:g} s")
             return deepcopy(self._kept())
 
@@ -162,7 +162,7 @@ class Shard:
                 self._hold = None
                 self._changed.notify_all()
 
-    def join(self, group: int, number: int, life: int, mirrored: Mirroring = nullcontext) -> None:
+    def join(self, group: int, number: int, life: int, mirrored: Replication = nullcontext) -> None:
         """A group comes, perhaps once more: its pushes go on after `number`."""
         with self._changed, mirrored():
             self.ledger.join(group, number, life)
@@ -178,7 +178,7 @@ class Shard:
         with self._changed:
             yield None if self._round else self._kept()
 
-    def load(self, kept: ShardState, mirrored: Mirroring = nullcontext, owner: object = None) -> None:
+    def load(self, kept: ShardState, mirrored: Replication = nullcontext, owner: object = None) -> None:
         """Go on from there; an `owner` must hold the shard, or something may have been pushed meanwhile."""
         with self._changed:
             if owner is not None:
@@ -247,7 +247,7 @@ class Shard:
         if by == 1.0:
             return
         for state in self._optimizer.state.values():
-            for name in GATHERED:
+            for name in MOMENTUM_KEYS:
                 if isinstance(state.get(name), torch.Tensor):
                     state[name].mul_(by)
 
