@@ -35,7 +35,7 @@ class RendezvousInfo:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps([self.token, [[place.address, place.port] for place in self.places], self.what])
+        return json.dumps([self.token, [[place.host, place.port] for place in self.places], self.what])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RendezvousInfo":
@@ -162,7 +162,7 @@ class Rendezvous:
         name = f"place/{self.group}"
         if not store.check([name]):
             mine = spawn(self._order(layout, row, Shares.equal(self.groups), token))
-            store.set(name, json.dumps([mine.address, mine.port]))
+            store.set(name, json.dumps([mine.host, mine.port]))
         return Address(*json.loads(store.get(name)))
 
     def _word_left(self, store: Store) -> RendezvousInfo | None:

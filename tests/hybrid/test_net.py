@@ -8,6 +8,7 @@ import torch
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.memory.nixl import nixl_available
+from mimatrix.core import environment
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.net import Connection
 
@@ -31,9 +32,9 @@ def met(
     if way == "rdma" and not nixl_available():
         pytest.skip("NIXL is not installed")
     # There is no RDMA here: NIXL reads over whatever UCX finds instead, by the same calls.
-    monkeypatch.setenv("MIMATRIX_RDMA", "1" if way == "rdma" else "0")
+    monkeypatch.setenv(environment.RDMA.name, "1" if way == "rdma" else "0")
     for stream in pair:
-        stream.meet({"host": own_host() if way == "near" else "elsewhere", "rdma": way == "rdma"})
+        stream.negotiate({"host": own_host() if way == "near" else "elsewhere", "rdma": way == "rdma"})
     return pair
 
 
@@ -88,6 +89,6 @@ def test_numbers_that_are_gone_are_a_lost_connection(
 
 def test_what_is_no_message_is_refused(pair: tuple[Connection, Connection]) -> None:
     one, other = pair
-    one._raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    with pytest.raises(WorldError, match="no message of groups"):
+    one._raw.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    with pytest.raises(WorldError, match="a message is corrupt"):
         other.receive()

@@ -28,7 +28,7 @@ START = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are few here: on one host they go through windows only if they must."""
     if request.param == "through windows":
-        monkeypatch.setattr("mimatrix.hybrid.net._LEAST_LAID", 1)
+        monkeypatch.setattr("mimatrix.hybrid.net._MIN_WINDOW_BYTES", 1)
 
 
 @contextmanager

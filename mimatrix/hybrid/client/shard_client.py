@@ -57,7 +57,7 @@ class ShardClient:
                     deadline = time.monotonic() + self.timeout_s
                 else:
                     time.sleep(0.1)
-        where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"
+        where = str(self._places[0]) if self._places else "anywhere"
         raise WorldError(f"shard {self._shard} does not answer at {where} ({last}), and neither does its mirror")
 
     def _learn(self, answer: Header) -> None:

@@ -128,7 +128,7 @@ class Replicas:
 
     def _found_another(self, number: int, kept: ShardState) -> None:
         for place in self._open(number):
-            where = f"{place.address} port {place.port}"
+            where = str(place)
             try:
                 self._found[number] = self._begun(number, place, kept)
             except (OSError, WorldError) as error:

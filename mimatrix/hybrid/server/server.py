@@ -125,8 +125,8 @@ class ShardServer:
                 stream.send({"error": "this is a service of another run; it is refused"})
                 return
             stream.send(local_capabilities())
-            stream.meet(hello)
-            stream.serve()
+            stream.negotiate(hello)
+            stream.disable_timeout()
             if hello.get("group") is not None:
                 self._groups[stream] = int(hello["group"])
                 self.left.discard(int(hello["group"]))
