@@ -15,16 +15,16 @@ SPEEDS = (1.0, 1.0, 0.5, 0.25)
 CPUS = 0.6
 """Of a group of speed 1."""
 BATCH = 64
-_SCALED: dict[str, Any] = {"reference": BATCH, "warm_up": 20 * BATCH, "corrects": True}
+_SCALED: dict[str, Any] = {"reference": BATCH, "warm_up": 20 * BATCH, "momentum_correction": True}
 WAYS: dict[str, Wanted] = {
     "large mini-batch": Wanted("", 0),
-    "- without damping": Wanted("", 0, options={"damping": 0.0}),
-    "- with momentum that keeps its size": Wanted("", 0, options={"corrects": True}),
+    "- without damping": Wanted("", 0, options={"staleness_exponent": 0.0}),
+    "- with momentum that keeps its size": Wanted("", 0, options={"momentum_correction": True}),
     "large mini-batch, twice as large, momentum keeps its size": Wanted("", 0, options=_SCALED, batch=2 * BATCH),
-    "- without scaling": Wanted("", 0, options={**_SCALED, "scales": False}, batch=2 * BATCH),
+    "- without scaling": Wanted("", 0, options={**_SCALED, "lr_scaling": False}, batch=2 * BATCH),
     "- without warm-up": Wanted("", 0, options={**_SCALED, "warm_up": 0}, batch=2 * BATCH),
     "plain asynchronous SGD": Wanted("", 0, "plain"),
-    "bounded staleness (3)": Wanted("", 0, "bounded", {"most_ahead": 3}),
+    "bounded staleness (3)": Wanted("", 0, "bounded", {"max_staleness": 3}),
 }
 
 

@@ -37,7 +37,7 @@ def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
     values = [parameter.detach().flatten() for parameter in model.parameters()]
     pieces = tuple(ParamSpan(number, 0, part.numel()) for number, part in enumerate(values))
     stepping = OptimizerSpec(torch.optim.SGD, ({"lr": task.lr, "momentum": 0.9},), pieces)
-    shard = Shard(torch.cat(values), stepping, PushScaling(BATCH))
+    shard = Shard(torch.cat(values), stepping, PushScaling(reference=BATCH))
     known = deque([shard.pull()], maxlen=late + 1)
     inputs, targets = task.train
     generator, number = torch.Generator().manual_seed(seed), 0

@@ -23,7 +23,7 @@ from mimatrix.hybrid.client.client import ShardsClient
 from mimatrix.hybrid.client.flat_layout import FlatLayout
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
 from mimatrix.hybrid.net import Address
-from mimatrix.hybrid.policy import policy
+from mimatrix.hybrid.policy import make_policy
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.launch.quotas import quotas
@@ -85,7 +85,7 @@ class Town:
         for line in self._lines:
             line.send(wanted)
         shards, *_ = [_heard(line, _READY_S) for line in self._lines]
-        rules = policy(wanted.policy, wanted.batch, wanted.options).rules
+        rules = make_policy(wanted.policy, wanted.batch, wanted.options).scaling
         made = {number: Shard(torch.from_numpy(values), how, rules) for number, (values, how) in shards.items()}
         service = ShardServer(made, _TOKEN, say=print)
         try:
@@ -122,7 +122,7 @@ def _live(number: int, groups: int, line: Connection) -> None:
 
 def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trained:
     task = TASKS[wanted.task](wanted.seed)
-    chosen = policy(wanted.policy, wanted.batch, wanted.options)
+    chosen = make_policy(wanted.policy, wanted.batch, wanted.options)
 
     def connect(layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         shares = Shares.equal(groups)

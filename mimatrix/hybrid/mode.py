@@ -25,7 +25,7 @@ from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
 from mimatrix.hybrid.groups import Groups, check_groups, group_by_host, locate_rank
-from mimatrix.hybrid.policy import Policy, policy
+from mimatrix.hybrid.policy import Policy, make_policy
 from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
 
 
@@ -89,7 +89,7 @@ class Hybrid:
         """The policy for so many groups; a sentence where what was asked for does not make one."""
         if settings.global_batch is None:
             raise UserError("a group pushes when it has done a global batch; set global_batch")
-        return policy(self.policy, settings.global_batch, self.options, groups)
+        return make_policy(self.policy, settings.global_batch, self.options, groups)
 
     def found(self, store: Store, rank: int, ranks: int) -> Groups:
         """Who is with whom."""

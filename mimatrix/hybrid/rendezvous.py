@@ -182,7 +182,7 @@ class Rendezvous:
         steppings = tuple(layout.steppings(shares, self.policy.outer))
         mine = {self.group, (self.group - 1) % self.groups}
         shards = {number: parts[number].clone() for number in mine}
-        return ServerSpec(self.address, token, self.groups, self.policy.rules, shards, steppings, self.timeout_s)
+        return ServerSpec(self.address, token, self.groups, self.policy.scaling, shards, steppings, self.timeout_s)
 
     def _mirror(self, mine: Address, places: Sequence[Address], token: str) -> None:
         at = (self.group + 1) % self.groups

@@ -15,7 +15,7 @@ from mimatrix.hybrid.client.checkpoint import GlobalState
 from mimatrix.hybrid.client.client import ShardsClient
 from mimatrix.hybrid.client.shard_client import ShardClient
 from mimatrix.hybrid.net import Address
-from mimatrix.hybrid.policy import PLAIN, PushScaling
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.hold import latest_pushes, resolve_join
 from mimatrix.hybrid.server.push_log import Push, PushLog
 from mimatrix.hybrid.server.server import ShardServer
@@ -47,7 +47,7 @@ def services(timeout_s: float = 6.0) -> Iterator[tuple[list[ShardServer], list[l
 def _shard(number: int) -> Shard:
     size = SIZES[number]
     stepping = OptimizerSpec(torch.optim.SGD, (SGD,), (ParamSpan(0, 0, size),))
-    return Shard(torch.zeros(size, dtype=torch.float64), stepping, PushScaling(1, **PLAIN))  # type: ignore[arg-type]
+    return Shard(torch.zeros(size, dtype=torch.float64), stepping, PushScaling.unscaled(1))
 
 
 def _copied(number: int, kept: ShardState) -> Shard:
@@ -208,7 +208,7 @@ def test_who_returns_is_not_behind() -> None:
 
 def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
     """Two shards whose last pushes counted differently become three, and then go on as they would have."""
-    rules = PushScaling(4, damping=1.0)
+    rules = PushScaling(reference=4, staleness_exponent=1.0)
     pieces = (ParamSpan(0, 0, 5), ParamSpan(1, 0, 3))
     sgd = {"lr": 0.1, "momentum": 0.9}
     parts = ((ParamSpan(0, 0, 4),), (ParamSpan(0, 0, 1), ParamSpan(1, 0, 3)))

@@ -21,7 +21,7 @@ from mimatrix.engine.run import Run
 from mimatrix.hybrid.client.flat_layout import split_spans
 from mimatrix.hybrid.groups import check_groups
 from mimatrix.hybrid.mode import Hybrid
-from mimatrix.hybrid.policy import Policy, PushScaling, policy
+from mimatrix.hybrid.policy import Policy, PushScaling, make_policy
 from mimatrix.hybrid.rendezvous import Rendezvous
 from mimatrix.hybrid.server.shard import ParamSpan
 
@@ -55,7 +55,7 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
     plain_run(reference, stepper, whole, squared, scheduler=halving)
     models = [model_of() for _ in batches]
-    with town(Policy(PushScaling(BATCH, warm_up=100))) as found:
+    with town(Policy(scaling=PushScaling(reference=BATCH, warm_up=100))) as found:
         states = in_runs(
             len(batches),
             lambda run: trained(run, models[run.rank], optimizer),
@@ -72,7 +72,7 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
 def test_groups_that_all_wait_step_as_one() -> None:
     """Both see the same samples here, so that the mean of their gradients is that of one process."""
     members, models, states = [], [model_of() for _ in range(2)], {}
-    with town(policy("backup", BATCH, {"backups": 0}, 2)) as found:
+    with town(make_policy("backup", BATCH, {"backups": 0}, 2)) as found:
         members = [found.member(group, overlaps=True) for group in range(2)]
 
         def group(number: int) -> None:
@@ -103,7 +103,7 @@ def test_groups_that_all_wait_step_as_one() -> None:
 def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
     """The second one is slow: the others neither wait for it nor leave it behind."""
     samples = len(vectors(SAMPLES))
-    with town(Policy(PushScaling(BATCH))) as found:
+    with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
         members = [found.member(group, overlaps=overlaps) for group in range(3)]
         models = [model_of() for _ in range(3)]
         slow = threading.Event()
@@ -149,7 +149,7 @@ def put(model: nn.Module, row: torch.Tensor) -> None:
 def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple[int, ...], stage: int) -> None:
     """One group alone, three steps of its own between pushes; what it and the service have is written out."""
     rounds = {"rounds": True} if name == "rounds" else {}
-    chosen = policy("local" if rounds else name, BATCH, {"local_steps": 3, **rounds})
+    chosen = make_policy("local" if rounds else name, BATCH, {"local_steps": 3, **rounds})
     reference, plain = model_of(), adamw
     stepper = plain(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
@@ -206,7 +206,7 @@ def stepped(run: Run, model: nn.Module, optimizer: Any, steps: int) -> dict[str,
 
 def test_nobody_is_further_ahead_than_allowed() -> None:
     """One group waits for a signal in mid-run: the other comes so far, and waits."""
-    with town(policy("bounded", BATCH, {"most_ahead": 2})) as found:
+    with town(make_policy("bounded", BATCH, {"max_staleness": 2})) as found:
         members = [found.member(group) for group in range(2)]
         models = [model_of() for _ in range(2)]
         goes_on, both = threading.Event(), threading.Barrier(2)
@@ -242,25 +242,25 @@ def test_nobody_is_further_ahead_than_allowed() -> None:
 
 def test_what_is_no_policy() -> None:
     with pytest.raises(UserError, match=r'there is no policy "loca".*local'):
-        policy("loca", BATCH, {})
+        make_policy("loca", BATCH, {})
     with pytest.raises(UserError, match="backups is 3 of 3 groups; give how many groups are not waited for, 0 to 2"):
-        policy("backup", 8, {"backups": 3}, 3)
-    with pytest.raises(UserError, match='"plain" has no option "damping"'):
-        policy("plain", BATCH, {"damping": 1.0})
+        make_policy("backup", 8, {"backups": 3}, 3)
+    with pytest.raises(UserError, match='"plain" has no option "staleness_exponent"'):
+        make_policy("plain", BATCH, {"staleness_exponent": 1.0})
     with pytest.raises(UserError, match="local_steps is 0"):
-        policy("local", BATCH, {"local_steps": 0})
+        make_policy("local", BATCH, {"local_steps": 0})
 
 
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("large", {"damping": "x"}, "damping is 'x'; give an exponent from 0"),
-        ("large", {"damping": None}, "damping is None"),
+        ("large", {"staleness_exponent": "x"}, "staleness_exponent is 'x'; give a number from 0"),
+        ("large", {"staleness_exponent": None}, "staleness_exponent is None"),
         ("large", {"warm_up": "a"}, "warm_up is 'a'; give a number of samples"),
-        ("large", {"reference": 0}, "reference is 0; give the samples that the learning rate was chosen for"),
-        ("large", {"scales": "no"}, "scales is 'no'; use True or False"),
-        ("bounded", {"most_ahead": "3x"}, "most_ahead is '3x'; give by how many pushes"),
-        ("bounded", {"most_ahead": -1}, "most_ahead is -1"),
+        ("large", {"reference": 0}, "reference is 0; give the samples that the learning rate was tuned for"),
+        ("large", {"lr_scaling": "no"}, "lr_scaling is 'no'; use True or False"),
+        ("bounded", {"max_staleness": "3x"}, "max_staleness is '3x'; give the pushes by which"),
+        ("bounded", {"max_staleness": -1}, "max_staleness is -1"),
         ("backup", {"backups": None}, "backups is None"),
         ("local", {"momentum": "a"}, "momentum is 'a'; give a number from 0 to below 1"),
         ("local", {"lr": -1}, "lr is -1; give a learning rate above 0"),
@@ -269,11 +269,11 @@ def test_what_is_no_policy() -> None:
 )
 def test_options_that_cannot_be(name: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        policy(name, BATCH, options, 2)
+        make_policy(name, BATCH, options, 2)
 
 
 def test_groups_that_are_none() -> None:
-    with pytest.raises(UserError, match=r"groups = \[0\] is no list of lists of ranks"):
+    with pytest.raises(UserError, match=r"groups = \[0\] is not a list of lists of ranks"):
         check_groups([0], 1)  # type: ignore[list-item]
 
 
@@ -298,7 +298,7 @@ def test_the_script_and_who_started_it_have_the_same_groups(monkeypatch: pytest.
 
 def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> Any:
     """What `each` gives on the ranks of one group."""
-    with town(Policy(PushScaling(BATCH))) as found:
+    with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
         return in_runs(len(batches), each, outer=lambda rank: found.member(0, rank), batch=list(batches), **more)
 
 
@@ -385,7 +385,7 @@ def one_alone(chosen: Policy, each: Any) -> Any:
 @pytest.mark.parametrize("local_steps", [0, 3])
 def test_an_epoch_has_its_number_once(local_steps: int) -> None:
     """Groups go through their samples as often as it takes, and are told of an epoch once."""
-    chosen = policy("local", BATCH, {"local_steps": 3}) if local_steps else policy("large", BATCH, {})
+    chosen = make_policy("local", BATCH, {"local_steps": 3}) if local_steps else make_policy("large", BATCH, {})
     with town(chosen) as found:
         members = [found.member(group) for group in range(2)]
         told: list[list[int]] = [[], []]
@@ -422,14 +422,16 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
         run.prepare(model, torch.optim.Adafactor(model.parameters()), vectors(SAMPLES), loss=squared)
 
     with pytest.raises(Exception, match="Adafactor does not treat every element by itself, so groups cannot cut it"):
-        one_alone(policy("large", BATCH, {}), begun)
+        one_alone(make_policy("large", BATCH, {}), begun)
 
 
 def test_a_learning_rate_that_is_a_tensor() -> None:
     states = []
     for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
         made = partial(_adam, lr)
-        states.append(one_alone(policy("large", BATCH, {}), lambda run, made=made: trained(run, model_of(), made, 1)))
+        states.append(
+            one_alone(make_policy("large", BATCH, {}), lambda run, made=made: trained(run, model_of(), made, 1))
+        )
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-10)
 
@@ -439,7 +441,7 @@ def _adam(lr: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_a_group_that_does_not_come_is_named() -> None:
-    meeting = Rendezvous(HashStore(), 0, 3, policy("large", BATCH, {}), "127.0.0.1", 0.2)
+    meeting = Rendezvous(HashStore(), 0, 3, make_policy("large", BATCH, {}), "127.0.0.1", 0.2)
     meeting.store.set("place/0", "")
     with pytest.raises(WorldError, match=r"group 1, group 2 did not come to the others within 0.2 s"):
         meeting._await(meeting.store, "place")

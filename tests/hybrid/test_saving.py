@@ -17,7 +17,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint import storage as disk
 from mimatrix.engine.run import Run
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.policy import Policy, PushScaling, policy
+from mimatrix.hybrid.policy import Policy, PushScaling, make_policy
 from mimatrix.hybrid.server.shard import Shard
 
 STEPS, SAVED_AT = 19, 8
@@ -110,7 +110,7 @@ def test_one_group_alone_goes_on_as_if_nothing_had_been(
     then: tuple[int, ...],
     later: Shares,
 ) -> None:
-    chosen = policy(name, BATCH, options)
+    chosen = make_policy(name, BATCH, options)
     wanted, shards = alone(chosen, TWO, batches, stage, optimizer, STEPS)
     alone(chosen, TWO, batches, stage, optimizer, SAVED_AT + 3, saves=tmp_path)
     found, others = alone(chosen, later, then, stage, optimizer, STEPS, loads=tmp_path)
@@ -178,7 +178,7 @@ def test_two_groups_in_lock_step(tmp_path: Path, saver: int) -> None:
 
     town_of: list[Town] = []
     for each in (saving, loading):
-        with town(Policy(PushScaling(BATCH))) as found:
+        with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
             town_of[:] = [found]
             two_groups(found, each, overlaps=False)
     (first, second), (loaded, after) = had[:2], had[2:]
@@ -201,7 +201,7 @@ def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
             run, model, momentum, 40, lambda: None, lambda: run.save(tmp_path, keep=50) if run.step % 4 == 0 else None
         )
 
-    with town(Policy(PushScaling(BATCH))) as found:
+    with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
         two_groups(found, each, overlaps=True)
     paths = disk.checkpoints_in(tmp_path)
     assert len(paths) == 20
@@ -214,7 +214,7 @@ def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
 
 def test_a_group_that_loads_late_takes_what_there_is(tmp_path: Path) -> None:
     """Another has loaded and gone on: that is not undone."""
-    chosen = Policy(PushScaling(BATCH))
+    chosen = Policy(scaling=PushScaling(reference=BATCH))
     alone(chosen, TWO, (6,), 0, momentum, SAVED_AT, saves=tmp_path)
     goes = threading.Event()
 
@@ -238,8 +238,8 @@ def test_checkpoints_of_another_mode_are_refused(tmp_path: Path) -> None:
     def load(run: Run) -> None:
         trained(run, model_of(), momentum, 2, lambda: run.load(tmp_path), lambda: None)
 
-    alone(Policy(PushScaling(BATCH)), TWO, (6,), 0, momentum, SAVED_AT, saves=tmp_path)
+    alone(Policy(scaling=PushScaling(reference=BATCH)), TWO, (6,), 0, momentum, SAVED_AT, saves=tmp_path)
     with pytest.raises(UserError, match='saved in mode="hybrid" and the run is in mode="sync"'):
         in_runs(1, load, batch=[BATCH], stage=0)
-    with town(policy("local", BATCH, {})) as found, pytest.raises(Exception, match="groups with another policy"):
+    with town(make_policy("local", BATCH, {})) as found, pytest.raises(Exception, match="groups with another policy"):
         in_runs(1, load, outer=lambda rank: found.member(0, rank), batch=[BATCH], stage=0)

@@ -57,7 +57,9 @@ def services(*, mirrored: bool = True) -> Iterator[tuple[list[ShardServer], list
 
 
 def _shard(values: torch.Tensor) -> Shard:
-    return Shard(values, OptimizerSpec(torch.optim.AdamW, (ADAM,), (ParamSpan(0, 0, len(values)),)), PushScaling(B))
+    return Shard(
+        values, OptimizerSpec(torch.optim.AdamW, (ADAM,), (ParamSpan(0, 0, len(values)),)), PushScaling(reference=B)
+    )
 
 
 def _copied(_: int, kept: ShardState) -> Shard:

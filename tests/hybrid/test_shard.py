@@ -1,12 +1,14 @@
 """A shard against formulas that are written out: two groups in lock-step, staleness included."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.policy import PLAIN, PushScaling
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import Push, PushLog
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.hybrid.server.state import ShardState
@@ -33,11 +35,11 @@ def by_hand(rules: PushScaling, script: list[tuple[str, int, int]]) -> torch.Ten
             has[group] = (x.clone(), version)
             continue
         at, since = has[group]
-        ratio = samples / B if rules.scales else 1.0
-        if rules.scales and ratio > 1 and seen < rules.warm_up:
+        ratio = samples / B if rules.lr_scaling else 1.0
+        if rules.lr_scaling and ratio > 1 and seen < rules.warm_up:
             ratio = 1 + (ratio - 1) * seen / rules.warm_up
-        factor = ratio / (1 + version - since) ** rules.damping
-        if rules.corrects and before is not None:
+        factor = ratio / (1 + version - since) ** rules.staleness_exponent
+        if rules.momentum_correction and before is not None:
             v = v * before / factor
         v = MOMENTUM * v + gradient(at, group)
         x = x - LR * factor * v
@@ -72,13 +74,13 @@ LOCK_STEP = [
 @pytest.mark.parametrize(
     "rules",
     [
-        PushScaling(B),
-        PushScaling(B, warm_up=500),
-        PushScaling(B, damping=0.0),
-        PushScaling(B, damping=1.0),
-        PushScaling(B, corrects=False),
-        PushScaling(B, scales=False),
-        PushScaling(B, **PLAIN),  # type: ignore[arg-type]
+        PushScaling(reference=B),
+        PushScaling(reference=B, warm_up=500),
+        PushScaling(reference=B, staleness_exponent=0.0),
+        PushScaling(reference=B, staleness_exponent=1.0),
+        PushScaling(reference=B, momentum_correction=False),
+        PushScaling(reference=B, lr_scaling=False),
+        PushScaling.unscaled(B),
     ],
 )
 def test_two_groups_in_lock_step(rules: PushScaling) -> None:
@@ -93,12 +95,12 @@ def test_one_group_is_the_optimizer_itself() -> None:
     for _ in range(30):
         value.grad = gradient(value.detach(), 0)
         optimizer.step()
-    assert torch.equal(by_shard(PushScaling(B, warm_up=100), script), value.detach())
+    assert torch.equal(by_shard(PushScaling(reference=B, warm_up=100), script), value.detach())
 
 
 @given(st.integers(1, 10_000), st.integers(0, 50), st.integers(0, 100_000), st.integers(0, 50_000))
 def test_factors_stay_in_their_bounds(samples: int, staleness: int, seen: int, warm_up: int) -> None:
-    rules = PushScaling(B, warm_up=warm_up)
+    rules = PushScaling(reference=B, warm_up=warm_up)
     factor = rules.factor(samples, staleness, seen)
     assert 0 < factor <= max(1.0, samples / B)
     assert factor <= rules.factor(samples, 0, seen)
@@ -107,13 +109,13 @@ def test_factors_stay_in_their_bounds(samples: int, staleness: int, seen: int, w
 
 def test_what_is_no_rule() -> None:
     with pytest.raises(UserError, match="global batch is 0"):
-        PushScaling(0)
-    with pytest.raises(UserError, match="damping is 3"):
-        PushScaling(8, damping=3)
+        PushScaling(reference=0)
+    with pytest.raises(UserError, match="staleness_exponent is 3"):
+        PushScaling(reference=8, staleness_exponent=3)
 
 
 def test_a_push_that_comes_again_is_not_applied_again() -> None:
-    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B))
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     first = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     values = shard.pull().values
     again = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
@@ -126,7 +128,7 @@ def test_a_push_that_comes_again_is_not_applied_again() -> None:
 
 
 def test_what_is_pulled_does_not_change() -> None:
-    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B))
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     pulled = shard.pull()
     shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
     assert pulled.version == 0
@@ -134,10 +136,10 @@ def test_what_is_pulled_does_not_change() -> None:
 
 
 def test_saved_and_loaded_it_goes_on_alike() -> None:
-    one = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B))
+    one = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     for number in range(1, 6):
         one.push(Push(number % 2, (number + 1) // 2, 40, 40, one.pull().version), gradient(one.pull().values, 0))
-    other = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(B))
+    other = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     other.load(one.save())
     for shard in (one, other):
         shard.push(Push(1, 4, 16, 16, 3), gradient(TARGET * 2, 1))
@@ -150,13 +152,13 @@ def test_saved_and_loaded_it_goes_on_alike() -> None:
 
 
 def test_what_had_no_gradient_is_not_stepped() -> None:
-    shard = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(B))
+    shard = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64), untouched=(1,))
     assert (shard.pull().values == 1).tolist() == [False, False, False, True, True, True, False]
 
 
 def test_the_last_of_a_round_is_not_waited_for_and_does_not_count() -> None:
-    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(B, **PLAIN, together=2))  # type: ignore[arg-type]
+    shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, replace(PushScaling.unscaled(B), pushes_per_step=2))
     first = shard.pull()
     found = [
         shard.push(Push(group, 1, samples, samples, first.version), gradient(first.values, group))

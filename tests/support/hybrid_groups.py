@@ -43,7 +43,7 @@ class Town:
                 steppings = layout.steppings(self._shares, self._policy.outer)
                 parts = torch.split(row, list(self._shares.cut(layout.count)))
                 for k in range(count):
-                    held = {n: Shard(parts[n], steppings[n], self._policy.rules) for n in (k, (k - 1) % count)}
+                    held = {n: Shard(parts[n], steppings[n], self._policy.scaling) for n in (k, (k - 1) % count)}
                     self.services.append(ShardServer(held, "secret", say=print))
                 if count > 1:
                     mirror_round(self.services)

@@ -67,7 +67,7 @@ class GroupOptimizer:
     ) -> None:
         self.group, self.is_first = group, is_first
         self._connect, self._policy = connect, policy
-        self._overlaps = overlaps and not policy.local_steps and not policy.rules.together
+        self._overlaps = overlaps and not policy.local_steps and not policy.scaling.pushes_per_step
         self._timeout_s = timeout_s
         self._link: ShardsClient | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mimatrix-push")
@@ -180,7 +180,7 @@ class GroupOptimizer:
             self._under_way.result()
             self._under_way = None
         with link.holding(self._timeout_s) as held:
-            found = held.put(whole.split(self._layout.pieces, link.sizes, self._policy.rules, mark))
+            found = held.put(whole.split(self._layout.pieces, link.sizes, self._policy.scaling, mark))
         link.join()
         self._has = link.pull()
         return found
@@ -220,7 +220,7 @@ class GroupOptimizer:
         if self.is_first:
             assert self._link
             assert self._has
-            began, drawn, outer = time.monotonic(), self._policy.drawn, dict(self._policy.outer or {})
+            began, drawn, outer = time.monotonic(), self._policy.moving_rate, dict(self._policy.outer or {})
             common = self._has if drawn == 1 else self._link.pull()
             way = (common.values - self._row) * drawn
             settings: list[Hyperparameters] = [outer for _ in self._layout.settings()]
@@ -236,7 +236,7 @@ class GroupOptimizer:
         pushed_s = time.monotonic()
         pulled = (
             self._stepped(link, found.pulled, push.seen)
-            if self._policy.rules.together
+            if self._policy.scaling.pushes_per_step
             else self._caught_up(link, found.pulled)
         )
         self._others_s = found.waited_s + time.monotonic() - pushed_s
@@ -250,7 +250,7 @@ class GroupOptimizer:
         while any(now <= before for now, before in zip(pulled.versions, seen, strict=True)):
             if time.monotonic() - began > self._timeout_s:
                 raise WorldError(
-                    f"not {self._policy.rules.together} groups have pushed within {self._timeout_s:g} s; group "
+                    f"not {self._policy.scaling.pushes_per_step} groups have pushed within {self._timeout_s:g} s; group "
                     f"{pulled.last} has pushed least"
                 )
             time.sleep(_LOOKS_S)
@@ -259,7 +259,7 @@ class GroupOptimizer:
 
     def _caught_up(self, link: ShardsClient, pulled: PulledParams) -> PulledParams:
         """Wait for groups that are too far behind, where the policy says so."""
-        began, most = time.monotonic(), self._policy.most_ahead
+        began, most = time.monotonic(), self._policy.max_staleness
         while most is not None and pulled.ahead > most:
             if time.monotonic() - began > self._timeout_s:
                 raise WorldError(f"group {pulled.last} has not pushed for {self._timeout_s:g} s, and is waited for")

@@ -121,7 +121,7 @@ class Shard:
     def _enter(
         self, push: Push, gradient: torch.Tensor, settings: Sequence[Hyperparameters], untouched: Collection[int]
     ) -> AppliedPush:
-        if self._rules.together:
+        if self._rules.pushes_per_step:
             return self._gather(push, gradient, settings, untouched)
         factor = self._rules.factor(push.nominal, self.ledger.staleness(push), self.ledger.samples)
         self._step(gradient, factor, settings, untouched)
@@ -199,7 +199,7 @@ class Shard:
         if self.ledger.staleness(push):
             return self.ledger.enter(push, 0)
         self._round.append((push.samples, gradient.clone(), set(untouched)))
-        if len(self._round) < self._rules.together:
+        if len(self._round) < self._rules.pushes_per_step:
             return self.ledger.enter(push, 0)
         samples = sum(count for count, _, _ in self._round)
         mean = torch.stack([each * (count / samples) for count, each, _ in self._round]).sum(0)
