@@ -48,7 +48,8 @@ def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
             model.zero_grad()
             nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()  # type: ignore[no-untyped-call]
             gradient = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-            shard.push(Push(0, number, BATCH, BATCH, old.version), gradient)
+            push = Push(group=0, number=number, samples=BATCH, nominal_samples=BATCH, base_version=old.version)
+            shard.push(push, gradient)
             known.append(shard.pull())
             if number % _LOOKS == 0:
                 _write(model, known[-1].values)

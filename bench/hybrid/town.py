@@ -87,10 +87,10 @@ class Town:
         shards, *_ = [_heard(line, _READY_S) for line in self._lines]
         rules = make_policy(wanted.policy, wanted.batch, wanted.options).scaling
         made = {number: Shard(torch.from_numpy(values), how, rules) for number, (values, how) in shards.items()}
-        service = ShardServer(made, _TOKEN, say=print)
+        service = ShardServer.open(made, _TOKEN)
         try:
             for line in self._lines:
-                line.send(service.place)
+                line.send(service.address)
             return sorted((_heard(line, _RUN_S) for line in self._lines), key=lambda each: each.ended_s)
         finally:
             service.close()
@@ -126,11 +126,14 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
 
     def connect(layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         shares = Shares.equal(groups)
-        parts, steppings = torch.split(row, list(shares.cut(layout.count))), layout.steppings(shares, chosen.outer)
+        parts, steppings = (
+            torch.split(row, list(shares.cut(layout.numel))),
+            layout.optimizer_specs(shares, chosen.outer),
+        )
         # As arrays: tensors would be sent by descriptors.
         line.send({each: (parts[each].numpy(), steppings[each]) for each in range(groups)} if number == 0 else {})
         place: Address = _heard(line, _READY_S)
-        return ShardsClient(number, layout.count, shares, [[place]] * groups, _TOKEN)
+        return ShardsClient(number, layout.numel, shares, [[place]] * groups, _TOKEN)
 
     member = GroupOptimizer(connect, chosen, group=number, overlaps=wanted.overlaps)
     run = Run(Settings(global_batch=wanted.batch, seed=wanted.seed * 100 + number, quiet=True), outer=member)

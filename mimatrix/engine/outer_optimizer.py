@@ -56,12 +56,16 @@ class OuterOptimizer(Protocol):
 
     group: int
     """The number of this one."""
-    samples: int
-    """That all groups together have had."""
-
-    now: PushStats
     is_first: bool
     """Whether this rank of the group pushes, and so knows how it goes."""
+
+    @property
+    def samples(self) -> int:
+        """Samples that all groups together have pushed."""
+
+    @property
+    def now(self) -> PushStats:
+        """Statistics of this group's pushes, on its first rank."""
 
     def begin(self, model: nn.Module, binding: ShardedOptimizer, group: Group | None, *, cut: bool) -> None:
         """The model is prepared; its parameters become what all groups have. `cut`: each rank has a part of them."""

@@ -78,7 +78,7 @@ class AutoRun(Run):
         )
         model.to(self.device)
         self._phase = "profiling"
-        groups = Hybrid().found(self._store, self.rank, self.ranks)
+        groups = Hybrid().resolve_groups(self._store, self.rank, self.ranks)
         choice = decided(ground_of(self._world, model, optimizer, loss, feed, whole), groups)
         if choice.mode == "sync" or choice.apart is None:
             self._world.settings = _planned(self.settings, choice.together, choice.reason, model)

@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.registration import register
+from mimatrix.core import environment
+from mimatrix.core.addresses import local_address
 from mimatrix.core.errors import UserError
 from mimatrix.engine.api import GroupFactory
 from mimatrix.engine.api import init as init
@@ -62,17 +64,27 @@ class Hybrid:
         store = job_store(rank, ranks, timeout_s)
         if not is_rejoining():
             self._check_same(store, rank)
-        seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
+        seat = self.seat(settings, store, self.resolve_groups(store, rank, ranks), rank, timeout_s)
         return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
 
     def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> GroupPlacement:
         """The place of a rank of the job in its group, whose ranks know each other then."""
         chosen = self.check(settings, len(groups))
         number, me = locate_rank(groups, rank)
-        address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Rendezvous(store, number, len(groups), chosen, address, timeout_s, rendezvous_file(), is_rejoining())
+        rendezvous = Rendezvous(
+            store=store,
+            group=number,
+            groups=len(groups),
+            policy=chosen,
+            host=environment.ADDRESS.get() or _own_address(),
+            timeout_s=timeout_s,
+            path=rendezvous_file(),
+            is_rejoining=is_rejoining(),
+        )
         overlaps = self.overlaps and len(groups) > 1
-        member = GroupOptimizer(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
+        member = GroupOptimizer(
+            rendezvous.connect, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s
+        )
         # Every group goes through the samples in an order of its own.
         own = replace(settings, seed=settings.seed + number)
         size = len(groups[number])
@@ -86,74 +98,82 @@ class Hybrid:
         return GroupPlacement(own, GroupFactory(timeout), me, size, member)
 
     def check(self, settings: Settings, groups: int = MOST_GROUPS) -> Policy:
-        """The policy for so many groups; a sentence where what was asked for does not make one."""
+        """Return the policy for this number of groups.
+
+        Raises:
+            UserError: There is no global batch, or the policy or its options are wrong.
+        """
         if settings.global_batch is None:
-            raise UserError("a group pushes when it has done a global batch; set global_batch")
+            raise UserError("a group pushes after every global batch; set global_batch")
         return make_policy(self.policy, settings.global_batch, self.options, groups)
 
-    def found(self, store: Store, rank: int, ranks: int) -> Groups:
-        """Who is with whom."""
-        given = launched_groups(ranks)
+    def resolve_groups(self, store: Store, rank: int, ranks: int) -> Groups:
+        """Return the groups of the script or of the launcher; without either, those of the hosts. A collective.
+
+        Raises:
+            UserError: The script and the launcher disagree.
+        """
+        launched = launched_groups(ranks)
         if self.groups is not None:
             own = check_groups(self.groups, ranks)
-            if given and own != given:
+            if launched and own != launched:
                 raise UserError(
-                    f"the script has groups {_listed(own)} and the job was started with {_listed(given)}; give one of "
-                    "them"
+                    f"the script has groups {_format_groups(own)} and the job was started with "
+                    f"{_format_groups(launched)}; give one of them"
                 )
             return own
-        if given:
-            return given
+        if launched:
+            return launched
         store.set(f"hybrid/host/{rank}", own_host())
         return group_by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
 
     def _check_same(self, store: Store, rank: int) -> None:
-        """All ranks must ask for the same, or each shard would go by other rules."""
-        mine = json.dumps(
+        """Refuse a rank that was given another mode than rank 0: each shard would follow another policy."""
+        own = json.dumps(
             {"groups": self.groups, "policy": self.policy, "options": dict(self.options), "overlaps": self.overlaps},
             sort_keys=True,
             default=str,
         )
-        store.set(f"hybrid/asked/{rank}", mine)
+        store.set(f"hybrid/asked/{rank}", own)
         first = store.get("hybrid/asked/0").decode()
-        if first != mine:
-            raise UserError(f"rank {rank} was given the mode {mine} and rank 0 {first}; give all ranks the same")
+        if first != own:
+            raise UserError(f"rank {rank} was given the mode {own} and rank 0 {first}; give all ranks the same")
 
 
-def _listed(groups: Groups) -> str:
+def _format_groups(groups: Groups) -> str:
     return "/".join(",".join(map(str, group)) for group in groups)
 
 
 def launched_groups(ranks: int) -> Groups:
-    """By whoever started the job; none where nobody did."""
-    said = os.environ.get("MIMATRIX_GROUPS")
-    return check_groups(json.loads(said), ranks) if said else ()
+    """Return the groups that the launcher was given, or none."""
+    encoded = environment.GROUPS.get()
+    return check_groups(json.loads(encoded), ranks) if encoded else ()
 
 
 def rendezvous_file() -> Path | None:
-    """Where groups leave word for those that come again; whoever starts them says where."""
-    said = os.environ.get("MIMATRIX_RENDEZVOUS")
-    return Path(said) if said else None
+    """Return the file through which a restarted group finds the others, if the launcher named one."""
+    path = environment.RENDEZVOUS.get()
+    return Path(path) if path else None
 
 
 def is_rejoining() -> bool:
-    """Whether this is a group that was lost: whoever starts it says so, or else the others have met already."""
-    word = rendezvous_file()
-    if word is None:
+    """Return whether this group was lost and restarted: the launcher says so, or the others have met already."""
+    path = rendezvous_file()
+    if path is None:
         return False
-    said = os.environ.get("MIMATRIX_REJOINS")
-    return said != "0" if said else word.exists()
+    rejoins = environment.REJOINS.get()
+    return rejoins != "0" if rejoins else path.exists()
 
 
 def job_rank() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process in its job, and the number of ranks."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def job_store(rank: int, ranks: int, timeout_s: float) -> Store:
-    """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does; a group that returns has one of its own."""
+    """Return the store at `MASTER_ADDR`, which rank 0 hosts unless torchrun does; a group that rejoins has its own."""
     if is_rejoining():
-        return _store_of_group(rank, ranks, timeout_s)
+        return _group_store(rank, ranks, timeout_s)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -166,25 +186,23 @@ def job_store(rank: int, ranks: int, timeout_s: float) -> Store:
     )
 
 
-def _store_of_group(rank: int, ranks: int, timeout_s: float) -> Store:
-    """Of the ranks of one group, which are on one host: a file of a name that no other run has."""
-    groups, word = launched_groups(ranks), rendezvous_file()
+def _group_store(rank: int, ranks: int, timeout_s: float) -> Store:
+    """Return a store for the ranks of one group, which share a host: a file whose name no other run uses."""
+    groups, path = launched_groups(ranks), rendezvous_file()
     number, _ = locate_rank(groups, rank)
     if len(groups[number]) == 1:
         return HashStore()
-    assert word, "a group that rejoins has this file"
-    run = hashlib.sha256(RendezvousInfo.read(word).token.encode()).hexdigest()[:16]
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{life}")
+    assert path, "a group that rejoins has this file"
+    run = hashlib.sha256(RendezvousInfo.read(path).token.encode()).hexdigest()[:16]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{restarts}")
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 def _own_address() -> str:
-    """By which the master is reached, and so, most likely, this host by the others."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])
+    """Return the address from which the master is reached, and by which others most likely reach this host."""
+    return local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), family=socket.AF_INET)
 
 
 MODES["hybrid"] = Hybrid

@@ -31,7 +31,7 @@ from mimatrix.worker.ports import free_port
 GROUPS, BATCH = 4, 64
 KINDS = ("a group", "a service", "a service and the next")
 _APART_S = 0.7
-"""Between two kills: shards that lie once have a mirror again by then."""
+"""Between two kills: shards that lie once have a replica again by then."""
 _BEGUN_S, _ENDED_S = 90.0, 120.0
 
 
@@ -130,9 +130,10 @@ def learn(folder: Path, number: int, port: int, seed: int) -> None:
     net = task.model(seed)
     sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
     model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train))
-    member: Any = run._outer
-    link = member._link
-    push = link.push
+    outer: Any = run._outer
+    leader = outer._joined.leader
+    client = leader._client
+    push = client.push
 
     with (folder / f"{number}.pushes").open("w") as note:
 
@@ -142,15 +143,14 @@ def learn(folder: Path, number: int, port: int, seed: int) -> None:
             note.flush()
             return found
 
-        link.push = noted
+        client.push = noted
         for _ in run.epochs(task.epochs):
             for inputs, targets in loader:
                 run.backward(nn.functional.cross_entropy(model(inputs), targets))
                 optimizer.step()
                 optimizer.zero_grad()
-        if member._under_way:
-            member._under_way.result(60)
-        at, versions = time.monotonic(), link.pull().versions
+        leader.flush()
+        at, versions = time.monotonic(), client.pull().versions
         run.close()
     found = {"at": at, "versions": versions, "accuracy": task.accuracy(model)}
     (folder / f"{number}.json").write_text(json.dumps(found))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.hybrid_groups import mirror_round
+from support.hybrid_groups import make_push, replicate_in_ring
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
@@ -17,7 +17,7 @@ from mimatrix.hybrid.client.shard_client import ShardClient
 from mimatrix.hybrid.net import Address
 from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.hold import latest_pushes, resolve_join
-from mimatrix.hybrid.server.push_log import Push, PushLog
+from mimatrix.hybrid.server.push_log import PushLog
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.hybrid.server.state import ShardState
@@ -33,12 +33,12 @@ ONE = -torch.ones(COUNT, dtype=torch.float64)
 def services(timeout_s: float = 6.0) -> Iterator[tuple[list[ShardServer], list[list[Address]]]]:
     """Three; shard k lies with service k, and again with the next one."""
     made = [
-        ShardServer({n: _shard(n) for n in (k, (k - 1) % 3)}, "secret", timeout_s=timeout_s, say=print, makes=_copied)
+        ShardServer.open({n: _shard(n) for n in (k, (k - 1) % 3)}, "secret", timeout_s=timeout_s, make_shard=_copied)
         for k in range(3)
     ]
-    mirror_round(made)
+    replicate_in_ring(made)
     try:
-        yield made, [[made[k].place, made[(k + 1) % 3].place] for k in range(3)]
+        yield made, [[made[k].address, made[(k + 1) % 3].address] for k in range(3)]
     finally:
         for service in made:
             service.close()
@@ -65,16 +65,16 @@ def pushed(link: ShardsClient) -> None:
 
 
 def copied(link: ShardsClient) -> list[ShardState]:
-    with link.holding() as held:
+    with link.hold() as held:
         held.copy()
-    return held.fetched()
+    return held.fetch()
 
 
 def same(kept: list[ShardState]) -> float:
     """All elements of all shards are the number of pushes that came in."""
-    assert kept[0].ledger.pushes == kept[1].ledger.pushes == kept[2].ledger.pushes
+    assert kept[0].log.pushes == kept[1].log.pushes == kept[2].log.pushes
     values: set[float] = set(torch.cat([each.values for each in kept]).tolist())
-    assert values == {kept[0].ledger.version} == {sum(kept[0].ledger.pushes.values())}
+    assert values == {kept[0].log.version} == {sum(kept[0].log.pushes.values())}
     return values.pop()
 
 
@@ -120,14 +120,14 @@ def test_whoever_dies_or_sleeps_while_it_holds_is_not_waited_for() -> None:
         link, other = linked(0, places), linked(1, places)
         pushed(link)
         began = time.monotonic()
-        held = other.holding().__enter__()
+        held = other.hold()
         held.close()
         pushed(link)
         assert time.monotonic() - began < 1
-        asleep = other.holding(1.0).__enter__()
+        asleep = other.hold(1.0)
         pushed(link)
         assert 0.9 < time.monotonic() - began < 3
-        with pytest.raises(WorldError, match="held for too long"):
+        with pytest.raises(WorldError, match="hold on a shard expired"):
             asleep.copy()
         asleep.close()
         assert same(copied(other)) == 3
@@ -138,8 +138,16 @@ def test_whoever_dies_or_sleeps_while_it_holds_is_not_waited_for() -> None:
 def half_pushed(group: int, places: list[list[Address]]) -> ShardClient:
     """A group that has come to the first shard only."""
     line = ShardClient(group, 0, places[0], "secret", 6)
-    head = {"what": "push", "group": group, "number": 1, "life": 0, "samples": 1, "nominal": 1, "seen": 0}
-    line.ask(head | {"settings": [SGD], "untouched": []}, ONE[: SIZES[0]])
+    head = {
+        "type": "push",
+        "group": group,
+        "number": 1,
+        "incarnation": 0,
+        "samples": 1,
+        "nominal_samples": 1,
+        "base_version": 0,
+    }
+    line.request(head | {"hyperparameters": [SGD], "without_grad": []}, ONE[: SIZES[0]])
     return line
 
 
@@ -148,14 +156,14 @@ def test_a_push_that_came_to_some_shards_only() -> None:
     with services() as (_, places):
         link, half = linked(0, places), half_pushed(1, places)
         began = time.monotonic()
-        with pytest.raises(WorldError, match="push 1 of group 1 came to some shards only"):
+        with pytest.raises(WorldError, match="push 1 of group 1 reached only some shards"):
             copied(link)
         pushed(link)
         assert time.monotonic() - began < 3
         half.close()
         kept = copied(link)
-        assert [each.ledger.pushes for each in kept] == [{0: 1, 1: 1}] * 3
-        assert [each.ledger.version for each in kept] == [2, 1, 1]
+        assert [each.log.pushes for each in kept] == [{0: 1, 1: 1}] * 3
+        assert [each.log.version for each in kept] == [2, 1, 1]
         pushed(link)
         link.close()
 
@@ -164,9 +172,9 @@ def test_a_service_that_dies_while_it_is_held() -> None:
     with services() as (made, places):
         link, other = linked(0, places), linked(1, places)
         pushed(link)
-        with other.holding() as held:
+        with other.hold() as held:
             made[1].close()
-            with pytest.raises(WorldError, match="has moved meanwhile"):
+            with pytest.raises(WorldError, match="the shard moved to its replica"):
                 held.copy()
         assert same(copied(other)) == 1
         pushed(link)
@@ -182,13 +190,21 @@ def test_a_group_that_comes_again_goes_on_and_the_one_before_is_refused() -> Non
         for _ in range(3):
             pushed(first)
         half = ShardClient(None, 0, places[0], "secret", 6)
-        head = {"what": "push", "group": 1, "number": 4, "life": 1, "samples": 1, "nominal": 1, "seen": 3}
-        half.ask(head | {"settings": [SGD], "untouched": []}, ONE[: SIZES[0]])
+        head = {
+            "type": "push",
+            "group": 1,
+            "number": 4,
+            "incarnation": 1,
+            "samples": 1,
+            "nominal_samples": 1,
+            "base_version": 3,
+        }
+        half.request(head | {"hyperparameters": [SGD], "without_grad": []}, ONE[: SIZES[0]])
         again = linked(1, places)
         again.join()
         pushed(again)
         assert again.pull().versions == (5, 4, 4)
-        with pytest.raises(WorldError, match="group 1 was started again"):
+        with pytest.raises(WorldError, match="push of group 1 is refused"):
             pushed(first)
         made[0].close()
         pushed(again)
@@ -199,7 +215,10 @@ def test_a_group_that_comes_again_goes_on_and_the_one_before_is_refused() -> Non
 
 
 def test_who_returns_is_not_behind() -> None:
-    ledgers = [PushLog(9, 9, {0: 7, 1: 2}, lives={0: 1, 1: 1}), PushLog(8, 8, {0: 6, 1: 2}, lives={0: 1, 1: 1})]
+    ledgers = [
+        PushLog(9, 9, {0: 7, 1: 2}, incarnations={0: 1, 1: 1}),
+        PushLog(8, 8, {0: 6, 1: 2}, incarnations={0: 1, 1: 1}),
+    ]
     assert latest_pushes(ledgers) == {0: 7, 1: 2}
     assert resolve_join(1, ledgers, {0}) == (7, 2)
     assert resolve_join(2, ledgers, {0, 1}) == (0, 1)
@@ -216,9 +235,9 @@ def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
         Shard(torch.ones(4, dtype=torch.float64), OptimizerSpec(torch.optim.SGD, (sgd,), part), rules) for part in parts
     ]
     for number, shard in enumerate(shards):
-        shard.push(Push(0, 1, 4, 4, 0), torch.ones(4, dtype=torch.float64))
-        shard.push(Push(1, 1, 4, 4, number), torch.arange(4, dtype=torch.float64))
-    whole = GlobalState.joined([shard.save() for shard in shards], pieces)
+        shard.push(make_push(0, 1, 4, 0), torch.ones(4, dtype=torch.float64))
+        shard.push(make_push(1, 1, 4, number), torch.arange(4, dtype=torch.float64))
+    whole = GlobalState.merge([shard.save() for shard in shards], pieces)
     assert [factor for _, factor in whole.factors] == [0.5, 1.0]
     sizes = (3, 3, 2)
     cuts = ((ParamSpan(0, 0, 3),), (ParamSpan(0, 0, 2), ParamSpan(1, 0, 1)), (ParamSpan(1, 0, 2),))
@@ -230,7 +249,7 @@ def test_momentum_keeps_its_size_in_shards_of_other_sizes() -> None:
         shard.load(kept)
     for shard in (*shards, *others):
         now = shard.pull()
-        number = shard.ledger.pushes.get(0, 0) + 1
-        shard.push(Push(0, number, 4, 4, now.version), now.values * 2)
+        number = shard.log.pushes.get(0, 0) + 1
+        shard.push(make_push(0, number, 4, now.version), now.values * 2)
     one, other = (torch.cat([shard.pull().values for shard in found]) for found in (shards, others))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_groups import BATCH, SAMPLES, model_of, town
+from support.hybrid_groups import BATCH, SAMPLES, make_model, shard_servers
 from support.models import adamw, momentum, squared, vectors
 from support.plain import plain_run
 from support.runs import in_runs
@@ -48,18 +48,18 @@ def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict
     ("batches", "stage"), [((6,), 0), ((4, 2), 0), ((4, 2), 1), ((1, 3, 2), 2), ((5, 1), 3), ((6, 0), 1)]
 )
 def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], stage: int, optimizer: Any) -> None:
-    reference = model_of()
+    reference = make_model()
     data = vectors(SAMPLES)
     stepper = optimizer(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
     plain_run(reference, stepper, whole, squared, scheduler=halving)
-    models = [model_of() for _ in batches]
-    with town(Policy(scaling=PushScaling(reference=BATCH, warm_up=100))) as found:
+    models = [make_model() for _ in batches]
+    with shard_servers(Policy(scaling=PushScaling(reference=BATCH, warm_up=100))) as found:
         states = in_runs(
             len(batches),
             lambda run: trained(run, models[run.rank], optimizer),
-            outer=lambda rank: found.member(0, rank),
+            outer=lambda rank: found.optimizer(0, rank),
             batch=list(batches),
             stage=stage,
             unit_bytes=300,
@@ -71,9 +71,9 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
 
 def test_groups_that_all_wait_step_as_one() -> None:
     """Both see the same samples here, so that the mean of their gradients is that of one process."""
-    members, models, states = [], [model_of() for _ in range(2)], {}
-    with town(make_policy("backup", BATCH, {"backups": 0}, 2)) as found:
-        members = [found.member(group, overlaps=True) for group in range(2)]
+    members, models, states = [], [make_model() for _ in range(2)], {}
+    with shard_servers(make_policy("backup", BATCH, {"backups": 0}, 2)) as found:
+        members = [found.optimizer(group, overlaps=True) for group in range(2)]
 
         def group(number: int) -> None:
             def each(run: Run) -> dict[str, torch.Tensor]:
@@ -87,8 +87,8 @@ def test_groups_that_all_wait_step_as_one() -> None:
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
-        steps = found.services[0]._shards[0].ledger.version
-    reference, data = model_of(), vectors(SAMPLES)
+        steps = found.servers[0]._shards[0].log.version
+    reference, data = make_model(), vectors(SAMPLES)
     stepper = momentum(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, steps * BATCH, BATCH)]
@@ -103,9 +103,9 @@ def test_groups_that_all_wait_step_as_one() -> None:
 def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
     """The second one is slow: the others neither wait for it nor leave it behind."""
     samples = len(vectors(SAMPLES))
-    with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
-        members = [found.member(group, overlaps=overlaps) for group in range(3)]
-        models = [model_of() for _ in range(3)]
+    with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
+        members = [found.optimizer(group, overlaps=overlaps) for group in range(3)]
+        models = [make_model() for _ in range(3)]
         slow = threading.Event()
 
         def group(number: int) -> dict[str, torch.Tensor]:
@@ -122,7 +122,7 @@ def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive()
-        ledgers = [service._shards[k].ledger for k, service in enumerate(found.services)]
+        ledgers = [service._shards[k].log for k, service in enumerate(found.servers)]
     for ledger in ledgers:
         assert ledger.version == sum(ledger.pushes.values())
         assert 6 * samples <= ledger.samples <= 6 * samples + 2 * 3 * BATCH
@@ -150,7 +150,7 @@ def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple
     """One group alone, three steps of its own between pushes; what it and the service have is written out."""
     rounds = {"rounds": True} if name == "rounds" else {}
     chosen = make_policy("local" if rounds else name, BATCH, {"local_steps": 3, **rounds})
-    reference, plain = model_of(), adamw
+    reference, plain = make_model(), adamw
     stepper = plain(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     common = row_of(reference).clone()
@@ -172,12 +172,12 @@ def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple
             way = 0.1 * (common - here)
             common = common - way
             put(reference, here + way)
-    models = [model_of() for _ in ranks]
-    with town(chosen) as found:
+    models = [make_model() for _ in ranks]
+    with shard_servers(chosen) as found:
         states = in_runs(
             len(ranks),
             lambda run: stepped(run, models[run.rank], plain, 14),
-            outer=lambda rank: found.member(0, rank),
+            outer=lambda rank: found.optimizer(0, rank),
             batch=list(ranks),
             stage=stage,
             unit_bytes=300,
@@ -206,9 +206,9 @@ def stepped(run: Run, model: nn.Module, optimizer: Any, steps: int) -> dict[str,
 
 def test_nobody_is_further_ahead_than_allowed() -> None:
     """One group waits for a signal in mid-run: the other comes so far, and waits."""
-    with town(make_policy("bounded", BATCH, {"max_staleness": 2})) as found:
-        members = [found.member(group) for group in range(2)]
-        models = [model_of() for _ in range(2)]
+    with shard_servers(make_policy("bounded", BATCH, {"max_staleness": 2})) as found:
+        members = [found.optimizer(group) for group in range(2)]
+        models = [make_model() for _ in range(2)]
         goes_on, both = threading.Event(), threading.Barrier(2)
 
         def each(run: Run) -> None:
@@ -231,7 +231,7 @@ def test_nobody_is_further_ahead_than_allowed() -> None:
         for thread in threads:
             thread.start()
         time.sleep(1.5)
-        ledger = found.services[0]._shards[0].ledger
+        ledger = found.servers[0]._shards[0].log
         assert ledger.pushes == {0: 6, 1: 3}
         goes_on.set()
         for thread in threads:
@@ -289,23 +289,23 @@ def test_ranks_that_ask_for_different_modes() -> None:
 
 def test_the_script_and_who_started_it_have_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIMATRIX_GROUPS", "[[0, 1], [2]]")
-    assert Hybrid(groups=[[0, 1], [2]]).found(HashStore(), 0, 3) == ((0, 1), (2,))
+    assert Hybrid(groups=[[0, 1], [2]]).resolve_groups(HashStore(), 0, 3) == ((0, 1), (2,))
     with pytest.raises(UserError, match="the script has groups 0/1,2 and the job was started with 0,1/2"):
-        Hybrid(groups=[[0], [1, 2]]).found(HashStore(), 0, 3)
+        Hybrid(groups=[[0], [1, 2]]).resolve_groups(HashStore(), 0, 3)
     with pytest.raises(UserError, match='started with --groups, and in mode="sync" there are none'):
         mimatrix.init(BATCH)
 
 
 def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> Any:
     """What `each` gives on the ranks of one group."""
-    with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
-        return in_runs(len(batches), each, outer=lambda rank: found.member(0, rank), batch=list(batches), **more)
+    with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
+        return in_runs(len(batches), each, outer=lambda rank: found.optimizer(0, rank), batch=list(batches), **more)
 
 
 @pytest.mark.parametrize("batches", [(6,), (6, 0), (4, 2)])
 def test_all_is_told_at_the_end_of_an_epoch(batches: tuple[int, ...], tmp_path: Any) -> None:
     """What was logged, the scheduler's last step, and a checkpoint in the last step: also to a rank without data."""
-    models = [model_of() for _ in batches]
+    models = [make_model() for _ in batches]
 
     def each(run: Run) -> tuple[list[int], list[float]]:
         made = momentum(models[run.rank])
@@ -333,7 +333,7 @@ def test_all_is_told_at_the_end_of_an_epoch(batches: tuple[int, ...], tmp_path: 
 
 def test_an_epoch_that_was_left_is_over() -> None:
     def each(run: Run) -> tuple[list[int], int, list[int]]:
-        model = model_of()
+        model = make_model()
         model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
         seen = []
         for number in run.epochs(3):
@@ -353,7 +353,7 @@ def test_an_epoch_that_was_left_is_over() -> None:
 
 def test_steps_that_are_left_out_count() -> None:
     def each(run: Run) -> int:
-        model = model_of()
+        model = make_model()
         model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
         for _ in run.epochs(2):
             for batch in loader:
@@ -378,21 +378,21 @@ def test_shards_cut_parameters() -> None:
 
 def one_alone(chosen: Policy, each: Any) -> Any:
     """What `each` gives of a run that is a group of one rank."""
-    with town(chosen) as found:
-        return in_runs(1, each, outer=lambda _: found.member(0), batch=[BATCH], stage=0)[0]
+    with shard_servers(chosen) as found:
+        return in_runs(1, each, outer=lambda _: found.optimizer(0), batch=[BATCH], stage=0)[0]
 
 
 @pytest.mark.parametrize("local_steps", [0, 3])
 def test_an_epoch_has_its_number_once(local_steps: int) -> None:
     """Groups go through their samples as often as it takes, and are told of an epoch once."""
     chosen = make_policy("local", BATCH, {"local_steps": 3}) if local_steps else make_policy("large", BATCH, {})
-    with town(chosen) as found:
-        members = [found.member(group) for group in range(2)]
+    with shard_servers(chosen) as found:
+        members = [found.optimizer(group) for group in range(2)]
         told: list[list[int]] = [[], []]
 
         def each(run: Run) -> None:
             number = run.settings.seed
-            net = model_of()
+            net = make_model()
             model, made, loader = run.prepare(net, momentum(net), vectors(SAMPLES), loss=squared)
             for epoch in run.epochs(5):
                 told[number].append(epoch)
@@ -418,10 +418,12 @@ def test_an_epoch_has_its_number_once(local_steps: int) -> None:
 
 def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
     def begun(run: Run) -> None:
-        model = model_of()
+        model = make_model()
         run.prepare(model, torch.optim.Adafactor(model.parameters()), vectors(SAMPLES), loss=squared)
 
-    with pytest.raises(Exception, match="Adafactor does not treat every element by itself, so groups cannot cut it"):
+    with pytest.raises(
+        Exception, match="Adafactor does not treat every element by itself, so groups cannot split its state"
+    ):
         one_alone(make_policy("large", BATCH, {}), begun)
 
 
@@ -430,7 +432,7 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
     for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
         made = partial(_adam, lr)
         states.append(
-            one_alone(make_policy("large", BATCH, {}), lambda run, made=made: trained(run, model_of(), made, 1))
+            one_alone(make_policy("large", BATCH, {}), lambda run, made=made: trained(run, make_model(), made, 1))
         )
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-10)
@@ -441,7 +443,14 @@ def _adam(lr: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_a_group_that_does_not_come_is_named() -> None:
-    meeting = Rendezvous(HashStore(), 0, 3, make_policy("large", BATCH, {}), "127.0.0.1", 0.2)
-    meeting.store.set("place/0", "")
-    with pytest.raises(WorldError, match=r"group 1, group 2 did not come to the others within 0.2 s"):
-        meeting._await(meeting.store, "place")
+    rendezvous = Rendezvous(
+        store=HashStore(),
+        group=0,
+        groups=3,
+        policy=make_policy("large", BATCH, {}),
+        host="127.0.0.1",
+        timeout_s=0.2,
+    )
+    rendezvous.store.set("address/0", "")
+    with pytest.raises(WorldError, match=r"group 1, group 2 did not join within 0.2 s"):
+        rendezvous._wait_for_all(rendezvous.store, "address")

@@ -43,12 +43,12 @@ def test_what_is_sent_arrives(pair: tuple[Connection, Connection], way: str, mon
     one, other = met(pair, way, monkeypatch)
     for count, dtype in ((0, torch.float32), (3, torch.float64), (40_000, torch.float32), (10_000, torch.float64)):
         values = torch.arange(count).to(dtype)
-        one.send({"what": "push", "count": count}, values)
+        one.send({"type": "push", "count": count}, values)
         head, found = other.receive()
         assert (head["what"], head["count"]) == ("push", count)
         assert found is None if count == 0 else torch.equal(found, values)  # type: ignore[arg-type]
-        other.send({"seen": count})
-        assert one.receive() == ({"seen": count}, None)
+        other.send({"base_version": count})
+        assert one.receive() == ({"base_version": count}, None)
 
 
 @pytest.mark.parametrize("way", ["near", "rdma"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_groups import BATCH, SAMPLES, Town, model_of, town
+from support.hybrid_groups import BATCH, SAMPLES, ShardServers, make_model, shard_servers
 from support.models import adamw, momentum, squared, vectors
 from support.runs import in_runs
 from torch import nn
@@ -73,12 +73,12 @@ def alone(
 
         return trained(run, models[run.rank], optimizer, to, load, save)
 
-    models = [model_of() for _ in batches]
-    with town(chosen, shares) as found:
+    models = [make_model() for _ in batches]
+    with shard_servers(chosen, shares) as found:
         states = in_runs(
             len(batches),
             each,
-            outer=lambda rank: found.member(0, rank),
+            outer=lambda rank: found.optimizer(0, rank),
             batch=list(batches),
             stage=stage,
             unit_bytes=300,
@@ -116,13 +116,13 @@ def test_one_group_alone_goes_on_as_if_nothing_had_been(
     found, others = alone(chosen, later, then, stage, optimizer, STEPS, loads=tmp_path)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-10)
-    counted = {(shard.ledger.version, shard.ledger.samples) for shard in (*shards, *others)}
+    counted = {(shard.log.version, shard.log.samples) for shard in (*shards, *others)}
     assert len(counted) == 1
 
 
-def two_groups(found: Town, each: Callable[[int, Run, nn.Module], object], overlaps: bool) -> None:
-    models = [model_of() for _ in range(2)]
-    members: list[GroupOptimizer] = [found.member(group, overlaps=overlaps) for group in range(2)]
+def two_groups(found: ShardServers, each: Callable[[int, Run, nn.Module], object], overlaps: bool) -> None:
+    models = [make_model() for _ in range(2)]
+    members: list[GroupOptimizer] = [found.optimizer(group, overlaps=overlaps) for group in range(2)]
     errors: list[BaseException] = []
 
     def group(number: int) -> None:
@@ -176,9 +176,9 @@ def test_two_groups_in_lock_step(tmp_path: Path, saver: int) -> None:
 
         trained(run, model, momentum, SAVED_AT + 3, load, lambda: None)
 
-    town_of: list[Town] = []
+    town_of: list[ShardServers] = []
     for each in (saving, loading):
-        with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
+        with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
             town_of[:] = [found]
             two_groups(found, each, overlaps=False)
     (first, second), (loaded, after) = had[:2], had[2:]
@@ -190,9 +190,9 @@ def test_two_groups_in_lock_step(tmp_path: Path, saver: int) -> None:
             assert torch.equal(state["momentum_buffer"], other[1][number]["momentum_buffer"])
 
 
-def kept(found: Town) -> list[tuple[torch.Tensor, dict[int, Any], int, int]]:
+def kept(found: ShardServers) -> list[tuple[torch.Tensor, dict[int, Any], int, int]]:
     saved = [shard.save() for shard in found.shards()]
-    return [(each.values, each.states, each.ledger.version, each.ledger.samples) for each in saved]
+    return [(each.values, each.optimizer_state, each.log.version, each.log.samples) for each in saved]
 
 
 def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
             run, model, momentum, 40, lambda: None, lambda: run.save(tmp_path, keep=50) if run.step % 4 == 0 else None
         )
 
-    with town(Policy(scaling=PushScaling(reference=BATCH))) as found:
+    with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
         two_groups(found, each, overlaps=True)
     paths = disk.checkpoints_in(tmp_path)
     assert len(paths) == 20
@@ -229,17 +229,20 @@ def test_a_group_that_loads_late_takes_what_there_is(tmp_path: Path) -> None:
 
         trained(run, model, momentum, SAVED_AT + 10, load, step)
 
-    with town(chosen) as found:
+    with shard_servers(chosen) as found:
         two_groups(found, each, overlaps=False)
-        assert [shard.ledger.version for shard in found.shards()] == [SAVED_AT + 20] * 2
+        assert [shard.log.version for shard in found.shards()] == [SAVED_AT + 20] * 2
 
 
 def test_checkpoints_of_another_mode_are_refused(tmp_path: Path) -> None:
     def load(run: Run) -> None:
-        trained(run, model_of(), momentum, 2, lambda: run.load(tmp_path), lambda: None)
+        trained(run, make_model(), momentum, 2, lambda: run.load(tmp_path), lambda: None)
 
     alone(Policy(scaling=PushScaling(reference=BATCH)), TWO, (6,), 0, momentum, SAVED_AT, saves=tmp_path)
     with pytest.raises(UserError, match='saved in mode="hybrid" and the run is in mode="sync"'):
         in_runs(1, load, batch=[BATCH], stage=0)
-    with town(make_policy("local", BATCH, {})) as found, pytest.raises(Exception, match="groups with another policy"):
-        in_runs(1, load, outer=lambda rank: found.member(0, rank), batch=[BATCH], stage=0)
+    with (
+        shard_servers(make_policy("local", BATCH, {})) as found,
+        pytest.raises(Exception, match="groups with another policy"),
+    ):
+        in_runs(1, load, outer=lambda rank: found.optimizer(0, rank), batch=[BATCH], stage=0)

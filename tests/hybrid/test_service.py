@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.hybrid_groups import mirror_round
+from support.hybrid_groups import replicate_in_ring
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import WorldError
@@ -31,26 +31,33 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("mimatrix.hybrid.net._MIN_WINDOW_BYTES", 1)
 
 
+@pytest.fixture(autouse=True)
+def log_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mimatrix.hybrid")
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("mimatrix.hybrid")]
+
+
 @contextmanager
-def services(*, mirrored: bool = True) -> Iterator[tuple[list[ShardServer], list[list[Address]], list[str]]]:
+def services(*, mirrored: bool = True) -> Iterator[tuple[list[ShardServer], list[list[Address]]]]:
     """Three of them; shard k lies with service k, and again with the next one."""
-    said: list[str] = []
     parts = torch.split(START, list(SHARES.cut(COUNT)))
     made = [
-        ShardServer(
+        ShardServer.open(
             {number: _shard(parts[number]) for number in (k, (k - 1) % 3)},
             "secret",
             timeout_s=5,
-            say=said.append,
-            makes=_copied,
+            make_shard=_copied,
         )
         for k in range(3)
     ]
     if mirrored:
-        mirror_round(made)
-    places = [[made[(k + n) % 3].place for n in range(3)] for k in range(3)]
+        replicate_in_ring(made)
+    places = [[made[(k + n) % 3].address for n in range(3)] for k in range(3)]
     try:
-        yield made, places, said
+        yield made, places
     finally:
         for service in made:
             service.close()
@@ -91,20 +98,20 @@ def trained(link: ShardsClient, steps: range) -> None:
         stepped(link, step)
 
 
-def test_one_group_alone_is_the_optimizer_itself() -> None:
-    with services() as (_, places, said):
+def test_one_group_alone_is_the_optimizer_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with services() as (_, places):
         link = ShardsClient(0, COUNT, SHARES, places, "secret")
         trained(link, range(20))
         assert (link.pull().values - alone(20)).abs().max() < 1e-12
         assert link.pull().versions == (20, 20, 20)
         assert link.pull().samples == 20 * B
         link.close()
-    assert said == []
+    assert messages(caplog) == []
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> None:
-    with services() as (made, places, said):
+def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    with services() as (made, places):
         link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         trained(link, range(7))
         made[lost].close()
@@ -112,20 +119,22 @@ def test_a_lost_service_is_replaced_by_mirrors_without_a_trace(lost: int) -> Non
         assert (link.pull().values - alone(20)).abs().max() < 1e-12
         link.close()
     before, last = (lost - 1) % 3, (lost + 2) % 3
-    assert sorted(each.partition(" (")[0].partition(", at")[0] for each in said) == sorted(
+    assert sorted(each.partition(" (")[0].partition(", at")[0] for each in messages(caplog)) == sorted(
         [
-            f"shard {before} has no mirror any more",
-            f"shard {before} has a mirror again",
-            f"shard {lost} has a mirror again",
+            f"shard {before} has lost its replica",
+            f"shard {before} has a replica again",
+            f"shard {lost} has a replica again",
         ]
     )
-    assert str(made[last].place.port) in next(each for each in said if each.startswith(f"shard {lost} has"))
+    assert str(made[last].address.port) in next(
+        each for each in messages(caplog) if each.startswith(f"shard {lost} has")
+    )
 
 
 @pytest.mark.parametrize("first", range(3))
 def test_shards_that_lost_their_mirror_get_another(first: int) -> None:
     """So the next loss costs nothing either; and one service alone has all."""
-    with services() as (made, places, _):
+    with services() as (made, places):
         links = [ShardsClient(group, COUNT, SHARES, places, "secret", timeout_s=5) for group in range(2)]
         trained(links[0], range(4))
         made[first].close()
@@ -141,16 +150,16 @@ def test_shards_that_lost_their_mirror_get_another(first: int) -> None:
 
 
 def test_one_that_comes_later_gets_what_lies_once() -> None:
-    with services() as (made, places, said):
+    with services() as (made, places):
         link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         trained(link, range(4))
         made[1].close()
         trained(link, range(4, 6))
         made[2].close()
         trained(link, range(6, 8))
-        late = ShardServer({}, "secret", timeout_s=5, say=said.append, makes=_copied)
-        known = made[0].mirrors.welcome(late.place)
-        late.mirrors.know(known, 3)
+        late = ShardServer.open({}, "secret", timeout_s=5, make_shard=_copied)
+        known = made[0].replicas.add_peer(late.address)
+        late.replicas.set_peers(known, 3)
         trained(link, range(8, 12))
         made[0].close()
         trained(link, range(12, 20))
@@ -159,18 +168,18 @@ def test_one_that_comes_later_gets_what_lies_once() -> None:
         late.close()
 
 
-def test_a_mirror_that_was_given_up_is_not_asked() -> None:
+def test_a_mirror_that_was_given_up_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
     """It has what there was then: whoever has seen more since goes on to the next."""
-    with services() as (made, places, said):
+    with services() as (made, places):
         link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         trained(link, range(4))
-        made[0].mirrors.lose(0, OSError("it is silent"))
+        made[0].replicas.drop(0, OSError("it is silent"))
         trained(link, range(4, 8))
-        assert "shard 0 has a mirror again" in said[-1]
+        assert "shard 0 has a replica again" in messages(caplog)[-1]
         behind = ShardsClient(1, COUNT, SHARES, places, "secret", timeout_s=5)
         assert behind.pull().versions == (8, 8, 8)
         # It has not heard of another mirror, though.
-        behind._lines[0]._places = list(places[0])
+        behind._clients[0]._addresses = list(places[0])
         made[0].close()
         trained(behind, range(8, 12))
         assert (behind.pull().values - alone(12)).abs().max() < 1e-12
@@ -178,9 +187,9 @@ def test_a_mirror_that_was_given_up_is_not_asked() -> None:
         behind.close()
 
 
-def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
+def test_whoever_was_replaced_and_still_lives_sends_everybody_on(caplog: pytest.LogCaptureFixture) -> None:
     """One group loses its way to a service, the others do not: all must end with the same shard."""
-    with services() as (_, places, said):
+    with services() as (_, places):
         cut_off = [[places[0][1]], *places[1:]]
         lost, other = (
             ShardsClient(0, COUNT, SHARES, cut_off, "secret"),
@@ -195,11 +204,11 @@ def test_whoever_was_replaced_and_still_lives_sends_everybody_on() -> None:
         assert torch.equal(lost.pull().values, other.pull().values)
         lost.close()
         other.close()
-    assert [each.partition(", at")[0] for each in said] == ["shard 0 has a mirror again"]
+    assert [each.partition(", at")[0] for each in messages(caplog)] == ["shard 0 has a replica again"]
 
 
 def test_groups_count_each_other_and_never_wait() -> None:
-    with services() as (_, places, _said):
+    with services() as (_, places):
         links = [ShardsClient(group, COUNT, SHARES, places, "secret") for group in range(3)]
         nothing = torch.zeros(COUNT, dtype=torch.float64)
         late = [link.push(nothing, B, B, [ADAM], (0, 0, 0)).staleness for link in links]
@@ -221,8 +230,8 @@ def test_groups_count_each_other_and_never_wait() -> None:
 
 
 def test_strangers_are_refused_and_nobody_there_is_said() -> None:
-    with services() as (made, places, _):
-        with pytest.raises(WorldError, match="of another run"):
+    with services() as (made, places):
+        with pytest.raises(WorldError, match="belongs to another run"):
             ShardsClient(0, COUNT, SHARES, places, "guess").pull()
         for service in made:
             service.close()
@@ -232,7 +241,7 @@ def test_strangers_are_refused_and_nobody_there_is_said() -> None:
 
 def test_a_shard_that_is_silent_has_a_mirror() -> None:
     """Whoever listens and never answers has its time, and the mirror its own."""
-    with services(mirrored=False) as (_, places, _), socket.create_server(("127.0.0.1", 0)) as silent:
+    with services(mirrored=False) as (_, places), socket.create_server(("127.0.0.1", 0)) as silent:
         there = Address(*silent.getsockname())
         link = ShardsClient(0, COUNT, SHARES, [[there, places[k][1]] for k in range(3)], "secret", timeout_s=0.5)
         torch.testing.assert_close(link.pull().values, START, rtol=0, atol=0)
@@ -240,9 +249,9 @@ def test_a_shard_that_is_silent_has_a_mirror() -> None:
 
 
 def test_what_a_service_fails_with_is_told_once() -> None:
-    with services() as (_, places, _):
+    with services() as (_, places):
         link = ShardsClient(0, COUNT, SHARES, places, "secret", timeout_s=5)
         now = link.pull()
-        with pytest.raises(WorldError, match="the service failed: KeyError: 'lr'"):
+        with pytest.raises(WorldError, match="the shard server failed: KeyError: 'lr'"):
             link.push(torch.zeros(COUNT, dtype=torch.float64), B, B, [{}], now.versions)
         link.close()

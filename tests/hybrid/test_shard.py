@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.hybrid_groups import make_push
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.policy import PushScaling
-from mimatrix.hybrid.server.push_log import Push, PushLog
+from mimatrix.hybrid.server.push_log import PushLog
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.hybrid.server.state import ShardState
 
@@ -55,7 +56,7 @@ def by_shard(rules: PushScaling, script: list[tuple[str, int, int]]) -> torch.Te
             has[group] = shard.pull()
         else:
             numbers[group] += 1
-            push = Push(group, numbers[group], samples, samples, has[group].version)
+            push = make_push(group, numbers[group], samples, has[group].version)
             shard.push(push, gradient(has[group].values, group))
     return shard.pull().values
 
@@ -116,21 +117,21 @@ def test_what_is_no_rule() -> None:
 
 def test_a_push_that_comes_again_is_not_applied_again() -> None:
     shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(reference=B))
-    first = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
+    first = shard.push(make_push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
     values = shard.pull().values
-    again = shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
-    assert (first.version, first.again, again.version, again.again) == (1, False, 1, True)
+    again = shard.push(make_push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
+    assert (first.version, first.is_duplicate, again.version, again.is_duplicate) == (1, False, 1, True)
     assert torch.equal(shard.pull().values, values)
-    with pytest.raises(WorldError, match="group 0 pushes number 3 after 1"):
-        shard.push(Push(0, 3, B, B, 1), torch.ones(7, dtype=torch.float64))
+    with pytest.raises(WorldError, match="group 0 sent push 3 after push 1"):
+        shard.push(make_push(0, 3, B, 1), torch.ones(7, dtype=torch.float64))
     with pytest.raises(WorldError, match="has version 9"):
-        shard.push(Push(1, 1, B, B, 9), torch.ones(7, dtype=torch.float64))
+        shard.push(make_push(1, 1, B, 9), torch.ones(7, dtype=torch.float64))
 
 
 def test_what_is_pulled_does_not_change() -> None:
     shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     pulled = shard.pull()
-    shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64))
+    shard.push(make_push(0, 1, B, 0), torch.ones(7, dtype=torch.float64))
     assert pulled.version == 0
     assert not pulled.values.any()
 
@@ -138,22 +139,22 @@ def test_what_is_pulled_does_not_change() -> None:
 def test_saved_and_loaded_it_goes_on_alike() -> None:
     one = Shard(torch.zeros(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     for number in range(1, 6):
-        one.push(Push(number % 2, (number + 1) // 2, 40, 40, one.pull().version), gradient(one.pull().values, 0))
+        one.push(make_push(number % 2, (number + 1) // 2, 40, one.pull().version), gradient(one.pull().values, 0))
     other = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(reference=B))
     other.load(one.save())
     for shard in (one, other):
-        shard.push(Push(1, 4, 16, 16, 3), gradient(TARGET * 2, 1))
+        shard.push(make_push(1, 4, 16, 3), gradient(TARGET * 2, 1))
     assert torch.equal(one.pull().values, other.pull().values)
-    assert PushLog.from_json(one.ledger.to_json()) == one.ledger
+    assert PushLog.from_json(one.log.to_json()) == one.log
     kept = one.save()
-    again = ShardState.from_bytes(kept.to_bytes())
-    assert (again.factor, again.ledger) == (kept.factor, kept.ledger)
-    assert torch.equal(again.states[2]["momentum_buffer"], kept.states[2]["momentum_buffer"])
+    again = ShardState.from_tensor(kept.to_tensor())
+    assert (again.factor, again.log) == (kept.factor, kept.log)
+    assert torch.equal(again.optimizer_state[2]["momentum_buffer"], kept.optimizer_state[2]["momentum_buffer"])
 
 
 def test_what_had_no_gradient_is_not_stepped() -> None:
     shard = Shard(torch.ones(7, dtype=torch.float64), SGD, PushScaling(reference=B))
-    shard.push(Push(0, 1, B, B, 0), torch.ones(7, dtype=torch.float64), untouched=(1,))
+    shard.push(make_push(0, 1, B, 0), torch.ones(7, dtype=torch.float64), without_grad=(1,))
     assert (shard.pull().values == 1).tolist() == [False, False, False, True, True, True, False]
 
 
@@ -161,11 +162,11 @@ def test_the_last_of_a_round_is_not_waited_for_and_does_not_count() -> None:
     shard = Shard(torch.zeros(7, dtype=torch.float64), SGD, replace(PushScaling.unscaled(B), pushes_per_step=2))
     first = shard.pull()
     found = [
-        shard.push(Push(group, 1, samples, samples, first.version), gradient(first.values, group))
+        shard.push(make_push(group, 1, samples, first.version), gradient(first.values, group))
         for group, samples in ((2, 32), (0, 64), (1, 32))
     ]
     assert [(each.version, each.staleness) for each in found] == [(0, 0), (1, 0), (1, 1)]
     mean = (32 * gradient(first.values, 2) + 64 * gradient(first.values, 0)) / 96
     torch.testing.assert_close(shard.pull().values, -LR * mean, rtol=0, atol=1e-12)
-    assert (shard.ledger.samples, shard.pull().version) == (96, 1)
-    assert shard.push(Push(1, 1, 32, 32, 0), gradient(first.values, 1)).again
+    assert (shard.log.samples, shard.pull().version) == (96, 1)
+    assert shard.push(make_push(1, 1, 32, 0), gradient(first.values, 1)).is_duplicate

@@ -1,4 +1,4 @@
-"""All parameters that learn as one flat row, the same in every group whatever its stage: by the optimizer's groups."""
+"""All trainable parameters as one flat tensor, in the order of the optimizer; the same in every group and stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from mimatrix.hybrid.server.shard import Hyperparameters, OptimizerSpec, ParamSp
 
 @dataclass(frozen=True, slots=True)
 class ParamRange:
-    """Where the elements that this rank has of a parameter lie in the row."""
+    """Where this rank's elements of a parameter lie in the flat tensor."""
 
     parameter: int
     leaf: nn.Parameter
@@ -27,95 +27,101 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Of one run: where everything lies."""
+    """Where the parameters of one run lie in the flat tensor."""
 
     optimizer: Optimizer
-    places: tuple[ParamRange, ...]
-    pieces: tuple[ParamSpan, ...]
-    """The parameters, whole."""
+    ranges: tuple[ParamRange, ...]
+    spans: tuple[ParamSpan, ...]
+    """All parameters, each complete."""
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, binding: ShardedOptimizer, known: Sequence[Sequence[nn.Parameter]]) -> "FlatLayout":
-        """`known`: the parameters of each of the optimizer's groups, whole."""
-        dtypes = {parameter.dtype for group in known for parameter in group}
+    def build(cls, binding: ShardedOptimizer, param_groups: Sequence[Sequence[nn.Parameter]]) -> "FlatLayout":
+        """Lay out the parameters, given complete for each of the optimizer's parameter groups.
+
+        Raises:
+            UserError: The parameters have several dtypes.
+        """
+        dtypes = {param.dtype for group in param_groups for param in group}
         if len(dtypes) != 1:
             raise UserError(
-                f"the model has parameters of the types {sorted(map(str, dtypes))}; groups share parameters of one type"
+                f"the model has parameters of the types {sorted(map(str, dtypes))}; convert it to one type for "
+                'mode="hybrid"'
             )
-        places: list[ParamRange] = []
-        pieces: list[ParamSpan] = []
-        at = 0
-        for group, parameter in ((number, each) for number, given in enumerate(known) for each in given):
-            found = binding.slice_of(parameter)
-            if found:
-                first = found.start if found.value is not parameter else 0
-                leaf = binding.leaves[parameter]
-                places.append(ParamRange(len(pieces), leaf, at + first, at + first + leaf.numel()))
-            pieces.append(ParamSpan(len(pieces), group, parameter.numel()))
-            at += parameter.numel()
-        return cls(binding.optimizer, tuple(places), tuple(pieces), dtypes.pop())
+        ranges: list[ParamRange] = []
+        spans: list[ParamSpan] = []
+        offset = 0
+        for number, param in ((number, param) for number, group in enumerate(param_groups) for param in group):
+            shard = binding.slice_of(param)
+            if shard:
+                first = offset + (shard.start if shard.value is not param else 0)
+                leaf = binding.leaves[param]
+                ranges.append(ParamRange(len(spans), leaf, first, first + leaf.numel()))
+            spans.append(ParamSpan(len(spans), number, param.numel()))
+            offset += param.numel()
+        return cls(binding.optimizer, tuple(ranges), tuple(spans), dtypes.pop())
 
     @property
-    def count(self) -> int:
-        """Of all elements."""
-        return sum(piece.count for piece in self.pieces)
+    def numel(self) -> int:
+        """The number of elements of the flat tensor."""
+        return sum(span.numel for span in self.spans)
 
-    def touched(self) -> torch.Tensor:
-        """1 for each parameter of which this rank has a gradient."""
-        found = torch.zeros(len(self.pieces), dtype=torch.int64)
-        for place in self.places:
-            found[place.parameter] = place.leaf.grad is not None
-        return found
+    def grad_mask(self) -> torch.Tensor:
+        """Return 1 for each parameter of which this rank has a gradient, otherwise 0."""
+        mask = torch.zeros(len(self.spans), dtype=torch.int64)
+        for part in self.ranges:
+            mask[part.parameter] = part.leaf.grad is not None
+        return mask
 
-    def read_gradients(self, row: torch.Tensor) -> None:
-        """What this rank has of them, and nothing elsewhere."""
-        row.zero_()
-        for place in self.places:
-            if place.leaf.grad is not None:
-                row[place.start : place.stop].copy_(place.leaf.grad.reshape(-1))
+    def read_grads(self, flat: torch.Tensor) -> None:
+        """Copy this rank's gradients into the flat tensor; all other elements become 0."""
+        flat.zero_()
+        for part in self.ranges:
+            if part.leaf.grad is not None:
+                flat[part.start : part.stop].copy_(part.leaf.grad.reshape(-1))
 
-    def read_values(self, row: torch.Tensor) -> None:
-        """What this rank has of the parameters."""
-        row.zero_()
-        for place in self.places:
-            row[place.start : place.stop].copy_(place.leaf.detach().reshape(-1))
+    def read_params(self, flat: torch.Tensor) -> None:
+        """Copy this rank's parameters into the flat tensor; all other elements become 0."""
+        flat.zero_()
+        for part in self.ranges:
+            flat[part.start : part.stop].copy_(part.leaf.detach().reshape(-1))
 
-    def write_values(self, row: torch.Tensor) -> None:
-        """The parameters become those of the row."""
+    def write_params(self, flat: torch.Tensor) -> None:
+        """Copy the flat tensor into this rank's parameters."""
         with torch.no_grad():
-            for place in self.places:
-                place.leaf.copy_(row[place.start : place.stop].view_as(place.leaf))
+            for part in self.ranges:
+                part.leaf.copy_(flat[part.start : part.stop].view_as(part.leaf))
 
-    def settings(self) -> list[Hyperparameters]:
-        """What the optimizer's groups are set to now."""
+    def hyperparameters(self) -> list[Hyperparameters]:
+        """Return the current hyperparameters of each parameter group that JSON can carry."""
         return [
-            {name: plain for name, value in group.items() if name != "params" and _is_plain(plain := _number(value))}
+            {name: plain for name, value in group.items() if name != "params" and _is_plain(plain := _to_number(value))}
             for group in self.optimizer.param_groups
         ]
 
-    def steppings(self, shares: Shares, outer: Hyperparameters | None = None) -> list[OptimizerSpec]:
-        """How each shard is stepped: as the user's optimizer does, or by SGD with settings of its own."""
+    def optimizer_specs(self, shares: Shares, outer: Hyperparameters | None = None) -> list[OptimizerSpec]:
+        """Return how to step each shard: with the user's optimizer, or with SGD if `outer` is given."""
         kind = type(self.optimizer) if outer is None else torch.optim.SGD
-        settings = tuple(self.settings() if outer is None else [outer for _ in self.settings()])
-        return [OptimizerSpec(kind, settings, pieces) for pieces in split_spans(self.pieces, shares.cut(self.count))]
+        hyperparameters = self.hyperparameters() if outer is None else [outer for _ in self.hyperparameters()]
+        sizes = shares.cut(self.numel)
+        return [OptimizerSpec(kind, tuple(hyperparameters), spans) for spans in split_spans(self.spans, sizes)]
 
 
-def split_spans(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[ParamSpan, ...]]:
-    """The pieces that lie in each shard: both are rows of the same length."""
-    ends, at = list(accumulate(piece.count for piece in pieces)), 0
+def split_spans(spans: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[ParamSpan, ...]]:
+    """Yield the spans that lie in each shard; spans and shards cover the same flat tensor."""
+    ends, start = list(accumulate(span.numel for span in spans)), 0
     for size in sizes:
-        stop = at + size
+        stop = start + size
         parts = (
-            replace(piece, count=min(stop, end) - max(at, end - piece.count))
-            for piece, end in zip(pieces, ends, strict=True)
+            replace(span, numel=min(stop, end) - max(start, end - span.numel))
+            for span, end in zip(spans, ends, strict=True)
         )
-        yield tuple(part for part in parts if part.count > 0)
-        at = stop
+        yield tuple(part for part in parts if part.numel > 0)
+        start = stop
 
 
-def _number(value: Any) -> Any:
-    """Learning rates may be tensors."""
+def _to_number(value: Any) -> Any:
+    """Return a tensor of one element, such as a learning rate, as a number."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
