@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 
 from mimatrix.core.errors import UserError
+from mimatrix.core.hosts import ranks_by_host
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 def group_by_host(hosts: Sequence[str]) -> Groups:
     """Group ranks by host, in the order in which hosts first appear."""
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
-    return tuple(map(tuple, ranks.values()))
+    return tuple(ranks_by_host(hosts).values())
 
 
 def check_groups(groups: Sequence[Sequence[int]], ranks: int) -> Groups:

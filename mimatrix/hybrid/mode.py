@@ -33,7 +33,7 @@ from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """What a process needs to be a rank of its group's run."""
+    """What a process needs to join its group's run."""
 
     settings: Settings
     further: GroupFactory | None
@@ -43,22 +43,22 @@ class GroupPlacement:
 
 
 MOST_GROUPS = 1 << 20
-"""Where it is not known yet how many there are."""
+"""Used to check a policy while the number of groups is unknown."""
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Who is with whom, and how groups go together (`hybrid.policies`); `options` are the policy's own."""
+    """Groups of ranks that train asynchronously; `options` are those of the policy (`hybrid.policy`)."""
 
     groups: Sequence[Sequence[int]] | None = None
-    """Ranks of each; without, as `mimatrix run --groups` says, or those of a host are one."""
+    """The ranks of each group; by default those of `mimatrix run --groups`, or the ranks of each host."""
     policy: str = "large"
     options: Mapping[str, Any] = field(default_factory=dict)
     overlaps: bool = False
-    """Whether a group goes on computing while its push is under way: more samples a second, and all of them later."""
+    """Whether a group computes while its push is in flight: more samples per second, but every push is staler."""
 
     def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
-        """The part that this process has of its group's run."""
+        """Join the run of this process's group."""
         self.check(settings)
         rank, ranks = job_rank()
         store = job_store(rank, ranks, timeout_s)
@@ -68,7 +68,7 @@ class Hybrid:
         return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
 
     def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> GroupPlacement:
-        """The place of a rank of the job in its group, whose ranks know each other then."""
+        """Return the placement of a rank in its group, and connect the ranks of the group."""
         chosen = self.check(settings, len(groups))
         number, me = locate_rank(groups, rank)
         rendezvous = Rendezvous(
@@ -85,14 +85,14 @@ class Hybrid:
         member = GroupOptimizer(
             rendezvous.connect, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s
         )
-        # Every group goes through the samples in an order of its own.
+        # Every group visits the samples in its own order.
         own = replace(settings, seed=settings.seed + number)
         size = len(groups[number])
         if size == 1:
             return GroupPlacement(own, None, 0, 1, member)
         register()
         timeout = timedelta(seconds=timeout_s)
-        # A group that was started again must not find what the one before it has left in the store.
+        # A restarted group must not find keys that its previous start has left in the store.
         apart = PrefixStore(f"group/{number}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
         return GroupPlacement(own, GroupFactory(timeout), me, size, member)

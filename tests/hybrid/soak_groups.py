@@ -1,4 +1,4 @@
-"""Kill a group, a service, or two, again and again while four groups learn: `python tests/hybrid/soak_groups.py`.
+"""Kill a group, a server, or two, again and again while four groups train: `python tests/hybrid/soak_groups.py`.
 
 After each kill the others must end by themselves, with as many versions of every shard as pushes were acknowledged (one
 more, if the killed group was told of one no more), and with the accuracy of a run that nobody was killed in.
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def one(context: Any, folder: Path, seed: int, what: str) -> tuple[str, float | None]:
-    """What went wrong, and the accuracy of whoever ended last."""
+    """What went wrong, and the accuracy of the group that ended last."""
     chance, port = random.Random(seed), free_port("127.0.0.1")
     groups: list[BaseProcess] = [
         context.Process(target=learn, args=(folder, number, port, seed)) for number in range(GROUPS)

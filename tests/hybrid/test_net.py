@@ -1,4 +1,4 @@
-"""Messages between groups and shards, over the stream and through windows."""
+"""Messages between groups and shards, over TCP and through windows."""
 
 import socket
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
     other.close()
 
 
-def met(
+def negotiated(
     pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Connection, Connection]:
     """Both ends, which take each other for near, or far with RDMA or without."""
@@ -39,23 +39,25 @@ def met(
 
 
 @pytest.mark.parametrize("way", ["near", "far", "rdma"])
-def test_what_is_sent_arrives(pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = met(pair, way, monkeypatch)
+def test_messages_arrive_over_every_transport(
+    pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = negotiated(pair, way, monkeypatch)
     for count, dtype in ((0, torch.float32), (3, torch.float64), (40_000, torch.float32), (10_000, torch.float64)):
         values = torch.arange(count).to(dtype)
         one.send({"type": "push", "count": count}, values)
         head, found = other.receive()
-        assert (head["what"], head["count"]) == ("push", count)
+        assert (head["type"], head["count"]) == ("push", count)
         assert found is None if count == 0 else torch.equal(found, values)  # type: ignore[arg-type]
         other.send({"base_version": count})
         assert one.receive() == ({"base_version": count}, None)
 
 
 @pytest.mark.parametrize("way", ["near", "rdma"])
-def test_through_windows_numbers_do_not_go_over_the_stream(
+def test_tensors_in_windows_do_not_travel_over_tcp(
     pair: tuple[Connection, Connection], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = met(pair, way, monkeypatch)
+    one, other = negotiated(pair, way, monkeypatch)
     sent: list[int] = []
     raw = one._raw
 
@@ -76,18 +78,18 @@ def test_through_windows_numbers_do_not_go_over_the_stream(
     assert sum(sent) < 10_000
 
 
-def test_numbers_that_are_gone_are_a_lost_connection(
+def test_a_lost_window_is_a_lost_connection(
     pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that whoever asked turns to the mirror."""
-    one, other = met(pair, "near", monkeypatch)
+    """So that the client turns to the replica."""
+    one, other = negotiated(pair, "near", monkeypatch)
     one.send({}, torch.ones(100_000))
     one.close()
     with pytest.raises(ConnectionError, match="cannot be read"):
         other.receive()
 
 
-def test_what_is_no_message_is_refused(pair: tuple[Connection, Connection]) -> None:
+def test_bytes_of_other_protocols_are_refused(pair: tuple[Connection, Connection]) -> None:
     one, other = pair
     one._raw.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     with pytest.raises(WorldError, match="a message is corrupt"):

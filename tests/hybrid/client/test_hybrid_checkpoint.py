@@ -1,4 +1,4 @@
-"""Checkpoints of groups: what is loaded goes on as if nothing had been, in any number of groups and shards."""
+"""Checkpoints of groups: training resumes exactly, with any number of groups and shards."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hybrid_groups import BATCH, SAMPLES, ShardServers, make_model, shard_servers
+from support.hybrid_groups import BATCH, SAMPLES, ShardServers, make_model, make_push, shard_servers
 from support.models import adamw, momentum, squared, vectors
 from support.runs import in_runs
 from torch import nn
@@ -16,9 +16,10 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint import storage as disk
 from mimatrix.engine.run import Run
+from mimatrix.hybrid.client.checkpoint import GlobalState, check_format
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
 from mimatrix.hybrid.policy import Policy, PushScaling, make_policy
-from mimatrix.hybrid.server.shard import Shard
+from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 
 STEPS, SAVED_AT = 19, 8
 """7 global batches in an epoch, the last one smaller."""
@@ -100,7 +101,7 @@ def alone(
     ("batches", "stage", "then", "later"),
     [((6,), 0, (6,), THREE), ((4, 2), 1, (5, 1), TWO), ((2, 4), 3, (6,), ONE)],
 )
-def test_one_group_alone_goes_on_as_if_nothing_had_been(
+def test_a_single_group_resumes_exactly(
     tmp_path: Path,
     name: str,
     options: dict[str, Any],
@@ -149,7 +150,7 @@ def two_groups(found: ShardServers, each: Callable[[int, Run, nn.Module], object
 
 
 @pytest.mark.parametrize("saver", [0, 1])
-def test_two_groups_in_lock_step(tmp_path: Path, saver: int) -> None:
+def test_shards_resume_bit_for_bit_with_two_groups(tmp_path: Path, saver: int) -> None:
     """One saves while both wait; what shards have after it was loaded is what they had, to the last bit."""
     meets = threading.Barrier(2, timeout=30)
     had: list[tuple[torch.Tensor, dict[int, Any], int, int]] = []
@@ -195,7 +196,7 @@ def kept(found: ShardServers) -> list[tuple[torch.Tensor, dict[int, Any], int, i
     return [(each.values, each.optimizer_state, each.log.version, each.log.samples) for each in saved]
 
 
-def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
+def test_all_groups_may_save_to_one_directory(tmp_path: Path) -> None:
     def each(number: int, run: Run, model: nn.Module) -> None:
         trained(
             run, model, momentum, 40, lambda: None, lambda: run.save(tmp_path, keep=50) if run.step % 4 == 0 else None
@@ -212,7 +213,7 @@ def test_all_groups_save_to_one_folder_while_they_train(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_group_that_loads_late_takes_what_there_is(tmp_path: Path) -> None:
+def test_a_group_that_loads_late_takes_the_current_state(tmp_path: Path) -> None:
     """Another has loaded and gone on: that is not undone."""
     chosen = Policy(scaling=PushScaling(reference=BATCH))
     alone(chosen, TWO, (6,), 0, momentum, SAVED_AT, saves=tmp_path)
@@ -246,3 +247,38 @@ def test_checkpoints_of_another_mode_are_refused(tmp_path: Path) -> None:
         pytest.raises(Exception, match="groups with another policy"),
     ):
         in_runs(1, load, outer=lambda rank: found.optimizer(0, rank), batch=[BATCH], stage=0)
+
+
+def test_momentum_keeps_its_magnitude_in_shards_of_other_sizes() -> None:
+    """Two shards whose last pushes counted differently become three, and then go on as they would have."""
+    rules = PushScaling(reference=4, staleness_exponent=1.0)
+    pieces = (ParamSpan(0, 0, 5), ParamSpan(1, 0, 3))
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    parts = ((ParamSpan(0, 0, 4),), (ParamSpan(0, 0, 1), ParamSpan(1, 0, 3)))
+    shards = [
+        Shard(torch.ones(4, dtype=torch.float64), OptimizerSpec(torch.optim.SGD, (sgd,), part), rules) for part in parts
+    ]
+    for number, shard in enumerate(shards):
+        shard.push(make_push(0, 1, 4, 0), torch.ones(4, dtype=torch.float64))
+        shard.push(make_push(1, 1, 4, number), torch.arange(4, dtype=torch.float64))
+    whole = GlobalState.merge([shard.save() for shard in shards], pieces)
+    assert [factor for _, factor in whole.factors] == [0.5, 1.0]
+    sizes = (3, 3, 2)
+    cuts = ((ParamSpan(0, 0, 3),), (ParamSpan(0, 0, 2), ParamSpan(1, 0, 1)), (ParamSpan(1, 0, 2),))
+    others = [
+        Shard(torch.zeros(size, dtype=torch.float64), OptimizerSpec(torch.optim.SGD, (sgd,), part), rules)
+        for size, part in zip(sizes, cuts, strict=True)
+    ]
+    for shard, kept in zip(others, whole.split(pieces, sizes, rules, "here"), strict=True):
+        shard.load(kept)
+    for shard in (*shards, *others):
+        now = shard.pull()
+        number = shard.log.pushes.get(0, 0) + 1
+        shard.push(make_push(0, number, 4, now.version), now.values * 2)
+    one, other = (torch.cat([shard.pull().values for shard in found]) for found in (shards, others))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_checkpoints_of_another_format_are_refused() -> None:
+    with pytest.raises(UserError, match="reads format 1; load it with the version that saved it"):
+        check_format({"format": 0})

@@ -51,7 +51,7 @@ def learnt(losses: list[float]) -> bool:
 
 
 @pytest.mark.long
-def test_what_is_chosen_is_what_runs(tmp_path: Path) -> None:
+def test_auto_mode_runs_what_it_chose(tmp_path: Path) -> None:
     """Which it is depends on what else this machine does: that is for bench/hybrid/choosing.py."""
     ranks, said = told(tmp_path, 2)
     (chosen,) = {(each["mode"], each["ranks"]) for each in ranks}
@@ -62,18 +62,18 @@ def test_what_is_chosen_is_what_runs(tmp_path: Path) -> None:
     assert learnt(ranks[0]["losses"])
 
 
-def test_what_is_given_for_each_rank_is_refused() -> None:
+def test_auto_mode_refuses_settings_per_rank() -> None:
     with pytest.raises(UserError, match="leave out batch"):
         mimatrix.init(16, batch=[8, 8], mode="auto")
     with pytest.raises(UserError, match="set global_batch"):
         mimatrix.init(mode="auto")
 
 
-def test_alone_there_is_nothing_to_choose() -> None:
+def test_auto_mode_with_one_rank_is_sync() -> None:
     assert mimatrix.init(16, mode="auto", quiet=True).mode == "sync"
 
 
-def test_a_group_returns_in_the_way_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_group_rejoins_in_the_chosen_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     word = tmp_path / "meeting"
     plan = Plan(0, Split.of((16,)), Shares.equal(1), (Part("cpu", 0.1, 0.0, 1, 2),), 0.1, 0.0, ("why",))
     groups = tuple(Pushing((rank,), plan, 0.01, 0.2, 1.0, steps=7) for rank in range(2))

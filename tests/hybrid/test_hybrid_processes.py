@@ -1,4 +1,4 @@
-"""Groups as real processes: one alone is exact; others go on when a group or a service is killed."""
+"""Groups as real processes: a single group is exact; others continue when a group or a server is killed."""
 
 import json
 import os
@@ -15,15 +15,15 @@ import pytest
 
 from mimatrix.worker.ports import free_port
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "apart.py")
+SCRIPT = str(Path(__file__).parent / "scripts" / "train_in_groups.py")
 pytestmark = pytest.mark.timeout(150)
 
 
 @contextmanager
 def ranks(count: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes with torchrun's variables; none of them is left, nor a service of theirs."""
+    """Processes with torchrun's variables; at the end neither they nor their servers are left."""
     known = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
-    known |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "TEST_APART": str(os.getpid())}
+    known |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "TEST_GROUPS": str(os.getpid())}
     started = [_started(words, known | {"RANK": str(rank)}) for rank in range(count)]
     try:
         yield started
@@ -46,7 +46,7 @@ def _started(words: Sequence[str], known: Mapping[str, str]) -> subprocess.Popen
 
 
 def again(rank: int, processes: list[subprocess.Popen[str]]) -> None:
-    """The rank was lost; another one comes in its place, with the same variables."""
+    """Replace a rank by a new process with the same variables."""
     process = processes[rank]
     variables = (Path("/proc") / str(process.pid) / "environ").read_text().split("\0")
     known = dict(each.split("=", 1) for each in variables if each)
@@ -72,7 +72,7 @@ def services() -> list[int]:
             words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"mimatrix.hybrid.server.process" in words and f"TEST_APART={os.getpid()}".encode() in variables.split(
+        if b"mimatrix.hybrid.server.process" in words and f"TEST_GROUPS={os.getpid()}".encode() in variables.split(
             b"\0"
         ):
             found.append(int(folder.name))
@@ -90,7 +90,7 @@ def told(folder: Path, group: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_one_group_of_two_ranks_is_the_synchronous_run(tmp_path: Path) -> None:
+def test_a_single_group_of_two_ranks_trains_like_mode_sync(tmp_path: Path) -> None:
     states = []
     for groups in ("[[0, 1]]", "null"):
         with ranks(2, str(tmp_path), groups, "3") as processes:
@@ -110,7 +110,7 @@ def test_one_group_of_two_ranks_is_the_synchronous_run(tmp_path: Path) -> None:
         "a service",
     ],
 )
-def test_others_go_on(tmp_path: Path, killed: str) -> None:
+def test_other_groups_continue_after_a_loss(tmp_path: Path, killed: str) -> None:
     with ranks(3, str(tmp_path), "[[0], [1], [2]]", "60", "0.02") as processes:
         begun(tmp_path, 3)
         lost = {"a group": 1, "the first group": 0, "a service": None}[killed]
@@ -129,8 +129,8 @@ def test_others_go_on(tmp_path: Path, killed: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("with_service", [False, True])
-def test_a_group_returns(tmp_path: Path, with_service: bool) -> None:
-    """The second of three is killed, perhaps with what it serves, and comes again: all go on together."""
+def test_a_lost_group_rejoins(tmp_path: Path, with_service: bool) -> None:
+    """The second of three groups is killed, perhaps with its server, and rejoins: all train on together."""
     with ranks(3, str(tmp_path), "[[0], [1], [2]]", "200", "0.02") as processes:
         begun(tmp_path, 3)
         (tmp_path / "1.begun").unlink()
@@ -144,12 +144,12 @@ def test_a_group_returns(tmp_path: Path, with_service: bool) -> None:
     for found in losses:
         assert len(found) > 20
         assert sum(found[-5:]) < 0.2 * began
-    # What comes back takes what all have: it does not begin anew.
+    # A group that rejoins takes the common parameters: it does not start over.
     assert sum(losses[1][:5]) < 0.5 * began
 
 
 @pytest.mark.long
-def test_killed_at_any_moment_the_last_whole_checkpoint_is_there(tmp_path: Path) -> None:
+def test_groups_resume_from_a_complete_checkpoint_after_kills(tmp_path: Path) -> None:
     """All groups save to one folder all the time, and everything is killed, three times over."""
     words = (str(tmp_path), "[[0], [1]]", "400", "0.005", "7")
     for _ in range(3):
@@ -186,8 +186,8 @@ LAUNCH = [
 
 
 @pytest.mark.long
-def test_the_launcher_leaves_other_groups_running(tmp_path: Path) -> None:
-    known = os.environ | {"TEST_APART": str(os.getpid())}
+def test_launcher_leaves_other_groups_running(tmp_path: Path) -> None:
+    known = os.environ | {"TEST_GROUPS": str(os.getpid())}
     command = [*LAUNCH, SCRIPT, str(tmp_path), '"launcher"', "60", "0.02"]
     process = subprocess.Popen(command, env=known, text=True, stdout=subprocess.PIPE)
     begun(tmp_path, 2)
@@ -199,9 +199,9 @@ def test_the_launcher_leaves_other_groups_running(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_launcher_starts_a_lost_group_again_and_no_other(tmp_path: Path) -> None:
+def test_launcher_restarts_only_the_lost_group(tmp_path: Path) -> None:
     """First the one of two ranks, then the one that has the store."""
-    known = os.environ | {"TEST_APART": str(os.getpid())}
+    known = os.environ | {"TEST_GROUPS": str(os.getpid())}
     command = [*LAUNCH, "--max-restarts", "2", "--grace", "1s", SCRIPT, str(tmp_path), '"launcher"', "600", "0.02"]
     process = subprocess.Popen(command, env=known, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -226,7 +226,7 @@ def test_the_launcher_starts_a_lost_group_again_and_no_other(tmp_path: Path) -> 
 
 
 def _serving(parent: int) -> int:
-    """The service of a rank that lives."""
+    """The server that a live rank has started."""
     return next(
         pid for pid in services() if int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
     )
@@ -240,7 +240,7 @@ def _ranks() -> dict[int, int]:
             words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        ours = b"apart.py" in words and f"TEST_APART={os.getpid()}".encode() in variables
+        ours = b"train_in_groups.py" in words and f"TEST_GROUPS={os.getpid()}".encode() in variables
         rank = next((each[5:] for each in variables if each.startswith(b"RANK=")), b"")
         if ours and rank:
             found[int(rank)] = int(folder.name)

@@ -1,4 +1,4 @@
-"""Groups of ranks that train apart: `apart.py OUT GROUPS EPOCHS [PAUSE_S [SAVES]]`.
+"""Groups of ranks that train apart: `train_in_groups.py OUT GROUPS EPOCHS [PAUSE_S [SAVES]]`.
 
 Each group's first rank says when it has begun, and writes what it ended with. With SAVES, all go on from the last
 checkpoint, and save after so many steps.

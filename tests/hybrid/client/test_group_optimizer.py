@@ -1,4 +1,4 @@
-"""Groups in the user's loop: one alone is exact in every stage; several go on without waiting."""
+"""Groups in the training loop: a single group is exact in every stage; several do not wait for each other."""
 
 import threading
 import time
@@ -12,18 +12,10 @@ from support.models import adamw, momentum, squared, vectors
 from support.plain import plain_run
 from support.runs import in_runs
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.utils.data import default_collate
 
-import mimatrix
-from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.client.flat_layout import split_spans
-from mimatrix.hybrid.groups import check_groups
-from mimatrix.hybrid.mode import Hybrid
 from mimatrix.hybrid.policy import Policy, PushScaling, make_policy
-from mimatrix.hybrid.rendezvous import Rendezvous
-from mimatrix.hybrid.server.shard import ParamSpan
 
 
 def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict[str, torch.Tensor]:
@@ -47,7 +39,7 @@ def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict
 @pytest.mark.parametrize(
     ("batches", "stage"), [((6,), 0), ((4, 2), 0), ((4, 2), 1), ((1, 3, 2), 2), ((5, 1), 3), ((6, 0), 1)]
 )
-def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], stage: int, optimizer: Any) -> None:
+def test_a_single_group_trains_like_one_process(batches: tuple[int, ...], stage: int, optimizer: Any) -> None:
     reference = make_model()
     data = vectors(SAMPLES)
     stepper = optimizer(reference)
@@ -69,17 +61,17 @@ def test_one_group_alone_gives_what_one_process_gives(batches: tuple[int, ...], 
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
-def test_groups_that_all_wait_step_as_one() -> None:
+def test_groups_without_backups_step_as_one_process() -> None:
     """Both see the same samples here, so that the mean of their gradients is that of one process."""
     members, models, states = [], [make_model() for _ in range(2)], {}
     with shard_servers(make_policy("backup", BATCH, {"backups": 0}, 2)) as found:
         members = [found.optimizer(group, overlaps=True) for group in range(2)]
 
         def group(number: int) -> None:
-            def each(run: Run) -> dict[str, torch.Tensor]:
+            def train(run: Run) -> dict[str, torch.Tensor]:
                 return trained(run, models[number], momentum)
 
-            states[number] = in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0)[0]
+            states[number] = in_runs(1, train, outer=lambda _: members[number], batch=[BATCH], stage=0)[0]
 
         threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(2)]
         for thread in threads:
@@ -100,7 +92,7 @@ def test_groups_that_all_wait_step_as_one() -> None:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
+def test_groups_share_the_samples_of_an_epoch_without_waiting(overlaps: bool) -> None:
     """The second one is slow: the others neither wait for it nor leave it behind."""
     samples = len(vectors(SAMPLES))
     with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
@@ -109,12 +101,12 @@ def test_several_groups_share_the_samples_of_an_epoch(overlaps: bool) -> None:
         slow = threading.Event()
 
         def group(number: int) -> dict[str, torch.Tensor]:
-            def each(run: Run) -> dict[str, torch.Tensor]:
+            def train(run: Run) -> dict[str, torch.Tensor]:
                 if number == 1:
                     slow.wait(0.5)
                 return trained(run, models[number], momentum, epochs=6)
 
-            return in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)[0]
+            return in_runs(1, train, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)[0]
 
         threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(3)]
         for thread in threads:
@@ -146,8 +138,8 @@ def put(model: nn.Module, row: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("ranks", "stage"), [((6,), 0), ((4, 2), 1), ((5, 1), 3)])
 @pytest.mark.parametrize("name", ["local", "rounds", "elastic"])
-def test_groups_that_step_by_themselves_against_formulas(name: str, ranks: tuple[int, ...], stage: int) -> None:
-    """One group alone, three steps of its own between pushes; what it and the service have is written out."""
+def test_local_and_elastic_steps_match_their_formulas(name: str, ranks: tuple[int, ...], stage: int) -> None:
+    """A single group, three local steps between pushes; its parameters and the server's are written out."""
     rounds = {"rounds": True} if name == "rounds" else {}
     chosen = make_policy("local" if rounds else name, BATCH, {"local_steps": 3, **rounds})
     reference, plain = make_model(), adamw
@@ -204,14 +196,14 @@ def stepped(run: Run, model: nn.Module, optimizer: Any, steps: int) -> dict[str,
     return found
 
 
-def test_nobody_is_further_ahead_than_allowed() -> None:
-    """One group waits for a signal in mid-run: the other comes so far, and waits."""
+def test_bounded_groups_wait_for_the_slowest() -> None:
+    """One group waits for a signal in mid-run: the other reaches its bound, and waits."""
     with shard_servers(make_policy("bounded", BATCH, {"max_staleness": 2})) as found:
         members = [found.optimizer(group) for group in range(2)]
         models = [make_model() for _ in range(2)]
         goes_on, both = threading.Event(), threading.Barrier(2)
 
-        def each(run: Run) -> None:
+        def train(run: Run) -> None:
             number = run.settings.seed
             made = momentum(models[number])
             model, made, loader = run.prepare(models[number], made, vectors(3 * SAMPLES), loss=squared)
@@ -225,7 +217,7 @@ def test_nobody_is_further_ahead_than_allowed() -> None:
             run.close()
 
         def group(number: int) -> None:
-            in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)
+            in_runs(1, train, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)
 
         threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(2)]
         for thread in threads:
@@ -240,62 +232,6 @@ def test_nobody_is_further_ahead_than_allowed() -> None:
     assert members[0].now.waited_s > 0.5
 
 
-def test_what_is_no_policy() -> None:
-    with pytest.raises(UserError, match=r'there is no policy "loca".*local'):
-        make_policy("loca", BATCH, {})
-    with pytest.raises(UserError, match="backups is 3 of 3 groups; give how many groups are not waited for, 0 to 2"):
-        make_policy("backup", 8, {"backups": 3}, 3)
-    with pytest.raises(UserError, match='"plain" has no option "staleness_exponent"'):
-        make_policy("plain", BATCH, {"staleness_exponent": 1.0})
-    with pytest.raises(UserError, match="local_steps is 0"):
-        make_policy("local", BATCH, {"local_steps": 0})
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "sentence"),
-    [
-        ("large", {"staleness_exponent": "x"}, "staleness_exponent is 'x'; give a number from 0"),
-        ("large", {"staleness_exponent": None}, "staleness_exponent is None"),
-        ("large", {"warm_up": "a"}, "warm_up is 'a'; give a number of samples"),
-        ("large", {"reference": 0}, "reference is 0; give the samples that the learning rate was tuned for"),
-        ("large", {"lr_scaling": "no"}, "lr_scaling is 'no'; use True or False"),
-        ("bounded", {"max_staleness": "3x"}, "max_staleness is '3x'; give the pushes by which"),
-        ("bounded", {"max_staleness": -1}, "max_staleness is -1"),
-        ("backup", {"backups": None}, "backups is None"),
-        ("local", {"momentum": "a"}, "momentum is 'a'; give a number from 0 to below 1"),
-        ("local", {"lr": -1}, "lr is -1; give a learning rate above 0"),
-        ("elastic", {"local_steps": 2.7}, "local_steps is 2.7"),
-    ],
-)
-def test_options_that_cannot_be(name: str, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        make_policy(name, BATCH, options, 2)
-
-
-def test_groups_that_are_none() -> None:
-    with pytest.raises(UserError, match=r"groups = \[0\] is not a list of lists of ranks"):
-        check_groups([0], 1)  # type: ignore[list-item]
-
-
-def test_ranks_that_ask_for_different_modes() -> None:
-    store = HashStore()
-    Hybrid(policy="plain")._check_same(store, 0)
-    Hybrid(policy="plain")._check_same(store, 1)
-    with pytest.raises(UserError, match=r"rank 1 was given the mode .*local.* and rank 0 .*plain.*give all ranks"):
-        Hybrid(policy="local")._check_same(store, 1)
-    with pytest.raises(UserError, match="give all ranks the same"):
-        Hybrid(groups=[[0], [1]], policy="plain")._check_same(store, 1)
-
-
-def test_the_script_and_who_started_it_have_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIMATRIX_GROUPS", "[[0, 1], [2]]")
-    assert Hybrid(groups=[[0, 1], [2]]).resolve_groups(HashStore(), 0, 3) == ((0, 1), (2,))
-    with pytest.raises(UserError, match="the script has groups 0/1,2 and the job was started with 0,1/2"):
-        Hybrid(groups=[[0], [1, 2]]).resolve_groups(HashStore(), 0, 3)
-    with pytest.raises(UserError, match='started with --groups, and in mode="sync" there are none'):
-        mimatrix.init(BATCH)
-
-
 def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> Any:
     """What `each` gives on the ranks of one group."""
     with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
@@ -303,11 +239,11 @@ def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> A
 
 
 @pytest.mark.parametrize("batches", [(6,), (6, 0), (4, 2)])
-def test_all_is_told_at_the_end_of_an_epoch(batches: tuple[int, ...], tmp_path: Any) -> None:
+def test_logs_schedulers_and_saves_are_complete_after_an_epoch(batches: tuple[int, ...], tmp_path: Any) -> None:
     """What was logged, the scheduler's last step, and a checkpoint in the last step: also to a rank without data."""
     models = [make_model() for _ in batches]
 
-    def each(run: Run) -> tuple[list[int], list[float]]:
+    def train(run: Run) -> tuple[list[int], list[float]]:
         made = momentum(models[run.rank])
         halving = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
         model, stepper, loader, scheduler = run.prepare(
@@ -325,14 +261,14 @@ def test_all_is_told_at_the_end_of_an_epoch(batches: tuple[int, ...], tmp_path: 
         run.close()
         return found
 
-    (steps, rates), *others = in_a_group(each, batches, stage=1)
+    (steps, rates), *others = in_a_group(train, batches, stage=1)
     assert steps == [0, 1, 2, 3]
     assert all(other == (steps, rates) for other in others)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
-def test_an_epoch_that_was_left_is_over() -> None:
-    def each(run: Run) -> tuple[list[int], int, list[int]]:
+def test_break_ends_the_epoch_of_a_group() -> None:
+    def train(run: Run) -> tuple[list[int], int, list[int]]:
         model = make_model()
         model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
         seen = []
@@ -348,11 +284,11 @@ def test_an_epoch_that_was_left_is_over() -> None:
         run.close()
         return found
 
-    assert in_a_group(each) == [([0, 1, 2], 4, [0, 1, 2, 3])]
+    assert in_a_group(train) == [([0, 1, 2], 4, [0, 1, 2, 3])]
 
 
-def test_steps_that_are_left_out_count() -> None:
-    def each(run: Run) -> int:
+def test_steps_skipped_for_nan_count_towards_the_epoch() -> None:
+    def train(run: Run) -> int:
         model = make_model()
         model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
         for _ in run.epochs(2):
@@ -364,16 +300,7 @@ def test_steps_that_are_left_out_count() -> None:
         run.close()
         return found
 
-    assert in_a_group(each, clip_norm=1.0) == [14]
-
-
-def test_shards_cut_parameters() -> None:
-    pieces = (ParamSpan(0, 0, 5), ParamSpan(1, 0, 3), ParamSpan(2, 1, 2))
-    assert list(split_spans(pieces, (4, 5, 1))) == [
-        (ParamSpan(0, 0, 4),),
-        (ParamSpan(0, 0, 1), ParamSpan(1, 0, 3), ParamSpan(2, 1, 1)),
-        (ParamSpan(2, 1, 1),),
-    ]
+    assert in_a_group(train, clip_norm=1.0) == [14]
 
 
 def one_alone(chosen: Policy, each: Any) -> Any:
@@ -383,14 +310,14 @@ def one_alone(chosen: Policy, each: Any) -> Any:
 
 
 @pytest.mark.parametrize("local_steps", [0, 3])
-def test_an_epoch_has_its_number_once(local_steps: int) -> None:
-    """Groups go through their samples as often as it takes, and are told of an epoch once."""
+def test_groups_see_each_epoch_number_at_most_once(local_steps: int) -> None:
+    """Groups repeat their samples as often as needed, and see an epoch number once."""
     chosen = make_policy("local", BATCH, {"local_steps": 3}) if local_steps else make_policy("large", BATCH, {})
     with shard_servers(chosen) as found:
         members = [found.optimizer(group) for group in range(2)]
         told: list[list[int]] = [[], []]
 
-        def each(run: Run) -> None:
+        def train(run: Run) -> None:
             number = run.settings.seed
             net = make_model()
             model, made, loader = run.prepare(net, momentum(net), vectors(SAMPLES), loss=squared)
@@ -403,7 +330,7 @@ def test_an_epoch_has_its_number_once(local_steps: int) -> None:
             run.close()
 
         def group(number: int) -> None:
-            in_runs(1, each, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)
+            in_runs(1, train, outer=lambda _: members[number], batch=[BATCH], stage=0, seed=number)
 
         threads = [threading.Thread(target=group, args=(number,), daemon=True) for number in range(2)]
         for thread in threads:
@@ -416,7 +343,7 @@ def test_an_epoch_has_its_number_once(local_steps: int) -> None:
         assert set(epochs) <= set(range(5))
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
+def test_optimizers_that_are_not_elementwise_are_refused() -> None:
     def begun(run: Run) -> None:
         model = make_model()
         run.prepare(model, torch.optim.Adafactor(model.parameters()), vectors(SAMPLES), loss=squared)
@@ -427,7 +354,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
         one_alone(make_policy("large", BATCH, {}), begun)
 
 
-def test_a_learning_rate_that_is_a_tensor() -> None:
+def test_learning_rate_may_be_a_tensor() -> None:
     states = []
     for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
         made = partial(_adam, lr)
@@ -440,17 +367,3 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
 
 def _adam(lr: Any, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def test_a_group_that_does_not_come_is_named() -> None:
-    rendezvous = Rendezvous(
-        store=HashStore(),
-        group=0,
-        groups=3,
-        policy=make_policy("large", BATCH, {}),
-        host="127.0.0.1",
-        timeout_s=0.2,
-    )
-    rendezvous.store.set("address/0", "")
-    with pytest.raises(WorldError, match=r"group 1, group 2 did not join within 0.2 s"):
-        rendezvous._wait_for_all(rendezvous.store, "address")
