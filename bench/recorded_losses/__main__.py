@@ -80,10 +80,10 @@ def compare(expected: dict[str, Any], actual: dict[str, Any], only: str = "") ->
         if was != actual["machine"][key]
     ]
     if not lines and wanted:
-        return f"identical: {len(wanted)} configurations, {expected['commit'][:7]} and {actual['commit'][:7]}", True
+        return f"identical: {len(wanted)} configurations, {_short(expected)} and {_short(actual)}", True
     if machines:
         lines.append(f"recorded on different machines ({'; '.join(machines)}): differences may come from there")
-    return "\n".join([*sorted(lines), f"DIFFERENT: {expected['commit'][:7]} and {actual['commit'][:7]}"]), False
+    return "\n".join([*sorted(lines), f"DIFFERENT: {_short(expected)} and {_short(actual)}"]), False
 
 
 def dump(recorded: dict[str, Any]) -> str:
@@ -126,6 +126,11 @@ def _environment(tree: Path, folder: str) -> dict[str, str]:
         "MIMATRIX_TRANSPORT": PINNED,
         "MIMATRIX_PATH": PINNED,  # its name before it was renamed
     }
+
+
+def _short(recorded: dict[str, Any]) -> str:
+    commit, *changes = recorded["commit"].split(" ", 1)
+    return " ".join([commit[:7], *changes])
 
 
 def _commit(tree: Path) -> str:
