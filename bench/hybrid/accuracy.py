@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from scipy.stats import t as student
+from support.hybrid_tasks import TASKS, train_together
 
-from bench.hybrid.data import TASKS
-from bench.hybrid.town import Town, Wanted, together
+from bench.hybrid.town import Town, Wanted
 from bench.markdown import table
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
@@ -34,7 +34,7 @@ def measured(seeds: int, first: int = 0, ways: tuple[str, ...] = tuple(WAYS)) ->
     with Town(tuple(CPUS * speed for speed in SPEEDS)) as town:
         for name, make in TASKS.items():
             numbers = range(first, first + seeds)
-            base = [together(Wanted(name, seed, batch=BATCH)) for seed in numbers]
+            base = [train_together(TASKS[name](seed), seed, BATCH) for seed in numbers]
             best = [limit for seed in numbers if (limit := make(seed).best) is not None]
             rows = {}
             for way in ways:

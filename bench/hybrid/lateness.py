@@ -12,9 +12,9 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from support.hybrid_tasks import TASKS, Task
 from torch import nn
 
-from bench.hybrid.data import TASKS, Task
 from bench.markdown import table
 from mimatrix.hybrid.rules import PushScaling
 from mimatrix.hybrid.server.push_log import Push

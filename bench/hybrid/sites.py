@@ -90,7 +90,7 @@ class Found:
 
 def measured(rounds: int = 3, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
     """Every way in every round, in turns: figures of each turn, their medians, and what was predicted."""
-    from bench.hybrid.data import clouds
+    from support.hybrid_tasks import clouds
 
     best = clouds(0).best
     assert best

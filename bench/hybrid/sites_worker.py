@@ -72,10 +72,10 @@ def main(text: str) -> None:
     if turn.way.algorithm:
         os.environ["MIMATRIX_PATH"] = f"messages {turn.way.algorithm}"
     import torch
+    from support.hybrid_tasks import clouds
     from torch import nn
 
     import mimatrix
-    from bench.hybrid.data import clouds
 
     torch.set_num_threads(1)
     task, record = clouds(0), Record()

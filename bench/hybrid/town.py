@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from support.hybrid_tasks import TASKS
 from torch import nn
 
-from bench.hybrid.data import TASKS
 from mimatrix.collectives.shares import Shares
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
@@ -147,19 +147,3 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
     run.close()
     ended_s = time.monotonic()
     return Trained(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.now.waited_s, len(late))
-
-
-def together(wanted: Wanted) -> float:
-    """The accuracy of one process that makes all steps, which is that of all ranks together."""
-    task = TASKS[wanted.task](wanted.seed)
-    run = Run(Settings(global_batch=wanted.batch, seed=wanted.seed * 100, quiet=True))
-    net = task.model(wanted.seed)
-    sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
-    model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train))
-    for _ in run.epochs(task.epochs):
-        for inputs, targets in loader:
-            run.backward(nn.functional.cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-    run.close()
-    return task.accuracy(model)

@@ -23,9 +23,10 @@ from scipy.stats import t as student
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.hybrid_tasks import digits, train_together
+
 import mimatrix
-from bench.hybrid.data import digits
-from bench.hybrid.town import Wanted, together
 from mimatrix.worker.ports import free_port
 
 GROUPS, BATCH = 4, 64
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "mimatrix", "bench.hybrid.data"])
+    context.set_forkserver_preload(["torch", "mimatrix", "support.hybrid_tasks"])
     torch.set_num_threads(1)
     began, wrong, losses = time.monotonic(), [], []
     for kill in range(wanted.kills):
@@ -51,7 +52,7 @@ def main() -> None:
             problem, accuracy = one(context, Path(name), seed, what)
         wrong += [f"kill {kill + 1} ({what}): {problem}"] if problem else []
         if accuracy is not None:
-            losses.append(together(Wanted("digits", seed, batch=BATCH)) - accuracy)
+            losses.append(train_together(digits(seed), seed, BATCH) - accuracy)
         sys.stdout.write(f"kill {kill + 1}, {what}: {problem or 'well'}\n")
         sys.stdout.flush()
     error = statistics.stdev(losses) / len(losses) ** 0.5

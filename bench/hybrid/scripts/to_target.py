@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import torch
+from support.hybrid_tasks import digits
 from torch import nn
 
 import mimatrix
-from bench.hybrid.data import digits
 
 BATCH, NOTED, PATIENCE_S = 64, 4, 120.0
 WORK = 16
