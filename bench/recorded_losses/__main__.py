@@ -52,7 +52,7 @@ def record(tree: Path, only: str = "") -> dict[str, Any]:
     """Train every configuration with the code of a checkout, and return the record."""
     tree = tree.resolve()
     chosen = [config for config in configurations() if only in config.name]
-    began = time.monotonic()
+    began, commit = time.monotonic(), _commit(tree)
     with tempfile.TemporaryDirectory() as folder:
         config_path, result_path = Path(folder) / "configurations.json", Path(folder) / "results.json"
         config_path.write_text(json.dumps([_to_json(config, tree) for config in chosen]))
@@ -62,7 +62,7 @@ def record(tree: Path, only: str = "") -> dict[str, Any]:
             raise SystemExit(f"recording failed with exit code {done.returncode}; see the error above")
         results = json.loads(result_path.read_text())
     print(f"{len(chosen)} configurations in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return {"version": VERSION, "commit": _commit(tree), **results}
+    return {"version": VERSION, "commit": commit, **results}
 
 
 def compare(expected: dict[str, Any], actual: dict[str, Any], only: str = "") -> tuple[str, bool]:
@@ -138,7 +138,10 @@ def _commit(tree: Path) -> str:
         ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True
     ).stdout.strip()
     changed = subprocess.run(
-        ["git", "status", "--porcelain", "mimatrix", "examples"], cwd=tree, capture_output=True, text=True
+        ["git", "--no-optional-locks", "status", "--porcelain", "mimatrix", "examples"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
     )
     return f"{commit} with changes" if changed.stdout else commit
 
