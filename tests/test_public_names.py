@@ -45,6 +45,7 @@ RUN = [
     "load",
     "log",
     "measurements",
+    "mode_choice",
     "plan",
     "plan_changes",
     "position",
