@@ -42,7 +42,7 @@ Made by `make bench` ({machine()}): {REPEATS} runs of each, interleaved.
 
 {table(["", "median [s]", "middle half [s]", "most [s]"], rows)}
 The aim is half a second. What keeps it there is that the entry imports neither NumPy, SciPy, matplotlib nor torch;
-`tests/test_storeys.py` holds to that.
+`tests/test_layers.py` checks it.
 """,
     )
 

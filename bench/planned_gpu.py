@@ -155,7 +155,9 @@ def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[st
     run = mimatrix.init(global_batch=batch, precision="bf16", sync_batchnorm=False, timeout_s=120, **more)
     optimizer: Any = torch.optim.AdamW(made.parameters(), lr=1e-4, fused=True)
     started = time.perf_counter()
-    made, optimizer, loader = run.prepare(made, optimizer, range(batch * 1000), loss=loss, collate=collate, pin=False)
+    made, optimizer, loader = run.prepare(
+        made, optimizer, range(batch * 1000), loss=loss, collate_fn=collate, pin_memory=False
+    )
     prepared_s = time.perf_counter() - started
     times: list[float] = []
     began = time.perf_counter()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from support.chromium import CHROMIUM
 
 from bench.markdown import MEASUREMENTS, machine, table
 from bench.server import browsing, load, viewers, week
@@ -45,7 +46,7 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures in docs/measurements/monitoring.")] = False,
 ) -> None:
     """Measure the server and its dashboard with a large state."""
-    found = measured(Size(jobs, devices), seconds, is_browsed and browsing.CHROMIUM is not None)
+    found = measured(Size(jobs, devices), seconds, is_browsed and CHROMIUM is not None)
     print(json.dumps(found, indent=1))
     print(section(found))
     if keep:

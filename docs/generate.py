@@ -1,9 +1,11 @@
-"""Make the generated pages and pictures anew: `make docs`."""
+"""Write the generated pages and pictures: `make docs`."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from mimatrix.core import environment
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
@@ -36,7 +38,7 @@ DRAWN = {
 
 
 def command(*words: str) -> str:
-    """What `mimatrix WORDS` prints on a plain terminal of 100 columns."""
+    """Return what `mimatrix WORDS` prints on a plain terminal of 100 columns."""
     plain = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mimatrix.cli.main", *words],
@@ -51,14 +53,39 @@ def command(*words: str) -> str:
 
 
 def command_page() -> str:
-    """The page of the command: what each part of it says about itself."""
+    """Return the page of the command: the help of each subcommand."""
     parts = [f"## mimatrix {name}\n\n```\n{command(*name.split(), '--help').strip()}\n```\n" for name in COMMANDS]
     return "# The command\n\nMade by `make docs` from the command's own help.\n\n" + "\n".join(parts)
 
 
+def environment_page() -> str:
+    """Return the page of environment variables, from the list that the code reads them by."""
+    own: list[str] = []
+    launchers: list[str] = []
+    for variable in environment.variables():
+        example = f"`{variable.example}`" if variable.example else ""
+        row = f"| `{variable.name}` | {variable.set_by} | {variable.meaning} | {example} |"
+        (own if variable.set_by.startswith("you") else launchers).append(row)
+    head = "| name | set by | meaning | example |\n|---|---|---|---|\n"
+    return (
+        "# Environment variables\n\nMade by `make docs` from [core/environment.py](../mimatrix/core/environment.py), "
+        "the only module that spells these names.\n\n"
+        "Workers also have the variables of torchrun (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, "
+        "`MASTER_PORT`, ...), which every launcher sets.\n\n"
+        "## To set yourself\n\nAll are optional. Some commands set them for the workers that they start.\n\n"
+        + head
+        + "\n".join(own)
+        + "\n\n## Set by launchers\n\nScripts may read them. Do not set them yourself.\n\n"
+        + head
+        + "\n".join(launchers)
+        + "\n"
+    )
+
+
 def main() -> None:
-    """The page of the command, then the pictures."""
+    """Write the generated pages, then draw the pictures."""
     (DOCS / "command.md").write_text(command_page(), encoding="utf-8")
+    (DOCS / "environment.md").write_text(environment_page(), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     for name, words in DRAWN.items():
         command(*words, str(PICTURES / name))

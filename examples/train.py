@@ -47,6 +47,6 @@ for _ in run.epochs(options.epochs):
 
 if run.rank == 0:
     losses = [means["loss"] for _, means in run.history]
-    print(f"{run.ranks} ranks, {run.step} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    print(f"{run.world_size} ranks, {run.step} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     if options.losses:
         options.losses.write_text(json.dumps(losses))

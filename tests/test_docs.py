@@ -1,14 +1,20 @@
 """The documents stay true: links lead somewhere, the README's Python runs, its tree and commands exist."""
 
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections import Counter
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from mimatrix.cluster import Fabric, load_cluster
 from mimatrix.collectives import Collective, Wishes
+from mimatrix.core import environment
 from mimatrix.netsim import Costs, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,9 +63,66 @@ def test_the_page_of_the_command_is_what_the_command_says() -> None:
     assert (ROOT / "docs" / "command.md").read_text() == command_page(), "run `make docs`"
 
 
+def test_the_page_of_environment_variables_is_what_the_code_lists() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    from generate import environment_page
+
+    assert (ROOT / "docs" / "environment.md").read_text("utf-8") == environment_page(), "run `make docs`"
+
+
+def test_variables_that_pages_mention_exist() -> None:
+    names = {variable.name for variable in environment.variables()} | {"MIMATRIX_CASES"}
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            missing = set(re.findall(r"\bMIMATRIX_[A-Z_]*[A-Z]\b", page.read_text())) - names
+            assert not missing, f"{page.name} mentions {', '.join(sorted(missing))}"
+
+
 def test_the_example_of_a_cluster_can_be_simulated(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.DOTALL)
     (tmp_path / "example.toml").write_text(block)
     fabric = Fabric(load_cluster(str(tmp_path / "example.toml")))
     found, _ = simulate("gdraa", fabric, Collective.ALL_REDUCE, 1 << 20, Wishes(), Costs())
     assert found.ranks == 4
+
+
+def glossary_objections(page: str, names: Collection[str]) -> list[str]:
+    """Return a sentence for every term that is explained twice, and for every name that is not in the code."""
+    rows = re.findall(r"^\| (.+?) \|", page, re.MULTILINE)[1:]
+    terms = Counter(term.strip(" `").lower() for row in rows for term in row.split(","))
+    said = [f'"{term}" is explained {count} times' for term, count in terms.items() if count > 1]
+    code = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", page)
+    # A term of several words, or with a capital inside, is meant as a name even without backticks.
+    code += [
+        word for row in rows for word in re.findall(r"(?<![`\w.])(?:\w+_\w+|[A-Z][a-z0-9]+[A-Z]\w*)(?![`\w])", row)
+    ]
+    missing = sorted({name for name in code if not set(name.removesuffix(".py").split(".")) <= set(names)})
+    return [*said, *(f"`{name}` is not in the code" for name in missing)]
+
+
+@cache
+def names_in_code() -> frozenset[str]:
+    """Return every name in the code, and those of modules and commands; comments and strings do not count."""
+    paths = [*(ROOT / "mimatrix").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    tokens = (
+        token for path in paths for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline)
+    )
+    modules = {part for path in paths for part in path.relative_to(ROOT).with_suffix("").parts}
+    return frozenset({token.string for token in tokens if token.type == tokenize.NAME} | modules)
+
+
+def test_the_glossary_explains_a_term_once_and_names_code_that_exists() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    assert page.count("\n| ") > 5
+    assert glossary_objections(page, names_in_code()) == []
+
+
+def test_sabotage_of_the_glossary_is_seen() -> None:
+    page = "| word | means |\n|---|---|\n| rank | a process; `run.rank` |\n| global batch, step | `Run.step` |\n"
+    names = {"run", "Run", "rank", "step", "train_loop"}
+    assert glossary_objections(page, names) == []
+    assert glossary_objections(page + "| Rank | again |\n", names) == ['"rank" is explained 2 times']
+    assert glossary_objections(page + "| part, Step | again |\n", names) == ['"step" is explained 2 times']
+    assert glossary_objections(page + "| part | see `run.cycle` |\n", names) == ["`run.cycle` is not in the code"]
+    assert glossary_objections(page + "| TrainLoop | it |\n", names) == ["`TrainLoop` is not in the code"]
+    assert glossary_objections(page + "| train_loop | it |\n", names) == []

@@ -79,7 +79,7 @@ def rank_alone(out: str) -> None:
         runs: dict[str, Callable[[torch.Tensor], object]] = {
             "arena": group.all_reduce,
             "ordinary": dist.all_reduce,
-            "gloo": lambda tensor: group.native.run("all_reduce", tensor, "sum", 0),
+            "gloo": lambda tensor: group.cpu_backend.run("all_reduce", tensor, "sum", 0),
         }
         wrong = {who: check(run, tensors[who], rank) for who, run in runs.items()}
         times: dict[str, list[float]] = {who: [] for who in runs}
@@ -91,7 +91,7 @@ def rank_alone(out: str) -> None:
                 started = time.perf_counter()
                 run(tensors[who])
                 torch.cuda.synchronize()
-                times[who] += group.native.slowest([time.perf_counter() - started])
+                times[who] += group.cpu_backend.max_over_ranks([time.perf_counter() - started])
         for who, took in times.items():
             quarters = statistics.quantiles(took[2:], n=4)
             rows.append([size, who, quarters[1], quarters[2] - quarters[0], wrong[who]])

@@ -15,14 +15,14 @@ MIB = 1 << 20
 NAME = "bench"
 NETWORKS = {
     "star:4,rate=400Mbit": ("16MiB", ""),
-    "star:4,rate=2*400Mbit+2*100Mbit": ("16MiB", "messages ring,messages gdraa"),
+    "star:4,rate=2*400Mbit+2*100Mbit": ("16MiB", "send_recv ring,send_recv gdraa"),
     "bigraph:2x2,rate=200Mbit": (
         "4MiB,16MiB",
-        "messages hdrm,messages ring,messages halving_doubling,messages gdraa,messages gdraa/4",
+        "send_recv hdrm,send_recv ring,send_recv halving_doubling,send_recv gdraa,send_recv gdraa/4",
     ),
     "leaf_spine:2x2,rate=200Mbit,oversubscription=2": (
         "4MiB,16MiB",
-        "messages ring,messages halving_doubling,messages gdraa,messages hierarchical",
+        "send_recv ring,send_recv halving_doubling,send_recv gdraa,send_recv hierarchical",
     ),
 }
 REPEATS = 10
@@ -55,7 +55,7 @@ def measure(only: str = "") -> None:
 
 def _rows(sizes: str, plans: str) -> Rows:
     words = ["bench", "allreduce", "--bytes", sizes, "--seconds", "8", "--candidates", "--json"]
-    asked = [*words, "--plans", plans] if plans else words
+    asked = [*words, "--algorithms", plans] if plans else words
     inside = [sys.executable, "-m", "mimatrix.cli.main", *asked]
     said = command("lab", "run", "--name", NAME, "--", *inside, timeout_s=1200)
     text = "".join(line.split("] ", 1)[1] + "\n" for line in said.splitlines() if line.startswith("[0 "))
@@ -68,7 +68,7 @@ def _links() -> dict[str, Any]:
     cluster, size = "bigraph:2x2,rate=200Mbit", 8 * MIB
     with lab(cluster):
         before = _carried()
-        inside = [sys.executable, "-m", "bench.allreduce.repeat", "messages hdrm", str(size), str(REPEATS)]
+        inside = [sys.executable, "-m", "bench.allreduce.repeat", "send_recv hdrm", str(size), str(REPEATS)]
         command("lab", "run", "--name", NAME, "--", *inside, timeout_s=300)
         after = _carried()
     measured = {name: (after[name] - before[name]) / REPEATS for name in after}
@@ -100,7 +100,7 @@ def errors(found: dict[str, Rows]) -> list[tuple[str, str, int, float, float]]:
         (cluster, row["who"], row["bytes"], row["predicted_s"], row["median_s"])
         for cluster, rows in found.items()
         for row in rows
-        if row["predicted_s"] and row["who"].startswith("messages")
+        if row["predicted_s"] and row["who"].startswith("send_recv")
     ]
 
 

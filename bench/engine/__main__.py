@@ -19,7 +19,7 @@ RUN = [sys.executable, "-m", "mimatrix.cli.main", "run"]
 SHARES = (0.7, 0.2, 0.1)
 CHECKPOINTS = """## 6. Checkpoints
 
-`tests/engine/test_checkpoint.py`: saved in stage 3 on 4 uneven ranks (one without data, one without a shard), loaded in stage 0 on 1, stage 1
+`tests/engine/checkpoint/test_manager.py`: saved in stage 3 on 4 uneven ranks (one without data, one without a shard), loaded in stage 0 on 1, stage 1
 on 2 and stage 2 on 3 ranks: all tensors the same to the last bit, the next 10 losses those of the uninterrupted run within 1e-10
 (float64). `make soak` kills processes while they save, 20 times: [soak.md](soak.md).
 """

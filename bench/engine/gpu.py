@@ -65,7 +65,9 @@ def ours(made: Callable[[], tuple[nn.Module, Any, Loss]]) -> Iterator[None]:
     model.cuda()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     rows = list(range(100 * size))
-    model, optimizer, loader = run.prepare(model, optimizer, rows, loss=loss, collate=lambda _: batch, pin=False)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, rows, loss=loss, collate_fn=lambda _: batch, pin_memory=False
+    )
     for _ in run.epochs(1 << 20):
         for each in loader:
             found = loss(model, each)

@@ -106,7 +106,7 @@ def _mimatrix(task: Task, rows: Rows, meter: Meter, **settings: Any) -> None:
 
     run = mimatrix.init(global_batch=task.global_batch, quiet=True, **settings)
     meter.record.began_s = meter.clock()
-    model, optimizer, loader = run.prepare(*_made(task), rows, loss=loss_of, shuffle=False, collate=collated)
+    model, optimizer, loader = run.prepare(*_made(task), rows, loss=loss_of, shuffle=False, collate_fn=collated)
     summed = 0.0
     for _ in run.epochs(FOREVER):
         # A rank without data has no turn in the loop below, and learns here that the others have left it.

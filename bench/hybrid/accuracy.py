@@ -6,25 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 from scipy.stats import t as student
+from support.hybrid_tasks import TASKS, train_together
 
-from bench.hybrid.data import TASKS
-from bench.hybrid.town import Town, Wanted, together
+from bench.hybrid.town import Town, Wanted
 from bench.markdown import table
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
 CPUS = 0.6
 """Of a group of speed 1."""
 BATCH = 64
-_SCALED: dict[str, Any] = {"reference": BATCH, "warm_up": 20 * BATCH, "corrects": True}
+_SCALED: dict[str, Any] = {"reference": BATCH, "warm_up": 20 * BATCH, "momentum_correction": True}
 WAYS: dict[str, Wanted] = {
     "large mini-batch": Wanted("", 0),
-    "- without damping": Wanted("", 0, options={"damping": 0.0}),
-    "- with momentum that keeps its size": Wanted("", 0, options={"corrects": True}),
+    "- without damping": Wanted("", 0, options={"staleness_exponent": 0.0}),
+    "- with momentum that keeps its size": Wanted("", 0, options={"momentum_correction": True}),
     "large mini-batch, twice as large, momentum keeps its size": Wanted("", 0, options=_SCALED, batch=2 * BATCH),
-    "- without scaling": Wanted("", 0, options={**_SCALED, "scales": False}, batch=2 * BATCH),
+    "- without scaling": Wanted("", 0, options={**_SCALED, "lr_scaling": False}, batch=2 * BATCH),
     "- without warm-up": Wanted("", 0, options={**_SCALED, "warm_up": 0}, batch=2 * BATCH),
     "plain asynchronous SGD": Wanted("", 0, "plain"),
-    "bounded staleness (3)": Wanted("", 0, "bounded", {"most_ahead": 3}),
+    "bounded staleness (3)": Wanted("", 0, "bounded", {"max_staleness": 3}),
 }
 
 
@@ -34,7 +34,7 @@ def measured(seeds: int, first: int = 0, ways: tuple[str, ...] = tuple(WAYS)) ->
     with Town(tuple(CPUS * speed for speed in SPEEDS)) as town:
         for name, make in TASKS.items():
             numbers = range(first, first + seeds)
-            base = [together(Wanted(name, seed, batch=BATCH)) for seed in numbers]
+            base = [train_together(TASKS[name](seed), seed, BATCH) for seed in numbers]
             best = [limit for seed in numbers if (limit := make(seed).best) is not None]
             rows = {}
             for way in ways:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import mimatrix
 from mimatrix.engine.run import Run
-from mimatrix.hybrid.auto_mode import AutoRun, as_priced
+from mimatrix.hybrid.auto_mode import hybrid_mode
 
 _CLASSES, _TRAIN, _TEST = 10, 8192, 1000
 _TARGET = 0.9
@@ -94,7 +94,7 @@ def learned(run: Run, words: str, seconds: float) -> None:
     task = made(words)
     sgd = torch.optim.SGD(task.net.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = run.prepare(task.net, sgd, task.train, loss=loss_of)
-    if isinstance(run, AutoRun):
+    if run.mode_choice:
         _say_choice(run)
     batch_size = run.settings.global_batch or 0
     noted: Noted = []
@@ -112,17 +112,17 @@ def learned(run: Run, words: str, seconds: float) -> None:
                 steps = round(seconds * _TRIED / (time.perf_counter() - began))
                 steps = _agreed(run, max(5, min(steps, _MOST_SAMPLES // batch_size)))
                 last, every = 1 + _TRIED + steps, max(1, steps // _LOOKS)
-            if run.rank == run.group == 0 and done % every == 0:
+            if run.rank == run.status.group == 0 and done % every == 0:
                 now = {name: value.detach().clone() for name, value in task.net.state_dict().items()}
                 noted.append((time.perf_counter() - began, now))
             if done == last:
                 break  # all ranks here, and the others are told
     took = time.perf_counter() - began
     if run.rank == 0:
-        late = run.pushing.staleness if run.pushing else 0.0
+        late = run.status.pushes.staleness if run.status.pushes else 0.0
         rate = (done - 1) * batch_size / took
-        reached = _reached(task, noted) if run.group == 0 else {}
-        _say(mode=run.mode, group=run.group, seconds=took, samples_per_s=rate, staleness=late, **reached)
+        reached = _reached(task, noted) if run.status.group == 0 else {}
+        _say(mode=run.status.mode, group=run.status.group, seconds=took, samples_per_s=rate, staleness=late, **reached)
     run.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -141,7 +141,7 @@ def _reached(task: Task, noted: Noted) -> dict[str, Any]:
 
 def _agreed(run: Run, steps: int) -> int:
     """As many as the first rank of the run says."""
-    if run.ranks == 1:
+    if run.world_size == 1:
         return steps
     store = dist.distributed_c10d._get_default_store()
     if run.rank == 0:
@@ -149,8 +149,8 @@ def _agreed(run: Run, steps: int) -> int:
     return int(store.get("bench/steps"))
 
 
-def _say_choice(run: AutoRun) -> None:
-    choice = run.choice
+def _say_choice(run: Run) -> None:
+    choice = run.mode_choice
     assert choice
     if int(os.environ["RANK"]) == 0:
         apart = choice.apart
@@ -180,16 +180,15 @@ def main() -> None:
     faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)  # who waits, and where
     torch.set_num_threads(1)
     auto = mimatrix.init(batch, mode="auto", quiet=True)
-    assert isinstance(auto, AutoRun)
     learned(auto, words, seconds)
-    assert auto.choice
-    assert auto.choice.apart
+    assert auto.mode_choice
+    assert auto.mode_choice.apart
     # Below what the kernel gives away: nobody else of the namespace listens there.
     os.environ["MASTER_PORT"] = "29600"
-    if auto.choice.mode == "sync":
-        other = mimatrix.init(batch, mode=as_priced(auto.choice.apart), quiet=True)
+    if auto.mode_choice.mode == "sync":
+        other = mimatrix.init(batch, mode=hybrid_mode(auto.mode_choice.apart), quiet=True)
     else:
-        other = mimatrix.init(batch, plan=auto.choice.together, quiet=True)
+        other = mimatrix.init(batch, plan=auto.mode_choice.together, quiet=True)
     learned(other, words, seconds)
 
 

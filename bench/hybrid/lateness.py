@@ -12,11 +12,11 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from support.hybrid_tasks import TASKS, Task
 from torch import nn
 
-from bench.hybrid.data import TASKS, Task
 from bench.markdown import table
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
 from mimatrix.planner.modes import LATE, worth
@@ -37,7 +37,7 @@ def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
     values = [parameter.detach().flatten() for parameter in model.parameters()]
     pieces = tuple(ParamSpan(number, 0, part.numel()) for number, part in enumerate(values))
     stepping = OptimizerSpec(torch.optim.SGD, ({"lr": task.lr, "momentum": 0.9},), pieces)
-    shard = Shard(torch.cat(values), stepping, PushScaling(BATCH))
+    shard = Shard(torch.cat(values), stepping, PushScaling(reference=BATCH))
     known = deque([shard.pull()], maxlen=late + 1)
     inputs, targets = task.train
     generator, number = torch.Generator().manual_seed(seed), 0
@@ -48,7 +48,8 @@ def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
             model.zero_grad()
             nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()  # type: ignore[no-untyped-call]
             gradient = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-            shard.push(Push(0, number, BATCH, BATCH, old.version), gradient)
+            push = Push(group=0, number=number, samples=BATCH, nominal_samples=BATCH, base_version=old.version)
+            shard.push(push, gradient)
             known.append(shard.pull())
             if number % _LOOKS == 0:
                 _write(model, known[-1].values)

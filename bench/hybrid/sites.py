@@ -90,7 +90,7 @@ class Found:
 
 def measured(rounds: int = 3, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
     """Every way in every round, in turns: figures of each turn, their medians, and what was predicted."""
-    from bench.hybrid.data import clouds
+    from support.hybrid_tasks import clouds
 
     best = clouds(0).best
     assert best
@@ -135,7 +135,7 @@ def predicted(way: Way, size: int) -> dict[str, float]:
     from mimatrix.comm.tuning.forecast import Forecast
     from mimatrix.netsim import replay
 
-    schedule = Forecast(CLUSTER).schedule(AlgorithmChoice("messages", way.algorithm), Collective.ALL_REDUCE)
+    schedule = Forecast(CLUSTER).schedule(AlgorithmChoice("send_recv", way.algorithm), Collective.ALL_REDUCE)
     timeline = replay(schedule, CLUSTER, None, size)
     names = [channel.name for channel in timeline.traffic.fabric.channels]
     most = max(float(timeline.channel_bytes[names.index(name)]) for name in BETWEEN)

@@ -70,12 +70,12 @@ def main(text: str) -> None:
     turn = Turn.from_text(text)
     os.environ["MIMATRIX_CACHE"] = turn.cache
     if turn.way.algorithm:
-        os.environ["MIMATRIX_PATH"] = f"messages {turn.way.algorithm}"
+        os.environ["MIMATRIX_TRANSPORT"] = f"send_recv {turn.way.algorithm}"
     import torch
+    from support.hybrid_tasks import clouds
     from torch import nn
 
     import mimatrix
-    from bench.hybrid.data import clouds
 
     torch.set_num_threads(1)
     task, record = clouds(0), Record()
@@ -90,9 +90,9 @@ def main(text: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             record.ends_s.append(time.monotonic())
-            if run.pushing:
-                record.staleness.append(run.pushing.staleness)
-            if run.step % turn.every == 0 and run.rank == run.group == 0:
+            if run.status.pushes:
+                record.staleness.append(run.status.pushes.staleness)
+            if run.step % turn.every == 0 and run.rank == run.status.group == 0:
                 kept.append((record.ends_s[-1], {name: value.clone() for name, value in net.state_dict().items()}))
     run.close()
     # A rank that ends without it takes its memory along, while others over the slow link may still read the last of it.
@@ -102,7 +102,7 @@ def main(text: str) -> None:
         net.load_state_dict(state)
         record.curve.append((when, task.accuracy(net)))
     if run.rank == 0:
-        (Path(turn.folder) / f"{run.group}.json").write_text(json.dumps(asdict(record)))
+        (Path(turn.folder) / f"{run.status.group}.json").write_text(json.dumps(asdict(record)))
 
 
 def wide(inputs: int, outputs: int) -> Any:

@@ -13,6 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from bench import TESTS
 from bench.hybrid.accuracy import CPUS, SPEEDS
 from bench.markdown import table
 from mimatrix.launch.quotas import quotas
@@ -50,7 +51,7 @@ def trained(mode: str, seed: int, stalls: bool) -> dict[str, Any]:
         words = [sys.executable, "-m", "mimatrix.cli.main", "run", "-n", str(len(cpus)), "--threads", "1"]
         words += ["--groups", "/".join(map(str, cpus))] if mode != "sync" else []
         words += [str(_SCRIPT), mode, str(EPOCHS[mode]), str(seed), str(folder)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:1] or ["."])}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*(sys.path[:1] or ["."]), TESTS])}
         with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
                 pids = [int(_awaited(folder / f"pid-{rank}", process)) for rank in cpus]

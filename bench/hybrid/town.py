@@ -13,17 +13,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from support.hybrid_tasks import TASKS
 from torch import nn
 
-from bench.hybrid.data import TASKS
 from mimatrix.collectives.shares import Shares
+from mimatrix.engine.mode import Membership
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
+from mimatrix.engine.world import World
 from mimatrix.hybrid.client.client import ShardsClient
+from mimatrix.hybrid.client.flat_layout import FlatLayout
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.flat_layout import FlatLayout
-from mimatrix.hybrid.places import Address
-from mimatrix.hybrid.policy import policy
+from mimatrix.hybrid.net import Address
+from mimatrix.hybrid.policy import make_policy
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.launch.quotas import quotas
@@ -85,12 +87,12 @@ class Town:
         for line in self._lines:
             line.send(wanted)
         shards, *_ = [_heard(line, _READY_S) for line in self._lines]
-        rules = policy(wanted.policy, wanted.batch, wanted.options).rules
+        rules = make_policy(wanted.policy, wanted.batch, wanted.options).scaling
         made = {number: Shard(torch.from_numpy(values), how, rules) for number, (values, how) in shards.items()}
-        service = ShardServer(made, _TOKEN, say=print)
+        service = ShardServer.open(made, _TOKEN)
         try:
             for line in self._lines:
-                line.send(service.place)
+                line.send(service.address)
             return sorted((_heard(line, _RUN_S) for line in self._lines), key=lambda each: each.ended_s)
         finally:
             service.close()
@@ -122,18 +124,22 @@ def _live(number: int, groups: int, line: Connection) -> None:
 
 def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trained:
     task = TASKS[wanted.task](wanted.seed)
-    chosen = policy(wanted.policy, wanted.batch, wanted.options)
+    chosen = make_policy(wanted.policy, wanted.batch, wanted.options)
 
     def connect(layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         shares = Shares.equal(groups)
-        parts, steppings = torch.split(row, list(shares.cut(layout.count))), layout.steppings(shares, chosen.outer)
+        parts, steppings = (
+            torch.split(row, list(shares.cut(layout.numel))),
+            layout.optimizer_specs(shares, chosen.outer),
+        )
         # As arrays: tensors would be sent by descriptors.
         line.send({each: (parts[each].numpy(), steppings[each]) for each in range(groups)} if number == 0 else {})
         place: Address = _heard(line, _READY_S)
-        return ShardsClient(number, layout.count, shares, [[place]] * groups, _TOKEN)
+        return ShardsClient(number, layout.numel, shares, [[place]] * groups, _TOKEN)
 
     member = GroupOptimizer(connect, chosen, group=number, overlaps=wanted.overlaps)
-    run = Run(Settings(global_batch=wanted.batch, seed=wanted.seed * 100 + number, quiet=True), outer=member)
+    settings = Settings(global_batch=wanted.batch, seed=wanted.seed * 100 + number, quiet=True)
+    run = Run(Membership(World.join(settings, outer=member)))
     net = task.model(wanted.seed)
     sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
     model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train))
@@ -143,23 +149,7 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
             run.backward(nn.functional.cross_entropy(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-            late.append(member.now.staleness)
+            late.append(member.stats.staleness)
     run.close()
     ended_s = time.monotonic()
-    return Trained(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.now.waited_s, len(late))
-
-
-def together(wanted: Wanted) -> float:
-    """The accuracy of one process that makes all steps, which is that of all ranks together."""
-    task = TASKS[wanted.task](wanted.seed)
-    run = Run(Settings(global_batch=wanted.batch, seed=wanted.seed * 100, quiet=True))
-    net = task.model(wanted.seed)
-    sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
-    model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train))
-    for _ in run.epochs(task.epochs):
-        for inputs, targets in loader:
-            run.backward(nn.functional.cross_entropy(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-    run.close()
-    return task.accuracy(model)
+    return Trained(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.stats.waited_s, len(late))

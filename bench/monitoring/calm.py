@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from bench.monitoring.house import process_of, serving
+from support.workers import process_of
+
+from bench.monitoring.house import serving
 from mimatrix.launch.quotas import quotas
 from mimatrix.monitor.figures import RankFigures
 from mimatrix.monitor.slowness import Slowness

@@ -83,20 +83,6 @@ def serving() -> Iterator[House]:
             server.wait(timeout=30)
 
 
-def process_of(address: str, number: int, rank: int) -> int:
-    """The worker of a job that has this rank; there may be those of other servers on this machine."""
-    known = {"SERVER": address, "JOB": number, "RANK": rank}
-    wanted = {f"MIMATRIX_{name}={value}".encode() for name, value in known.items()}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"mimatrix.worker" in words and wanted <= set(variables.split(b"\0")):
-            return int(folder.name)
-    raise LookupError(f"job {number} has no rank {rank} here")
-
-
 def _answers(house: House) -> bool:
     try:
         with house.client() as client:

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from playwright.sync_api import Page
+from support.chromium import browser
+from support.workers import process_of
 
 from bench.markdown import table
-from bench.monitoring.house import House, process_of, serving
-from bench.server.browsing import browser
+from bench.monitoring.house import House, serving
 from mimatrix.launch.quotas import quotas
 
 SPEED = 0.5

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from support import postgresql
 
 from bench.markdown import machine, table, write_page
-from bench.server import load, postgresql, traffic
+from bench.server import load, traffic
 
 _FIGURES = Path("docs/measurements/server.json")
 

@@ -1,16 +1,12 @@
 """How long pages of the dashboard take in a real browser until somebody can use them."""
 
-import os
-import shutil
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
+from support.chromium import browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _SHOWN = {"overview": ".jobs li", "cluster": ".device", "job": ".charts canvas"}
 """What a page has when it shows what it is for."""
 # Ready is when it was shown and the browser had time for something else; times count from the navigation.
@@ -26,18 +22,6 @@ const look = () => {
 };
 look();
 """
-
-
-@contextmanager
-def browser() -> Iterator[Browser]:
-    """One without a window."""
-    with sync_playwright() as playwright:
-        # Where root runs it, in a container, Chromium has no sandbox of its own.
-        found = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=os.getuid() != 0)
-        try:
-            yield found
-        finally:
-            found.close()
 
 
 def measured(address: str, token: str, job: int, loads: int) -> dict[str, Any]:

@@ -34,10 +34,10 @@ def bench(
     against: Annotated[str, typer.Option(help="Who else runs: gloo, mpi, nccl, with commas; or nobody.")] = "gloo",
     seconds: Annotated[float, typer.Option(help="How long to measure each size, about.")] = 3.0,
     candidates: Annotated[
-        bool, typer.Option("--candidates", help="A row for every plan that the tuner tries.")
+        bool, typer.Option("--candidates", help="A row for every algorithm that the tuner tries.")
     ] = False,
-    plans: Annotated[
-        str, typer.Option(help='Rows for plans of your own, with commas: "messages ring,messages hdrm".')
+    algorithms: Annotated[
+        str, typer.Option(help='Also measure these, with commas: "send_recv ring,windows gdraa/8".')
     ] = "",
     explain: Annotated[bool, typer.Option("--explain", help="Why the tuner chose what it chose.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
@@ -59,7 +59,7 @@ def bench(
         "seconds": seconds,
         "candidates": candidates,
         "explain": explain,
-        "plans": _plans(plans),
+        "choices": _choices(algorithms),
     }
     under_a_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not under_a_launcher and not 2 <= world <= _MOST_WORLD:
@@ -90,16 +90,19 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _plans(text: str) -> list[str]:
+def _choices(text: str) -> list[str]:
     from mimatrix.collectives import find
 
-    plans = [plan.strip() for plan in text.split(",") if plan.strip()]
-    for plan in plans:
-        words = re.fullmatch(r"(windows|messages) (\w+)(/[1-9]\d*)?", plan)
+    choices = [choice.strip() for choice in text.split(",") if choice.strip()]
+    for choice in choices:
+        words = re.fullmatch(r"(windows|send_recv) (\w+)(/[1-9]\d*)?", choice)
         if not words:
-            raise UserError(f'"{plan}" is no plan; write for example "messages ring" or "windows gdraa/8"')
+            raise UserError(
+                f'"{choice}" does not name a transport and an algorithm; write for example "send_recv ring" or '
+                '"windows gdraa/8"'
+            )
         find(words[2])
-    return plans
+    return choices
 
 
 def _against(text: str) -> list[str]:

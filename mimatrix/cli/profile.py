@@ -11,6 +11,7 @@ import typer
 
 from mimatrix.cli.run import Arguments, Memory, Module, Ranks, Script, SlowBy, Speeds, Threads, Timeout, asked, say
 from mimatrix.cli.screen import check_file, plain_console, print_json, save_picture, write_text
+from mimatrix.core import environment as env
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_bytes, format_seconds
 
@@ -82,11 +83,11 @@ def _measured(launch: "Launch", script: str, cluster: Path | None, *, fresh: boo
 
     with TemporaryDirectory(prefix="mimatrix-profile-") as folder:
         told = Path(folder) / "profile.json"
-        environment = os.environ | {"MIMATRIX_PROFILE": str(told)}
+        environment = os.environ | {env.PROFILE.name: str(told)}
         if cluster:
-            environment["MIMATRIX_PROFILE_CLUSTER"] = str(cluster.absolute())
+            environment[env.PROFILE_CLUSTER.name] = str(cluster.absolute())
         if fresh:
-            environment["MIMATRIX_FRESH"] = "1"
+            environment[env.FRESH.name] = "1"
         # Standard output is for the table, or for JSON and nothing else.
         outcome = launches.run_local(launch, environment, sys.stderr.buffer, sys.stderr.buffer, say)
         if outcome.code:

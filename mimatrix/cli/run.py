@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mimatrix.core import environment
 from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Memory = Annotated[
 SlowBy = Annotated[
     str,
     typer.Option(
-        envvar="MIMATRIX_SLOWDOWN",
+        envvar=environment.SLOWDOWN.name,
         help="quota (control groups, root) or signals (stop and continue); without, the first that works.",
     ),
 ]

@@ -12,6 +12,7 @@ import typer
 from mimatrix.cli.connecting import Json, connected
 from mimatrix.cli.run import say
 from mimatrix.cli.screen import plain_console, print_json
+from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_duration
 
@@ -104,7 +105,7 @@ def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
     wanted = Wish.parse(devices)
     if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
-    environment = {**(given.get("environment") or {}), "MIMATRIX_GROUPS": json.dumps(found)}
+    environment = {**(given.get("environment") or {}), GROUPS.name: json.dumps(found)}
     return {**given, "devices": devices, "environment": environment}
 
 

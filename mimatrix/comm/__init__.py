@@ -3,7 +3,7 @@
 from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.group import Group
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice
 from mimatrix.comm.work import Work
 
-__all__ = ["NATIVE", "AlgorithmChoice", "C10dBackend", "Endpoint", "Group", "Work"]
+__all__ = ["C10D", "AlgorithmChoice", "C10dBackend", "Endpoint", "Group", "Work"]

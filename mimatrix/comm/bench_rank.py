@@ -19,23 +19,23 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.group import Group
 from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.core.errors import UserError
 
 BOUND = "bound: read and write once"
 """What memory allows: all ranks read and write their own data once, at the same time, and nothing else."""
-_BUS = {
+_MAX_TURNS = 200
+_BUS_FACTOR = {
     Collective.ALL_REDUCE: lambda ranks: 2 * (ranks - 1) / ranks,
     Collective.REDUCE_SCATTER: lambda ranks: (ranks - 1) / ranks,
     Collective.ALL_GATHER: lambda ranks: (ranks - 1) / ranks,
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """What is to be measured."""
+    """What to measure."""
 
     collective: str
     sizes: list[int]
@@ -44,11 +44,11 @@ class BenchRequest:
     """How long to measure each size, about."""
     candidates: bool = False
     explain: bool = False
-    plans: tuple[str, ...] = ()
-    """Plans to be measured as they are, beside what the tuner chooses."""
+    choices: tuple[str, ...] = ()
+    """Transports and algorithms to measure as they are, besides what the tuner chooses."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     """One competitor at one size. `algbw` and `busbw` in bytes per second, as nccl-tests define them."""
 
@@ -72,171 +72,176 @@ Runner = Callable[[torch.Tensor], None]
 class Bench:
     """The competitors of one rank."""
 
-    def __init__(self, request: BenchRequest) -> None:
+    def __init__(self, request: BenchRequest, group: Group, mpi: Any = None) -> None:
         self.request, self.collective = request, Collective(request.collective)
-        self.mpi = _mpi() if "mpi" in request.against else None
-        if self.mpi:
-            _variables_from(self.mpi)
+        self.group, self.mpi = group, mpi
+        self.rank, self.world_size = group.rank, group.world_size
+        self.device = "cuda" if "nccl" in request.against else "cpu"
+
+    @classmethod
+    def open(cls, request: BenchRequest) -> "Bench":
+        """Join the other ranks."""
+        mpi = _load_mpi() if "mpi" in request.against else None
+        if mpi:
+            os.environ |= {"RANK": str(mpi.rank), "WORLD_SIZE": str(mpi.size), "LOCAL_RANK": str(mpi.rank)}
         dist.init_process_group("mimatrix", timeout=timedelta(seconds=120))
         world: Any = dist.group.WORLD
-        self.group: Group = world.mimatrix
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = "cuda" if "nccl" in request.against else "cpu"
-        if self.device == "cuda" and not self.group.has_nccl:
+        group: Group = world.mimatrix
+        if "nccl" in request.against and not group.has_nccl:
             raise UserError("nccl cannot be measured here, it needs a GPU for each rank; leave it out of --against")
+        return cls(request, group, mpi)
 
     def rows(self) -> Iterator[BenchRow]:
-        """All sizes, one after the other."""
+        """Measure all sizes, one after the other."""
         for number, size in enumerate(self.request.sizes):
-            self._say({"progress": f"{size} bytes ({number + 1} of {len(self.request.sizes)})"})
-            yield from self._size(size)
+            self.write({"progress": f"{size} bytes ({number + 1} of {len(self.request.sizes)})"})
+            yield from self._measure_size(size)
 
-    def why(self) -> dict[str, dict[str, float]]:
-        """The tuner's table."""
+    def tuner_table(self) -> dict[str, dict[str, float]]:
+        """Return the times that the tuner measured."""
         return self.group.tuner.table if self.group.tuner else {}
 
-    def _size(self, size: int) -> Iterator[BenchRow]:
-        count = max(1, size // 4 // self.size) * self.size
+    def write(self, value: object) -> None:
+        """Print a line of JSON on rank 0."""
+        if self.rank == 0:
+            sys.stdout.write(json.dumps(value) + "\n")
+            sys.stdout.flush()
+
+    def _measure_size(self, size: int) -> Iterator[BenchRow]:
+        count = max(1, size // 4 // self.world_size) * self.world_size
         runners = self._runners(count)
         tensors = {who: self._tensor(who, count) for who in runners}
-        wrong = {who: 0 if who == BOUND else self._wrong(run, tensors[who]) for who, run in runners.items()}
-        times = self._timed(runners, tensors)
-        forecast = self.group.forecast if self.collective is Collective.ALL_REDUCE else None
-        for who, took in times.items():
-            quarters = np.quantile(took, [0.25, 0.5, 0.75])
-            seconds = float(quarters[1])
-            plan = self._plans(count).get(who)
-            predicted = (
-                forecast.seconds(plan, self.collective, 4 * count)
-                if forecast and plan and plan.path != "native"
-                else None
-            )
+        wrong = {who: 0 if who == BOUND else self._count_wrong(run, tensors[who]) for who, run in runners.items()}
+        times = self._time(runners, tensors)
+        for who, took_s in times.items():
+            quartiles = np.quantile(took_s, [0.25, 0.5, 0.75])
+            median_s = float(quartiles[1])
             yield BenchRow(
-                who,
-                self.collective.value,
-                self.size,
-                4 * count,
-                seconds,
-                float(quarters[2] - quarters[0]),
-                4 * count / seconds,
-                4 * count / seconds * _BUS[self.collective](self.size),
-                wrong[who],
-                len(took),
-                predicted,
+                who=who,
+                collective=self.collective.value,
+                world=self.world_size,
+                bytes=4 * count,
+                median_s=median_s,
+                spread_s=float(quartiles[2] - quartiles[0]),
+                algbw=4 * count / median_s,
+                busbw=4 * count / median_s * _BUS_FACTOR[self.collective](self.world_size),
+                wrong=wrong[who],
+                repeats=len(took_s),
+                predicted_s=self._predict(self._choices(count).get(who), 4 * count),
             )
         for tensor in tensors.values():
             self._free(tensor)
 
-    def _plans(self, count: int) -> dict[str, AlgorithmChoice]:
-        given = {text: AlgorithmChoice.parse(text) for text in self.request.plans}
+    def _predict(self, choice: AlgorithmChoice | None, size: int) -> float | None:
+        forecast = self.group.forecast if self.collective is Collective.ALL_REDUCE else None
+        if not forecast or not choice or choice.transport == "c10d":
+            return None
+        return forecast.seconds(choice, self.collective, size)
+
+    def _choices(self, count: int) -> dict[str, AlgorithmChoice]:
+        requested = {text: AlgorithmChoice.parse(text) for text in self.request.choices}
         if not self.request.candidates or not self.group.tuner:
-            return given
-        like = self._tensor("windows" if "windows" in self.group.paths else "", count)
-        plans = self.group.tuner.candidates(self.group.size_class(self.collective, like)).values()
-        self._free(like)
-        return given | {str(plan): plan for plan in plans if plan.path != "native"}
+            return requested
+        tensor = self._tensor("windows" if "windows" in self.group.transports else "", count)
+        choices = self.group.tuner.candidates(self.group.size_class(self.collective, tensor)).values()
+        self._free(tensor)
+        return requested | {str(choice): choice for choice in choices if choice.transport != "c10d"}
 
     def _runners(self, count: int) -> dict[str, Runner]:
-        kind = CollectiveOp(self.collective, torch.float32)
         runners: dict[str, Runner] = {}
         for who in self.request.against:
-            runners[who] = self._by_mpi if who == "mpi" else partial(self._natively, who)
-        if self.group.endpoint.arenas and "windows" in self.group.paths:
-            runners["mimatrix arena"] = lambda tensor: self._ours(kind, tensor, None)
-        runners["mimatrix"] = lambda tensor: self._ours(kind, tensor, None)
-        if "messages" not in self.group.paths:
+            runners[who] = self._run_mpi if who == "mpi" else partial(self._run_c10d, who)
+        if self.group.endpoint.arenas and "windows" in self.group.transports:
+            runners["mimatrix arena"] = self._run_ours
+        runners["mimatrix"] = self._run_ours
+        if "send_recv" not in self.group.transports:
             runners[BOUND] = lambda tensor: tensor.mul_(1.0)  # type: ignore[assignment]
-        for who, plan in self._plans(count).items():
-            runners[who] = lambda tensor, plan=plan: self._ours(kind, tensor, plan)  # type: ignore[misc]
+        for who, choice in self._choices(count).items():
+            runners[who] = partial(self._run_ours, choice=choice)
         return runners
 
     def _tensor(self, who: str, count: int) -> torch.Tensor:
         in_arena = who == "mimatrix arena" or who.startswith("windows")
-        where = "cuda" if self.device == "cuda" else next(iter(self.group.endpoint.arenas))
-        return self.group.empty(count, kind=where) if in_arena else torch.empty(count, device=self.device)
+        kind = "cuda" if self.device == "cuda" else next(iter(self.group.endpoint.arenas))
+        return self.group.empty(count, kind=kind) if in_arena else torch.empty(count, device=self.device)
 
     def _free(self, tensor: torch.Tensor) -> None:
         for arena in self.group.endpoint.arenas.values():
             if placed := arena.slot_of(tensor):
                 placed[0].free()
 
-    def _ours(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice | None) -> None:
-        match kind.collective:
+    def _run_ours(self, tensor: torch.Tensor, choice: AlgorithmChoice | None = None) -> None:
+        match self.collective:
             case Collective.REDUCE_SCATTER:
-                self.group.reduce_scatter(tensor, plan=plan)
+                self.group.reduce_scatter(tensor, choice=choice)
             case Collective.ALL_GATHER:
-                self.group.all_gather(tensor, plan=plan)
+                self.group.all_gather(tensor, choice=choice)
             case _:
-                self.group.all_reduce(tensor, plan=plan)
+                self.group.all_reduce(tensor, choice=choice)
 
-    def _natively(self, who: str, tensor: torch.Tensor) -> None:
-        native = self.group.natives["cuda" if who == "nccl" else "cpu"]
-        native.run(self.collective, tensor, "sum", 0)
+    def _run_c10d(self, who: str, tensor: torch.Tensor) -> None:
+        backend = self.group.backends["cuda" if who == "nccl" else "cpu"]
+        backend.run(self.collective, tensor, "sum", 0)
         if tensor.is_cuda:
             torch.cuda.synchronize()
 
-    def _by_mpi(self, tensor: torch.Tensor) -> None:
+    def _run_mpi(self, tensor: torch.Tensor) -> None:
         from mpi4py import MPI
 
         array = tensor.cpu().numpy()
-        each = len(array) // self.size
-        mine = array[self.rank * each : (self.rank + 1) * each]
+        size = len(array) // self.world_size
+        shard = array[self.rank * size : (self.rank + 1) * size]
         match self.collective:
             case Collective.REDUCE_SCATTER:
-                result = np.empty_like(mine)
-                self.mpi.Reduce_scatter_block(array, result)  # type: ignore[union-attr]
-                mine[:] = result
+                result = np.empty_like(shard)
+                self.mpi.Reduce_scatter_block(array, result)
+                shard[:] = result
             case Collective.ALL_GATHER:
-                self.mpi.Allgather(MPI.IN_PLACE, array)  # type: ignore[union-attr]
+                self.mpi.Allgather(MPI.IN_PLACE, array)
             case _:
-                self.mpi.Allreduce(MPI.IN_PLACE, array)  # type: ignore[union-attr]
+                self.mpi.Allreduce(MPI.IN_PLACE, array)
 
-    def _wrong(self, runner: Runner, tensor: torch.Tensor) -> int:
-        """Elements that differ from what they must be, over all ranks."""
+    def _count_wrong(self, runner: Runner, tensor: torch.Tensor) -> int:
+        """Return how many elements differ from what they must be, over all ranks."""
         pattern = torch.arange(tensor.numel()) % 17
         tensor.copy_(pattern + self.rank)
-        each = tensor.numel() // self.size
+        size = tensor.numel() // self.world_size
         if self.collective is Collective.ALL_GATHER:
-            wanted = (pattern + torch.arange(tensor.numel()) // each).float()
+            expected = (pattern + torch.arange(tensor.numel()) // size).float()
         else:
-            wanted = (self.size * pattern + self.size * (self.size - 1) // 2).float()
+            expected = (self.world_size * pattern + self.world_size * (self.world_size - 1) // 2).float()
         runner(tensor)
-        seen = slice(None)
+        checked = slice(None)
         if self.collective is Collective.REDUCE_SCATTER:
-            seen = slice(self.rank * each, (self.rank + 1) * each)
-        bad = torch.tensor([float((tensor[seen] != wanted[seen]).sum())])
-        dist.all_reduce(bad)
-        return int(bad)
+            checked = slice(self.rank * size, (self.rank + 1) * size)
+        wrong = torch.tensor([float((tensor[checked] != expected[checked]).sum())])
+        dist.all_reduce(wrong)
+        return int(wrong)
 
-    def _timed(self, runners: dict[str, Runner], tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-        """Turn by turn until the time is used up; a turn counts as long as its slowest rank took."""
-        found: dict[str, list[float]] = {who: [] for who in runners}
+    def _time(self, runners: dict[str, Runner], tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+        """Run turn by turn until the time is used up; a turn counts as long as its slowest rank took."""
+        times: dict[str, list[float]] = {who: [] for who in runners}
         started, turns = time.monotonic(), 0
-        assert self.group.native
+        assert self.group.cpu_backend
         while True:
-            took = []
+            took_s = []
             for who, runner in runners.items():
                 tensors[who].zero_()
                 self.group.barrier()
-                begun = time.perf_counter()
+                turn_started = time.perf_counter()
                 runner(tensors[who])
-                took.append(time.perf_counter() - begun)
-            spent = time.monotonic() - started
-            *agreed, spent = self.group.native.slowest([*took, spent])
+                took_s.append(time.perf_counter() - turn_started)
+            spent_s = time.monotonic() - started
+            *slowest_s, spent_s = self.group.cpu_backend.max_over_ranks([*took_s, spent_s])
             turns += 1
             if turns > 1:  # the first warms up
-                for who, seconds in zip(runners, agreed, strict=True):
-                    found[who].append(seconds)
-            if (turns > 5 and spent > self.request.seconds) or turns > 200:
-                return found
-
-    def _say(self, value: object) -> None:
-        if self.rank == 0:
-            sys.stdout.write(json.dumps(value) + "\n")
-            sys.stdout.flush()
+                for who, seconds in zip(runners, slowest_s, strict=True):
+                    times[who].append(seconds)
+            if (turns > 5 and spent_s > self.request.seconds) or turns > _MAX_TURNS:
+                return times
 
 
-def _mpi() -> Any:
+def _load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -244,16 +249,12 @@ def _mpi() -> Any:
     return MPI.COMM_WORLD
 
 
-def _variables_from(mpi: Any) -> None:
-    os.environ |= {"RANK": str(mpi.rank), "WORLD_SIZE": str(mpi.size), "LOCAL_RANK": str(mpi.rank)}
-
-
 def main() -> None:
     """Measure what the request asks for."""
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    bench = Bench(BenchRequest(**json.loads(sys.argv[1])))
+    bench = Bench.open(BenchRequest(**json.loads(sys.argv[1])))
     rows = [asdict(row) for row in bench.rows()]
-    bench._say({"rows": rows, "why": bench.why() if bench.request.explain else {}})
+    bench.write({"rows": rows, "why": bench.tuner_table() if bench.request.explain else {}})
     dist.destroy_process_group()
 
 

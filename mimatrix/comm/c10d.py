@@ -1,4 +1,4 @@
-"""The native collectives of a c10d backend, in the flat form in which ours work."""
+"""The collectives of a c10d backend (Gloo, NCCL), in the flat form in which ours work."""
 
 from datetime import timedelta
 from typing import Any
@@ -8,50 +8,72 @@ import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
 
-_OPS: dict[str, Any] = {
+_REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
 
 
-class C10dBackend:
-    """Runs collectives of one group on `backend` (Gloo, NCCL), which is part of torch and has no stubs."""
+def reduce_op_name(op: Any) -> str | None:
+    """Return our name of a `ReduceOp`, or None if only c10d has it. They compare equal but do not hash."""
+    return next((name for name, reduce_op in _REDUCE_OPS.items() if op == reduce_op), None)
 
-    def __init__(self, backend: Any, me: int, ranks: int, timeout_s: float) -> None:
-        self.backend, self._me, self._ranks = backend, me, ranks
+
+class C10dBackend:
+    """Runs collectives of one group on `backend`, which is part of torch and has no stubs."""
+
+    def __init__(self, backend: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self.backend, self._rank, self._world_size = backend, rank, world_size
         self._timeout = timedelta(seconds=timeout_s)
 
-    def run(self, collective: Collective, flat: torch.Tensor, op: str, root: int) -> None:
-        """In place on a flat tensor, as `Group` does it."""
-        each = flat.numel() // self._ranks
-        part = flat[self._me * each : (self._me + 1) * each]
+    def run(self, collective: Collective, flat: torch.Tensor, reduce_op: str, root: int) -> None:
+        """Run a collective in place on a flat tensor, of which each rank owns an equal shard."""
+        size = flat.numel() // self._world_size
+        shard = flat[self._rank * size : (self._rank + 1) * size]
         match collective:
             case Collective.ALL_REDUCE:
                 options = dist.AllreduceOptions()
-                options.reduceOp = _OPS[op]
+                options.reduceOp = _torch_op(reduce_op)
                 self._finish(self.backend.allreduce([flat], options))
+                self._average(flat, reduce_op)
             case Collective.BROADCAST:
                 root_options = dist.BroadcastOptions()
                 root_options.rootRank = root
                 self._finish(self.backend.broadcast([flat], root_options))
             case Collective.REDUCE_SCATTER:
-                scatter = dist.ReduceScatterOptions()
-                scatter.reduceOp = _OPS[op]
-                result = torch.empty_like(part)
-                self._finish(self.backend._reduce_scatter_base(result, flat, scatter))
-                part.copy_(result)
+                result = torch.empty_like(shard)
+                self.reduce_scatter_into(result, flat, reduce_op)
+                shard.copy_(result)
             case Collective.ALL_GATHER:
-                self._finish(self.backend._allgather_base(flat, part.clone()))
-        if op == "avg" and collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
-            (flat if collective is Collective.ALL_REDUCE else part).div_(self._ranks)
+                self.all_gather_into(flat, shard.clone())
 
-    def slowest(self, seconds: list[float]) -> list[float]:
-        """For each figure the largest of all ranks: the same list on every one."""
-        figures = torch.tensor(seconds, dtype=torch.float64)
-        self.run(Collective.ALL_REDUCE, figures, "max", 0)
-        return [float(figure) for figure in figures]
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """Gather the shards of all ranks into `full`."""
+        self._finish(self.backend._allgather_base(full, shard))
+
+    def reduce_scatter_into(self, shard: torch.Tensor, full: torch.Tensor, reduce_op: str) -> None:
+        """Reduce `full` over all ranks and store this rank's shard of the result."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _torch_op(reduce_op)
+        self._finish(self.backend._reduce_scatter_base(shard, full, options))
+        self._average(shard, reduce_op)
+
+    def max_over_ranks(self, figures: list[float]) -> list[float]:
+        """Return for each figure the largest of all ranks: the same list on every rank."""
+        maxima = torch.tensor(figures, dtype=torch.float64)
+        self.run(Collective.ALL_REDUCE, maxima, "max", 0)
+        return [float(figure) for figure in maxima]
+
+    def _average(self, total: torch.Tensor, reduce_op: str) -> None:
+        if reduce_op == "avg":
+            total.div_(self._world_size)
 
     def _finish(self, work: Any) -> None:
         work.wait(self._timeout)
+
+
+def _torch_op(name: str) -> Any:
+    # Gloo has no average: its sums are divided afterwards.
+    return _REDUCE_OPS["sum" if name == "avg" else name]

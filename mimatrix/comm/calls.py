@@ -1,4 +1,4 @@
-"""What a rank asks for. All ranks of a group must ask for the same, in the same order; this is how that is seen."""
+"""Collective calls as values: every rank of a group must make the same calls in the same order, and this shows it."""
 
 import struct
 import zlib
@@ -9,7 +9,7 @@ import torch
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 
-OPS = ("sum", "avg", "max", "min")
+REDUCE_OPS = ("sum", "avg", "max", "min")
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -29,15 +29,19 @@ _NUMBER, _OFFSET, _REST = slice(0, 8), slice(8, 16), slice(16, PACKED_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOp:
-    """What is to be done, apart from the tensor and the way."""
+    """Which collective to run, apart from the tensor and the algorithm."""
 
     collective: Collective
     dtype: torch.dtype
-    op: str = "sum"
+    reduce_op: str = "sum"
     shares: Shares | None = None
     root: int = 0
     is_bucket: bool = False
-    """Whether it is of one of DDP's buckets, which peers read where they lie."""
+    """Whether the tensor is one of DDP's buckets, which peers read in place."""
+
+    def describe(self, count: int) -> str:
+        """Return for example `all_reduce of 10 float32`."""
+        return f"{self.collective.value} of {count} {_dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,79 +50,93 @@ class CallSignature:
 
     collective: Collective
     dtype: torch.dtype
-    op: str
+    reduce_op: str
     count: int
-    plan: str
-    """The algorithm with its settings: ranks that run different ones would wait for one another for ever."""
+    choice: str
+    """The transport and algorithm: ranks that run different ones would wait for each other for ever."""
     root: int = 0
     shares: int = 0
-    """A checksum of the shares, where they are given."""
+    """A checksum of the shares, 0 if they are equal."""
 
     @classmethod
-    def of(cls, kind: CollectiveOp, count: int, plan: object) -> "CallSignature":
-        """A kind of collective on so many elements, by a plan."""
-        shares = zlib.crc32(repr(kind.shares.fractions).encode()) if kind.shares else 0
-        return cls(kind.collective, kind.dtype, kind.op, count, str(plan), kind.root, shares)
+    def of(cls, op: CollectiveOp, count: int, choice: object) -> "CallSignature":
+        """Return the signature of `op` on `count` elements, run as `choice`."""
+        shares = zlib.crc32(repr(op.shares.fractions).encode()) if op.shares else 0
+        return cls(op.collective, op.dtype, op.reduce_op, count, str(choice), op.root, shares)
 
     def __str__(self) -> str:
         root = f" from {self.root}" if self.collective is Collective.BROADCAST else ""
-        word = f"{self.collective.value}{root} of {self.count} {str(self.dtype).removeprefix('torch.')}"
-        return f"{word} ({self.op}, {self.plan})"
+        what = f"{self.collective.value}{root} of {self.count} {_dtype_name(self.dtype)}"
+        return f"{what} ({self.reduce_op}, {self.choice})"
 
-    def packed(self, number: int, offset: int) -> bytes:
-        """For a peer's eyes: which call of the group this is, and where in the arena its data lie."""
-        codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), OPS.index(self.op)
-        plan = zlib.crc32(self.plan.encode())
-        return _PACKED.pack(number, offset, self.count, plan, self.root, self.shares, *codes)
+    def pack(self, number: int, offset: int) -> bytes:
+        """Return a header for peers: the number of the call in its group, and where in the arena its data lie."""
+        codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), REDUCE_OPS.index(self.reduce_op)
+        choice = zlib.crc32(self.choice.encode())
+        return _PACKED.pack(number, offset, self.count, choice, self.root, self.shares, *codes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallHeader:
-    """A peer's call, as its header says."""
+    """A peer's call, as its header describes it."""
 
     number: int
     offset: int
     count: int
-    plan: int
+    choice: int
     root: int
     shares: int
     collective: Collective
     dtype: torch.dtype
-    op: str
+    reduce_op: str
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "CallHeader":
-        """Read a header."""
-        number, offset, count, plan, root, shares, collective, dtype, op = _PACKED.unpack(data)
-        return cls(number, offset, count, plan, root, shares, COLLECTIVES[collective], DTYPES[dtype], OPS[op])
+        """Return the header that `CallSignature.pack` made."""
+        number, offset, count, choice, root, shares, collective, dtype, reduce_op = _PACKED.unpack(data)
+        return cls(
+            number=number,
+            offset=offset,
+            count=count,
+            choice=choice,
+            root=root,
+            shares=shares,
+            collective=COLLECTIVES[collective],
+            dtype=DTYPES[dtype],
+            reduce_op=REDUCE_OPS[reduce_op],
+        )
 
-    def agrees(self, call: CallSignature) -> bool:
-        """Whether the two ask for the same."""
-        return self.asks_like(call) and self.plan == zlib.crc32(call.plan.encode())
+    def matches(self, call: CallSignature) -> bool:
+        """Return whether the peer makes the same call by the same algorithm."""
+        return self.requests_same(call) and self.choice == zlib.crc32(call.choice.encode())
 
-    def asks_like(self, call: CallSignature) -> bool:
-        """Whether they do, by whatever plan."""
-        mine = (self.count, self.collective, self.dtype, self.op, self.root, self.shares)
-        return mine == (call.count, call.collective, call.dtype, call.op, call.root, call.shares)
+    def requests_same(self, call: CallSignature) -> bool:
+        """Return whether the peer makes the same call, by whichever algorithm."""
+        theirs = (self.count, self.collective, self.dtype, self.reduce_op, self.root, self.shares)
+        return theirs == (call.count, call.collective, call.dtype, call.reduce_op, call.root, call.shares)
 
     def __str__(self) -> str:
         root = f" from {self.root}" if self.collective is Collective.BROADCAST else ""
         shares = ", other shares" if self.shares else ""
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.collective.value}{root} of {self.count} {kind} ({self.op}{shares})"
+        return f"{self.collective.value}{root} of {self.count} {_dtype_name(self.dtype)} ({self.reduce_op}{shares})"
 
 
-def offset_if_same(mine: bytes, theirs: bytes) -> int | None:
-    """Where a peer's data lie, if its header asks for the same as ours; None if it must be looked at closely."""
-    if mine[_NUMBER] != theirs[_NUMBER] or mine[_REST] != theirs[_REST]:
+def offset_if_same(own: bytes, theirs: bytes) -> int | None:
+    """Return where a peer's data lie if the two packed headers are of the same call, otherwise None."""
+    if own[_NUMBER] != theirs[_NUMBER] or own[_REST] != theirs[_REST]:
         return None
     return int.from_bytes(theirs[_OFFSET], "little")
 
 
-def disagreement(number: int, mine: str, call: CallSignature, theirs: str, found: CallHeader) -> str:
-    """One sentence on two ranks that ask for different things; `mine` and `theirs` say who and where."""
-    other = "the same by another algorithm" if found.asks_like(call) and found.number == number else str(found)
+def describe_mismatch(number: int, rank: str, call: CallSignature, peer: str, header: CallHeader) -> str:
+    """Return one sentence on two ranks that make different calls; `rank` and `peer` say who and where they are."""
+    is_same = header.requests_same(call) and header.number == number
+    other = "the same by another algorithm" if is_same else str(header)
     return (
-        f"ranks disagree at call number {number}: {mine} asks for {call}, {theirs} for {other}; "
+        f"ranks disagree at call number {number}: {rank} asks for {call}, {peer} for {other}; "
         "every rank must call the same collectives in the same order with the same sizes and types"
     )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,86 +1,126 @@
-"""A rank's end of the job: its arena, its line to the coordinator, where the other ranks are, the thread that works."""
+"""A rank's end of the job: its arenas, its connection to the coordinator, where the other ranks are, its thread."""
 
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.control.coordinator import Coordinator
-from mimatrix.comm.memory import PeerWindow, WindowKind
 from mimatrix.comm.memory.arena import Arena
+from mimatrix.comm.memory.base import PeerWindow, WindowKind
 from mimatrix.comm.work import CollectiveThread
+from mimatrix.core import environment
+from mimatrix.core.addresses import local_address
 from mimatrix.core.units import parse_bytes
 
-_PINNED_BYTES = 512 << 20
-"""Memory of a GPU, or memory registered with a NIC, exists at once."""
+_PINNED_ARENA_BYTES = 512 << 20
+"""GPU memory, and memory registered with a NIC, is allocated at once."""
 
 
 class Store(Protocol):
-    """A key-value store that all ranks reach, as those of torch.distributed."""
+    """A key-value store that all ranks reach, such as those of torch.distributed."""
 
     def set(self, key: str, value: str) -> None:
-        """Write."""
+        """Write a value."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Read; waits until it is written."""
+        """Wait until a value is written, and return it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank is and how its memory is reached: the handle of its arena by the kind of windows."""
+    """Where a rank is, and the handle of its arena for each kind of window."""
 
     host: str
     windows: dict[str, str]
 
 
 class Endpoint:
-    """Joins a job through its store. Groups of ranks are views on it.
+    """One rank of a job. Groups of ranks are views on it.
 
-    `kinds` are the windows that this rank has: `host` is memory that ranks of the host map, `cuda` that of its GPU,
-    `far` what ranks of other hosts read.
+    `window_kinds` are the kinds of windows that this rank has: `host` is memory that ranks of the same host map,
+    `cuda` is memory of its GPU, `remote` is memory that ranks of other hosts read.
     """
 
     def __init__(
         self,
+        rank: int,
+        store: Store,
+        window_kinds: Mapping[str, WindowKind],
+        *,
+        arenas: Mapping[str, Arena],
+        locations: Sequence[RankLocation],
+        control: ControlClient,
+        coordinator: Coordinator | None,
+        thread: CollectiveThread,
+    ) -> None:
+        self.rank, self.world_size, self.store = rank, len(locations), store
+        self.window_kinds, self.arenas, self.locations = window_kinds, arenas, locations
+        self.control, self.coordinator, self.thread = control, coordinator, thread
+        self._windows: dict[tuple[str, int], PeerWindow] = {}
+
+    @classmethod
+    def join(
+        cls,
         store: Store,
         rank: int,
-        size: int,
-        kinds: Mapping[str, WindowKind],
+        world_size: int,
+        window_kinds: Mapping[str, WindowKind],
         *,
         host: str = "",
         generation: int = 0,
         arena_bytes: int = 0,
-    ) -> None:
-        self.store, self.rank, self.size, self.kinds = store, rank, size, kinds
-        self.arenas = {name: Arena(kind, arena_bytes or usual_arena_bytes(name)) for name, kind in kinds.items()}
-        self.coordinator: Coordinator | None = None
+    ) -> "Endpoint":
+        """Join a job through its store: allocate arenas, wait for the other ranks, connect to the coordinator.
+
+        Args:
+            store: The same on all ranks, and empty.
+            rank: This rank; rank 0 starts the coordinator.
+            world_size: The number of ranks.
+            window_kinds: How windows are allocated and opened, by kind.
+            host: Name that this rank shares with those that can map its memory; `own_host()` if omitted.
+            generation: How many times the job was restarted.
+            arena_bytes: Size of each arena; `default_arena_bytes` if 0.
+        """
+        arenas = {
+            kind: Arena(windows, arena_bytes or default_arena_bytes(kind)) for kind, windows in window_kinds.items()
+        }
+        coordinator: Coordinator | None = None
         if rank == 0:
             address = own_address()
-            self.coordinator = Coordinator(address, generation)
-            store.set("mimatrix/coordinator", f"{address} {self.coordinator.port} {self.coordinator.token}")
-        place = RankLocation(host or own_host(), {name: arena.handle for name, arena in self.arenas.items()})
-        store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(place)))
-        self.places = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{other}"))) for other in range(size)]
+            coordinator = Coordinator.start(address, generation)
+            store.set("mimatrix/coordinator", f"{address} {coordinator.port} {coordinator.token}")
+        own = RankLocation(host or own_host(), {kind: arena.handle for kind, arena in arenas.items()})
+        store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(own)))
+        locations = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{peer}"))) for peer in range(world_size)]
         address, port, token = store.get("mimatrix/coordinator").decode().split()
-        self.control = ControlClient(rank, [place.host for place in self.places], address, int(port), generation, token)
-        self.worker = CollectiveThread()
-        self._windows: dict[tuple[str, int], PeerWindow] = {}
+        hosts = [location.host for location in locations]
+        return cls(
+            rank,
+            store,
+            window_kinds,
+            arenas=arenas,
+            locations=locations,
+            control=ControlClient.connect(rank, hosts, address, int(port), generation, token),
+            coordinator=coordinator,
+            thread=CollectiveThread().start(),
+        )
 
     def window(self, kind: str, rank: int) -> PeerWindow:
-        """Another rank's arena, opened once."""
+        """Return another rank's arena, which is opened at the first call."""
         if (kind, rank) not in self._windows:
-            self._windows[kind, rank] = self.kinds[kind].open(self.places[rank].windows[kind])
+            self._windows[kind, rank] = self.window_kinds[kind].open(self.locations[rank].windows[kind])
         return self._windows[kind, rank]
 
     def close(self) -> None:
-        """Leave in good order: others that still wait for this rank are told that it left."""
-        self.worker.close()
+        """Leave the job: ranks that still wait for this one are told that it left."""
+        self.thread.close()
         self.control.close()
         if self.coordinator:
             self.coordinator.close()
@@ -90,31 +130,29 @@ class Endpoint:
             arena.close()
 
 
-def usual_arena_bytes(kind: str) -> int:
-    """MIMATRIX_ARENA; or for mapped memory all there is, since its pages exist only once touched."""
-    given = os.environ.get("MIMATRIX_ARENA")
-    if given:
-        return parse_bytes(given)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if kind == "host" else _PINNED_BYTES
+def default_arena_bytes(kind: str) -> int:
+    """Return MIMATRIX_ARENA; if unset, all memory for mapped windows, whose pages exist only once touched."""
+    size = environment.ARENA.get()
+    if size:
+        return parse_bytes(size)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if kind == "host" else _PINNED_ARENA_BYTES
 
 
 def own_host() -> str:
-    """A name that only ranks which can map one another's memory share: MIMATRIX_HOST, or machine and namespace."""
-    given = os.environ.get("MIMATRIX_HOST")
-    if given:
-        return given
+    """Return a name that only ranks share that can map each other's memory: MIMATRIX_HOST, or machine and namespace."""
+    name = environment.HOST.get()
+    if name:
+        return name
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     return f"{socket.gethostname()}-{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def own_address() -> str:
-    """An address at which others reach this rank: MIMATRIX_ADDRESS, or the one that leads to MASTER_ADDR."""
-    given = os.environ.get("MIMATRIX_ADDRESS")
-    if given:
-        return given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    """Return an address at which others reach this rank: MIMATRIX_ADDRESS, or that of the route to MASTER_ADDR."""
+    address = environment.ADDRESS.get()
+    if address:
+        return address
+    try:
+        return local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), family=socket.AF_INET)
+    except OSError:
+        return "127.0.0.1"

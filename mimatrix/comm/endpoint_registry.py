@@ -1,8 +1,8 @@
 """Which endpoint a new group of torch.distributed uses, and when it is closed.
 
-An arena, a control line and a thread are dear, so groups whose ranks have an endpoint in common are views on that one;
+An arena, a control connection and a thread are expensive, so groups whose ranks have an endpoint in common share it;
 the last of them to be shut down closes it. A process that ends without shutting down says goodbye first: otherwise the
-others, who may still be reading the last result, would take it for lost.
+other ranks, which may still be reading the last result, would report it as lost.
 """
 
 import atexit
@@ -17,85 +17,84 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.comm.endpoint import Endpoint
-from mimatrix.comm.memory import WindowKind
+from mimatrix.comm.memory.base import WindowKind
 
-Kinds = Callable[[], Mapping[str, WindowKind]]
+WindowKinds = Callable[[], Mapping[str, WindowKind]]
 
 
 @dataclass(slots=True)
 class SharedEndpoint:
-    """An endpoint of this process, the name by which its ranks know it, and how many groups are views on it."""
+    """An endpoint of this process, the name by which its ranks know it, and how many groups use it."""
 
     name: str
     endpoint: Endpoint
     groups: int = 0
     process: int = field(default_factory=os.getpid)
 
-    def leave(self) -> None:
-        """One group less; the last one closes the endpoint."""
+    def release(self) -> None:
+        """Let one group go; the last one closes the endpoint."""
         self.groups -= 1
-        if self.groups == 0 and self in _joined:
-            _joined.remove(self)
+        if self.groups == 0 and self in _endpoints:
+            _endpoints.remove(self)
             self.close()
 
     def close(self) -> None:
-        """Say goodbye and give everything back, the sockets that hand out windows too."""
+        """Leave the job and close everything, the sockets that serve windows too."""
         self.endpoint.close()
-        for kind in self.endpoint.kinds.values():
+        for kind in self.endpoint.window_kinds.values():
             close: Callable[[], Any] = getattr(kind, "close", lambda: None)
             close()
 
 
-_joined: list[SharedEndpoint] = []
-"""Of this process: c10d makes groups one by one and hands nothing from one to the next."""
+_endpoints: list[SharedEndpoint] = []
+"""Those of this process: c10d creates groups one by one and passes nothing from one to the next."""
 
 
-def fresh(store: Store, size: int) -> Store:
-    """A part of `store` that no earlier group has written to.
+def fresh_prefix(store: Store, world_size: int) -> Store:
+    """Return a part of `store` that no earlier group has written to.
 
     Under torchrun the store outlives `destroy_process_group`, and torch counts the names of groups from 0 again.
     """
-    times = (store.add("mimatrix/joined", 1) - 1) // size
+    times = (store.add("mimatrix/joined", 1) - 1) // world_size
     return PrefixStore(f"mimatrix/{times}", store)
 
 
-def join(store: Store, rank: int, size: int, kinds: Kinds) -> tuple[SharedEndpoint, list[int]]:
-    """The endpoint of a group, and its members by their ranks there: one that all of them have, or a new one."""
-    mine = {each.name: each.endpoint.rank for each in _joined}
-    store.set(f"endpoints/{rank}", json.dumps(mine))
-    known: list[dict[str, int]] = [json.loads(store.get(f"endpoints/{other}")) for other in range(size)]
-    common = sorted(set(mine).intersection(*known))
+def acquire(store: Store, rank: int, world_size: int, kinds: WindowKinds) -> tuple[SharedEndpoint, list[int]]:
+    """Return an endpoint that all ranks of a group have, or a new one, and the group's members by their ranks there."""
+    own = {shared.name: shared.endpoint.rank for shared in _endpoints}
+    store.set(f"endpoints/{rank}", json.dumps(own))
+    by_rank: list[dict[str, int]] = [json.loads(store.get(f"endpoints/{peer}")) for peer in range(world_size)]
+    common = sorted(set(own).intersection(*by_rank))
     if not common:
-        found, members = _new(store, rank, size, kinds()), list(range(size))
-        _joined.append(found)
+        endpoint, members = _join(store, rank, world_size, kinds()), list(range(world_size))
+        _endpoints.append(endpoint)
     else:
-        found = next(each for each in _joined if each.name == common[0])
-        members = [each[found.name] for each in known]
-    found.groups += 1
-    return found, members
+        endpoint = next(shared for shared in _endpoints if shared.name == common[0])
+        members = [ranks[endpoint.name] for ranks in by_rank]
+    endpoint.groups += 1
+    return endpoint, members
 
 
-def shared_name(store: Store, rank: int, key: str) -> str:
-    """A name that only the ranks of this group share: stores of groups are apart, names must be too."""
+def agreed_name(store: Store, rank: int, key: str) -> str:
+    """Return a random name that all ranks of this group share and no other group has."""
     if rank == 0:
         store.set(key, os.urandom(8).hex())
     return store.get(key).decode()
 
 
-def _new(store: Store, rank: int, size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
+def _join(store: Store, rank: int, world_size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return SharedEndpoint(
-        shared_name(store, rank, "endpoint"), Endpoint(store, rank, size, kinds, generation=generation)
-    )
+    name = agreed_name(store, rank, "endpoint")
+    return SharedEndpoint(name, Endpoint.join(store, rank, world_size, kinds, generation=generation))
 
 
 @atexit.register
 def _leave_all() -> None:
-    # A rank that an error ends is lost and has not left; its sockets close by themselves and say so. And the child of
-    # a fork must not say goodbye for its parent.
-    failed = getattr(sys, "last_value", None) is not None
-    for each in _joined:
-        if not failed and each.process == os.getpid():
+    # A rank that ends with an error is lost and has not left: its sockets close by themselves and show it. And the
+    # child of a fork must not leave for its parent.
+    has_failed = getattr(sys, "last_value", None) is not None
+    for shared in _endpoints:
+        if not has_failed and shared.process == os.getpid():
             with suppress(Exception):
-                each.close()
-    _joined.clear()
+                shared.close()
+    _endpoints.clear()

@@ -1,87 +1,90 @@
-"""The halves of an all-reduce between two tensors, as torch.distributed asks for them, in every form that a plan needs.
+"""All-gather and reduce-scatter between two tensors, as torch.distributed calls them, for every transport.
 
-`Group` works in place on one tensor. Here it is two, flat and contiguous: `whole`, of which each rank has an equal
-part, and this rank's `part`.
+`Group` works in place on one tensor. Here there are two, flat and contiguous: `full`, of which each rank owns an equal
+shard, and this rank's `shard`.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.calls import CollectiveOp
-from mimatrix.comm.execution import staging as stages
+from mimatrix.comm.execution import staging
+from mimatrix.comm.execution.staging import StagedChunk
 
 InPlace = Callable[[torch.Tensor], None]
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AllGatherInto:
-    """Every rank ends with the parts of all in `whole`."""
+    """Every rank ends with the shards of all ranks in `full`."""
 
-    whole: torch.Tensor
-    part: torch.Tensor
-    me: int
-    ranks: int
+    full: torch.Tensor
+    shard: torch.Tensor
+    rank: int
+    world_size: int
 
     @cached_property
-    def kind(self) -> CollectiveOp:
-        """What is asked for."""
-        return CollectiveOp(Collective.ALL_GATHER, self.whole.dtype)
+    def op(self) -> CollectiveOp:
+        """The collective."""
+        return CollectiveOp(Collective.ALL_GATHER, self.full.dtype)
 
-    def pieces(self, stage_bytes: int) -> Iterator[stages.StagedChunk]:
-        """Over windows."""
-        return stages.gather_pieces(self.whole, self.part, self.me, self.ranks, stage_bytes)
+    @property
+    def output(self) -> torch.Tensor:
+        """The tensor that is written."""
+        return self.full
 
-    def native(self, backend: Any) -> None:
-        """By a c10d backend."""
-        backend._allgather_base(self.whole, self.part).wait()
+    def chunks(self, chunk_bytes: int) -> Iterator[StagedChunk]:
+        """Yield the chunks in which it passes through staging slots."""
+        return staging.all_gather_chunks(self.full, self.shard, self.rank, self.world_size, chunk_bytes)
 
-    def in_place(self, run: InPlace) -> None:
-        """By whatever gathers in place."""
-        self.whole.view(self.ranks, -1)[self.me].copy_(self.part)
-        run(self.whole)
+    def run_c10d(self, backend: C10dBackend) -> None:
+        """Run it on a c10d backend."""
+        backend.all_gather_into(self.full, self.shard)
+
+    def run_in_place(self, run: InPlace) -> None:
+        """Run it by `run`, which gathers in place."""
+        self.full.view(self.world_size, -1)[self.rank].copy_(self.shard)
+        run(self.full)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReduceScatterInto:
-    """Every rank ends with the sum (average, largest, least) of its part of `whole` in `part`."""
+    """Every rank ends with its shard of the reduced `full` in `shard`."""
 
-    part: torch.Tensor
-    whole: torch.Tensor
-    op: str
-    me: int
-    ranks: int
+    shard: torch.Tensor
+    full: torch.Tensor
+    reduce_op: str
+    rank: int
+    world_size: int
 
     @cached_property
-    def kind(self) -> CollectiveOp:
-        """What is asked for."""
-        return CollectiveOp(Collective.REDUCE_SCATTER, self.whole.dtype, self.op)
+    def op(self) -> CollectiveOp:
+        """The collective."""
+        return CollectiveOp(Collective.REDUCE_SCATTER, self.full.dtype, self.reduce_op)
 
-    def pieces(self, stage_bytes: int) -> Iterator[stages.StagedChunk]:
-        """Over windows."""
-        return stages.scatter_pieces(self.part, self.whole, self.me, self.ranks, stage_bytes)
+    @property
+    def output(self) -> torch.Tensor:
+        """The tensor that is written."""
+        return self.shard
 
-    def native(self, backend: Any) -> None:
-        """By a c10d backend; not all of them know averages."""
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[self.op]
-        backend._reduce_scatter_base(self.part, self.whole, options).wait()
-        if self.op == "avg":
-            self.part.div_(self.ranks)
+    def chunks(self, chunk_bytes: int) -> Iterator[StagedChunk]:
+        """Yield the chunks in which it passes through staging slots."""
+        return staging.reduce_scatter_chunks(self.shard, self.full, self.rank, self.world_size, chunk_bytes)
 
-    def in_place(self, run: InPlace) -> None:
-        """By whatever scatters in place, in a copy since `whole` is the caller's."""
-        copy = self.whole.clone()
+    def run_c10d(self, backend: C10dBackend) -> None:
+        """Run it on a c10d backend."""
+        backend.reduce_scatter_into(self.shard, self.full, self.reduce_op)
+
+    def run_in_place(self, run: InPlace) -> None:
+        """Run it by `run`, which scatters in place, on a copy because `full` belongs to the caller."""
+        copy = self.full.clone()
         run(copy)
-        self.part.copy_(copy.view(self.ranks, -1)[self.me])
+        self.shard.copy_(copy.view(self.world_size, -1)[self.rank])
+
+
+OutOfPlace = AllGatherInto | ReduceScatterInto

@@ -1,4 +1,4 @@
-"""Makes `torch.distributed.init_process_group("mimatrix")` known; torch calls this itself when it is imported."""
+"""Registers the backend `mimatrix` with torch.distributed; torch calls this itself when it is imported."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Tell torch.distributed how to make the backend. What it needs is imported when it is made."""
+    """Tell torch.distributed how to create the backend. Its modules are imported only when it is created."""
     import torch.distributed as dist
 
     if dist.is_available() and "mimatrix" not in dist.Backend.backend_list:

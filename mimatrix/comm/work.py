@@ -1,10 +1,16 @@
-"""Collectives run beside the computation: a thread that takes them in order, and a handle for each."""
+# mypy: disable-error-code="override,misc,name-defined"
+# torch's stubs of Work leave no room for subclasses in Python.
+"""Collectives that run while the caller computes: a thread that takes them in order, and a handle for each."""
 
 import queue
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mimatrix.core.errors import WorldError
 
@@ -13,88 +19,198 @@ Task = Callable[[], None]
 
 
 class Work:
-    """A collective under way."""
+    """A collective that was submitted; `watch` raises if a rank that it needs was lost."""
 
     def __init__(self, task: Task, watch: Task) -> None:
         self._task: Task | None = task
         self._watch = watch
         self._done, self._lock = threading.Event(), threading.Lock()
-        self._then: list[Callable[[Work], None]] = []
+        self._callbacks: list[Callable[[Work], None]] = []
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Do it, and keep what goes wrong for whoever waits."""
+        """Run the task and store its error for `wait`."""
         assert self._task
         try:
-            with torch.no_grad():  # parameters may be summed too
+            with torch.no_grad():  # parameters may be reduced too
                 self._task()
-        except Exception as error:  # noqa: BLE001 (it is raised where somebody waits)
+        except Exception as error:  # noqa: BLE001 (raised by `wait`)
             self.error = error
         self._task = None
         with self._lock:
             self._done.set()
-        for callback in self._then:
+        for callback in self._callbacks:
             callback(self)
 
     def then(self, callback: Callable[["Work"], None]) -> None:
-        """Call back when it is done: on the thread that does it, or here and now if it is done already."""
+        """Call `callback` on the thread that completes the work, or at once if it is complete already."""
         with self._lock:
             if not self._done.is_set():
-                self._then.append(callback)
+                self._callbacks.append(callback)
                 return
         callback(self)
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the work has ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Back when it is done; raises what went wrong.
+        """Wait until the work is complete, and raise its error if it has one.
 
-        Its own waits have deadlines; and since a native collective cannot be interrupted, whoever waits here also looks
-        whether a rank was lost meanwhile.
+        A collective's own waits have deadlines. c10d collectives cannot be interrupted, so this also checks whether
+        a rank was lost meanwhile.
         """
-        left = timeout_s if timeout_s is not None else float("inf")
-        while not self._done.wait(min(left, _POLL_S)):
+        left_s = timeout_s if timeout_s is not None else float("inf")
+        while not self._done.wait(min(left_s, _POLL_S)):
             self._watch()
-            left -= _POLL_S
-            if left <= 0:
-                raise WorldError(f"a collective is not done after {timeout_s} s; it goes on, wait for it again")
+            left_s -= _POLL_S
+            if left_s <= 0:
+                raise WorldError(f"a collective is not complete after {timeout_s} s; it still runs, so wait again")
         if self.error:
             raise self.error
 
 
 class CollectiveThread:
-    """The thread on which collectives run while the caller computes."""
+    """The thread on which a rank's collectives run, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._queued = 0
+        self._lock, self._running = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mimatrix-comm", daemon=True)
+
+    def start(self) -> "CollectiveThread":
+        """Start the thread and return this object."""
         self._thread.start()
+        return self
 
     def submit(self, work: Work, *, inline: bool = False) -> None:
-        """Run after all that were submitted before; at once and here if asked for and nothing is under way."""
+        """Queue `work`; with `inline` run it on the calling thread if nothing else is queued or running."""
         with self._lock:
-            here = inline and not self._waiting and self._turn.acquire(blocking=False)
-            if not here:
-                self._waiting += 1
+            runs_here = inline and not self._queued and self._running.acquire(blocking=False)
+            if not runs_here:
+                self._queued += 1
                 self._works.put(work)
-        if here:
+        if runs_here:
             try:
                 work.run()
             finally:
-                self._turn.release()
+                self._running.release()
 
     def close(self) -> None:
-        """Let the thread end after what is under way."""
+        """End the thread after the work that is queued."""
         self._works.put(None)
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while work := self._works.get():
-            with self._turn:
+            with self._running:
                 work.run()
             with self._lock:
-                self._waiting -= 1
+                self._queued -= 1
+
+
+class TorchWork(dist._Work):
+    """A `Work` with the interface of `torch.distributed.Work`."""
+
+    def __init__(self, work: Work, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._work, self._result = work, result
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the work is complete, and raise its error if it has one."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        self._work.wait(seconds or None)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the work has ended."""
+        return self._work.is_done()
+
+    def is_success(self) -> bool:
+        """Return whether the work has ended without an error."""
+        return self._work.is_done() and self._work.error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error with which the work ended."""
+        return self._work.error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors."""
+        return self._result
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        """Return a future of the output tensors, for callers that chain work, as DDP does."""
+        if self._future is None:
+            ended: torch.futures.Future[None] = torch.futures.Future()
+            # Only what a callback raises is an error for torch's own code too; `set_exception` would return the
+            # exception as the result, which DDP takes for tensors.
+            self._future = ended.then(self._outcome)
+            self._work.then(lambda _: ended.set_result(None))
+        return self._future
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        if self._work.error:
+            raise self._work.error
+        return self._result
+
+
+class DiagnosedWork(dist._Work):
+    """A c10d `Work` that names the lost rank when it fails; `diagnose` raises if there is one."""
+
+    def __init__(self, work: dist.Work, diagnose: Callable[[RuntimeError], None]) -> None:
+        super().__init__()
+        self._work, self._diagnose = work, diagnose
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the work is complete, and raise its error if it has one."""
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        except RuntimeError as error:
+            self._diagnose(error)
+            raise
+
+    def is_completed(self) -> bool:
+        """Return whether the work has ended."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether the work has ended without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """Return the error with which the work ended."""
+        return self._work.exception()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
+def with_side_stream(task: Task, tensor: torch.Tensor) -> Task:
+    """Return `task` so that on a GPU it runs after the caller's kernels so far, on a stream of its own.
+
+    If the task runs on the calling thread, it runs on the caller's stream instead: nothing could overlap there.
+    """
+    if not tensor.is_cuda:
+        return task
+    caller = threading.get_ident()
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record(torch.cuda.current_stream(tensor.device))
+
+    def run() -> None:
+        if threading.get_ident() == caller:
+            task()
+            return
+        stream = _side_stream(tensor.device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            task()
+            stream.synchronize()
+
+    return run
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -11,8 +11,7 @@ def local_address(host: str, port: int = 9, family: socket.AddressFamily = socke
     Raises:
         OSError: `host` cannot be resolved, or there is no route to it.
     """
-    found = socket.getaddrinfo(host, port, family, type=socket.SOCK_DGRAM)
-    chosen, kind, _, _, target = found[0]
-    with socket.socket(chosen, kind) as probe:
+    resolved_family, kind, _, _, target = socket.getaddrinfo(host, port, family, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(resolved_family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])

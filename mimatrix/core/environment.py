@@ -6,9 +6,6 @@ No other module spells one of these names. `docs/environment.md` is generated fr
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-SetBy = Literal["you", "a launcher"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +13,7 @@ class Variable:
     """One environment variable: who sets it, and what it means."""
 
     name: str
-    set_by: SetBy
+    set_by: str
     meaning: str
     example: str = ""
 
@@ -25,49 +22,156 @@ class Variable:
         return (os.environ if environ is None else environ).get(self.name) or default
 
 
-ADDRESS = Variable("MIMATRIX_ADDRESS", "you", "Address at which other hosts reach this rank.", "10.0.0.7")
-ARENA = Variable(
-    "MIMATRIX_ARENA", "you", "Size of the memory of each rank and device that peers can read directly.", "2GiB"
+ADDRESS = Variable(
+    "MIMATRIX_ADDRESS",
+    "you, `mimatrix lab run`",
+    "Address at which other hosts reach this rank. Default: the address of the interface that leads to `MASTER_ADDR`.",
+    "10.0.0.7",
 )
-CACHE = Variable("MIMATRIX_CACHE", "you", "Directory for measured tuning tables and profiles.", "/scratch/cache")
-CLUSTER = Variable("MIMATRIX_CLUSTER", "you", "TOML file that describes the cluster of this job.", "lab.toml")
-DATA = Variable("MIMATRIX_DATA", "you", "Directory in which the job server keeps its state.", "/srv/mimatrix")
-FRESH = Variable("MIMATRIX_FRESH", "you", "If set, measure devices again instead of using cached profiles.", "1")
-HOST = Variable("MIMATRIX_HOST", "you", "Name of this host; ranks with the same name share memory.", "node3")
-MEMORY = Variable("MIMATRIX_MEMORY", "you", "Memory that a CPU rank may use.", "512MB")
-NODE_FOLDER = Variable(
-    "MIMATRIX_NODE_FOLDER", "you", "Directory on each Ray node for jobs and their output; set it where Ray starts.", ""
+ARENA = Variable(
+    "MIMATRIX_ARENA",
+    "you",
+    "Size of the memory that each rank opens to its peers, per kind of device. "
+    "Default: all host memory (used only as it is touched), or 512 MiB of a GPU.",
+    "2GiB",
+)
+CACHE = Variable(
+    "MIMATRIX_CACHE",
+    "you",
+    "Directory for tuning tables and device profiles that later runs reuse, in `mimatrix/` below it. "
+    "Default: `XDG_CACHE_HOME`, or `~/.cache`.",
+    "/scratch/cache",
+)
+CLUSTER = Variable(
+    "MIMATRIX_CLUSTER",
+    "you, `mimatrix lab run`",
+    "TOML file that describes the cluster of this job; device i of the file is rank i. "
+    'The tuner tries only algorithms that it predicts to be fast there, and `mode="auto"` uses its links instead of '
+    "measuring them. Ignored unless it has one device per rank.",
+    "lab.toml",
 )
 CUT_OFF_S = Variable(
-    "MIMATRIX_CUT_OFF_S", "you", "Seconds after which a Ray node that lost its head kills its jobs (default 60).", "60"
+    "MIMATRIX_CUT_OFF_S",
+    "you, where `ray start` runs",
+    "Seconds without contact to the head after which a Ray node kills the jobs that it runs. Default: 60.",
+    "30",
 )
-PROFILE = Variable("MIMATRIX_PROFILE", "you", "Measure, write the profiles to this file, and exit.", "profile.json")
+DATA = Variable(
+    "MIMATRIX_DATA",
+    "you",
+    "Directory of the job server's database, logs and checkpoints; commands find address and token of a local server "
+    "there. Default: `~/.local/share/mimatrix`.",
+    "/srv/mimatrix",
+)
+FRESH = Variable(
+    "MIMATRIX_FRESH",
+    "you, `mimatrix profile --fresh`",
+    "If set, measure devices again instead of using cached profiles.",
+    "1",
+)
+HOST = Variable(
+    "MIMATRIX_HOST",
+    "you, `mimatrix lab run`",
+    "Name of this host. Ranks with the same name read each other's memory directly. "
+    "Default: host name, boot id and network namespace.",
+    "node3",
+)
+MEMORY = Variable(
+    "MIMATRIX_MEMORY",
+    "you, `mimatrix run --memory`",
+    "Memory that a rank on a CPU may use, in bytes or with a unit; plans stay below it. "
+    "The limit of its cgroup and its part of the free memory count anyway.",
+    "512MB",
+)
+NODE_FOLDER = Variable(
+    "MIMATRIX_NODE_FOLDER",
+    "you, where `ray start` runs",
+    "Directory on a Ray node for the files and the output of jobs. Default: `~/.local/share/mimatrix/nodes`.",
+    "/scratch/jobs",
+)
+PROFILE = Variable(
+    "MIMATRIX_PROFILE",
+    "you, `mimatrix profile`",
+    "Only measure: `run.prepare` writes the profiles of all ranks to this file and ends the script with exit code 0. "
+    "Set it on all ranks; rank 0 writes.",
+    "profile.json",
+)
 PROFILE_CLUSTER = Variable(
-    "MIMATRIX_PROFILE_CLUSTER", "you", "With MIMATRIX_PROFILE: write the measured cluster to this file.", "lab.toml"
+    "MIMATRIX_PROFILE_CLUSTER",
+    "you, `mimatrix profile --cluster`",
+    "With `MIMATRIX_PROFILE`: also measure the links between ranks, and write them to this file as a cluster.",
+    "lab.toml",
 )
-RDMA = Variable("MIMATRIX_RDMA", "you", "1 or 0: use RDMA between groups of hybrid mode, or do not.", "0")
-SERVER = Variable("MIMATRIX_SERVER", "you", "URL of the job server.", "https://lab:7860")
+RDMA = Variable(
+    "MIMATRIX_RDMA",
+    "you",
+    "`1` or `0`: use RDMA between the groups of hybrid mode, or do not. "
+    "Default: use it if the host has an RDMA device. It always needs NIXL.",
+    "0",
+)
+SERVER = Variable(
+    "MIMATRIX_SERVER",
+    "you, job server",
+    "URL of the job server. Default: the one that runs on this machine for the same user.",
+    "http://lab:7700",
+)
 SLOWDOWN = Variable(
-    "MIMATRIX_SLOWDOWN", "you", "How local workers are slowed down by `mimatrix run --speeds`.", "quota"
+    "MIMATRIX_SLOWDOWN",
+    "you",
+    "How `--speeds` slows local workers down: `quota` (cgroups, needs root) or `signals` (stop and continue). "
+    "Default: the first that works.",
+    "signals",
 )
-TOKEN = Variable("MIMATRIX_TOKEN", "you", "Access token for the job server.", "")
+TOKEN = Variable(
+    "MIMATRIX_TOKEN",
+    "you, job server",
+    "Token that the job server accepts, as printed by `mimatrix up`. A worker removes it before it runs the script.",
+)
 TRANSPORT = Variable(
-    "MIMATRIX_TRANSPORT", "you", "Carry all collectives by this transport, or by this transport and algorithm.", "c10d"
+    "MIMATRIX_TRANSPORT",
+    "you",
+    "For debugging: the transport of all collectives (`windows`, `send_recv` or `c10d`), optionally followed by the "
+    "algorithm of all-reduces. The value of rank 0 counts. Default: whatever was measured to be fastest.",
+    "send_recv ring",
 )
 
-CHECKPOINTS = Variable("MIMATRIX_CHECKPOINTS", "a launcher", "Directory for the checkpoints of this job.")
-GENERATION = Variable("MIMATRIX_GENERATION", "a launcher", "How many times the job has been started.")
-GROUPS = Variable("MIMATRIX_GROUPS", "a launcher", "JSON list of the ranks of each group in hybrid mode.")
-JOB = Variable("MIMATRIX_JOB", "a launcher", "Number of the job that this worker belongs to.")
-RANK = Variable("MIMATRIX_RANK", "a launcher", "Rank of this worker in its job.")
-REJOINS = Variable(
-    "MIMATRIX_REJOINS", "a launcher", "How many times this group was restarted while others kept running."
+CHECKPOINTS = Variable(
+    "MIMATRIX_CHECKPOINTS",
+    "job server",
+    "Directory for the checkpoints of this job; a preempted job saves there. Save to it and load from it in scripts.",
+    "/srv/mimatrix/checkpoints/job-7",
 )
-RENDEZVOUS = Variable("MIMATRIX_RENDEZVOUS", "a launcher", "File through which a restarted group finds the others.")
-SPEED = Variable("MIMATRIX_SPEED", "a launcher", "Speed that this worker is slowed down to; profiles depend on it.")
+GENERATION = Variable("MIMATRIX_GENERATION", "job server", "How many times this job has been started, from 1.", "2")
+GROUPS = Variable(
+    "MIMATRIX_GROUPS",
+    "`mimatrix run --groups`, `mimatrix submit --groups`",
+    "The ranks of each group of hybrid mode, as JSON.",
+    "[[0, 1], [2, 3]]",
+)
+JOB = Variable("MIMATRIX_JOB", "job server", "Number of the job that this worker belongs to.", "7")
+RANK = Variable("MIMATRIX_RANK", "job server", "Rank of this worker in its job.", "0")
+REJOINS = Variable(
+    "MIMATRIX_REJOINS",
+    "job server",
+    "How many times the group of this worker was restarted while other groups of hybrid mode kept running.",
+    "1",
+)
+RENDEZVOUS = Variable(
+    "MIMATRIX_RENDEZVOUS",
+    "`mimatrix run --groups`, job server",
+    "File through which a restarted group of hybrid mode finds the groups that kept running. All hosts must see it.",
+    "/srv/mimatrix/checkpoints/job-7/.meeting-1",
+)
+SPEED = Variable(
+    "MIMATRIX_SPEED",
+    "`mimatrix run --speeds`",
+    "Fraction of full speed that this worker is slowed down to; profiles measured at one speed are not used at "
+    "another.",
+    "0.5",
+)
 
 
 def variables() -> tuple[Variable, ...]:
-    """Return every variable, those that people set first."""
-    known = [value for value in globals().values() if isinstance(value, Variable)]
-    return tuple(sorted(known, key=lambda variable: (variable.set_by != "you", variable.name)))
+    """Return every variable: first those that people set, then those that only launchers set, each by name."""
+    listed = [value for value in globals().values() if isinstance(value, Variable)]
+    return tuple(sorted(listed, key=lambda variable: (not variable.set_by.startswith("you"), variable.name)))

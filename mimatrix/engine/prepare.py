@@ -1,214 +1,260 @@
-"""What `run.prepare` does to a model and its optimizer: they are cut over the ranks, and act when a batch ends."""
+"""What `run.prepare` does to a model and its optimizer: plan, shard, register hooks, and build the training loop."""
 
+import hashlib
+import logging
 import secrets
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine import consistency as sameness
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
-from mimatrix.engine.loop.global_step import GlobalStep
-from mimatrix.engine.loop.hyperparams import HyperparamSync
-from mimatrix.engine.loop.loop_signal import LoopSignal
+from mimatrix.engine.checkpoint.manager import CheckpointManager
+from mimatrix.engine.checkpoint.state import TrainState
+from mimatrix.engine.data.loading import check_loading
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
+from mimatrix.engine.loop.idle_ranks import Hyperparams, HyperparamSync, IdleRanks, LoopSignal, SyncedLRScheduler
+from mimatrix.engine.loop.loader import MicroBatchLoader
+from mimatrix.engine.loop.preemption import Preemption
+from mimatrix.engine.loop.prepared_optimizer import (
+    OptimizerStepper,
+    OuterStepper,
+    PreparedOptimizer,
+    Stepper,
+    refuse_sharded_state_dict,
+)
+from mimatrix.engine.loop.train_loop import TrainLoop
 from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.modules.precision import LossScale
-from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.planning.measure import LossFn, PrepareContext
+from mimatrix.engine.planning.plan_follower import PlanFollower
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.hooks import hear_gradients, hear_modules
-from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_elementwise, check_steps
-from mimatrix.engine.zero.sharding import Zero0
-from mimatrix.engine.zero.single import SingleProcess
-from mimatrix.engine.zero.units import Unit, is_compiled, units_of
-from mimatrix.engine.zero.zero0_shared import Zero0SharedGrads, reads_in_place
-from mimatrix.engine.zero.zero3 import STAGES, Zero3
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_closure
+from mimatrix.engine.zero.stages import create_strategy
+from mimatrix.engine.zero.strategy import ShardingStrategy
+from mimatrix.engine.zero.units import Unit, is_compiled, split_into_units
+
+logger = logging.getLogger(__name__)
 
 LeafModules = tuple[type[nn.Module], ...]
 
 
-def check_prepared(model: nn.Module, optimizer: Optimizer, loading: Mapping[str, Any]) -> None:
-    """Refuse what `prepare` cannot take, with a sentence."""
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise UserError("run.prepare takes the model, the optimizer and the dataset; give them in this order")
-    check_loading(loading)
+@dataclass(frozen=True, kw_only=True)
+class PrepareInputs:
+    """What the user gave `run.prepare`."""
 
+    model: nn.Module
+    optimizer: Optimizer
+    dataset: Any
+    loss: LossFn | None = None
+    leaf_modules: LeafModules = ()
+    loading: Mapping[str, Any] = field(default_factory=dict)
 
-def ground_of(
-    world: World,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss: LossFn | None,
-    feed: MicroBatchSource,
-    whole: LeafModules,
-) -> PrepareContext:
-    """What was given, where it is."""
-    return PrepareContext(
-        world.settings,
-        model,
-        optimizer,
-        loss,
-        feed,
-        world.exchange,
-        world.main,
-        world.rank,
-        world.devices,
-        world.device,
-        world.precisions[world.rank],
-        world.precision.context,
-        batchnorm.count(model) if _synchronises(world) else 0,
-        whole,
-    )
+    def check(self) -> None:
+        """Refuse what cannot be prepared."""
+        if not isinstance(self.model, nn.Module) or not isinstance(self.optimizer, Optimizer):
+            raise UserError("run.prepare takes the model, the optimizer and the dataset; give them in this order")
+        check_loading(self.loading)
 
-
-def cut(
-    world: World,
-    ground: PrepareContext,
-    units: tuple[Unit, ...],
-    stage: int,
-    shares: Shares,
-    outer: OuterOptimizer | None,
-) -> GlobalStep:
-    """Cut the model and its optimizer over the ranks, so that both take part in global batches. A collective."""
-    model, optimizer = ground.model, ground.optimizer
-    sharding = _sharding(world, units, optimizer, stage, shares, may_read=outer is None)
-    if not isinstance(sharding, SingleProcess):
-        _share_buffers(world, model)
-    binding = ShardedOptimizer(
-        optimizer, sharding.slices(), [piece.parameter for unit in units for piece in unit.pieces]
-    )
-    scale = LossScale.start("fp16" in world.precisions)
-    cycle = GlobalStep(sharding, binding, world.exchange, world.watch, clip_norm=world.settings.clip_norm, scale=scale)
-    if ground.norms:
-        _synchronise(world, ground, cycle)
-    world.precision.lower(model)
-    if isinstance(sharding, Zero0):
-        hear_gradients(units, cycle.arrived)
-    if isinstance(sharding, Zero3):
-        hear_modules(model, sharding)
-    if outer:
-        outer.begin(model, binding, world.main, cut=sharding.parts)
-        publish(sharding)
-        cycle.step_by(lambda micro, own: outer.step(micro.total, world.split.total, own))
-    world.watch.memory = partial(_memory, sharding, binding)
-    return cycle
-
-
-def units_to_cut(world: World, ground: PrepareContext, stage: int) -> tuple[Unit, ...]:
-    """The parts of the model that are moved at once."""
-    if world.ranks > 1 and stage == 3 and is_compiled(ground.model):
-        raise UserError("stage 3 moves parameters while the model runs, which torch.compile does not see; use stage 2")
-    return units_of(ground.model, world.settings.unit_bytes_for(stage, world.devices), ground.whole)
-
-
-def agreed(
-    world: World, dataset: Any, units: tuple[Unit, ...], optimizer: Optimizer
-) -> tuple[HyperparamSync, LoopSignal] | None:
-    """That all ranks prepare the same, and by what they stay so; None where there is one. A collective."""
-    check_steps(optimizer)
-    if world.main is None:
-        return None
-    knobs = HyperparamSync(optimizer)
-    mine = sameness.described(dataset, units, optimizer, knobs.all())
-    said = world.exchange.all({**mine, "run": secrets.token_hex(8)})
-    sameness.compare(said, world.rank)
-    return knobs, LoopSignal(world.main, said[0]["run"])
-
-
-def patch(ground: PrepareContext, cycle: GlobalStep, asked: Callable[[], None]) -> None:
-    """Let the optimizer act at the end of each global batch and at no other time; `asked`: the loop has called it."""
-    model, optimizer = ground.model, ground.optimizer
-
-    def step(closure: Any = None) -> None:
-        if closure is not None:
-            raise UserError("optimizer.step takes no closure here; call run.backward(loss) before it")
-        asked()
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # else schedulers complain
-    optimizer.step = step  # type: ignore[method-assign,assignment]
-    optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
-    model.zero_grad = _leave_gradients  # type: ignore[method-assign]
-    if isinstance(cycle.sharding, Zero0) and cycle.sharding.stage:
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-        optimizer.register_load_state_dict_pre_hook(_refuse_load_state_dict)
-
-
-@torch.no_grad()
-def publish(sharding: Zero0 | SingleProcess) -> None:
-    """Other parameters were written than a step gives: all ranks see them."""
-    if isinstance(sharding, Zero0):
-        sharding.publish()
-
-
-def _sharding(
-    world: World, units: tuple[Unit, ...], optimizer: Optimizer, stage: int, shares: Shares, *, may_read: bool
-) -> Zero0 | SingleProcess:
-    if world.main is None:
-        return SingleProcess(units)
-    if stage > 0:
-        check_elementwise(optimizer, stage)
-    gathers = world.further_watched("gather") if stage == 3 else None
-    reads = stage == 0 and may_read and reads_in_place(world.main, units, optimizer)
-    if all(message["reads"] for message in world.exchange.all({"reads": reads})):
-        return Zero0SharedGrads(world.main, None, units, shares, world.watch)
-    return STAGES[stage](world.main, gathers, units, shares, world.watch)
-
-
-def _synchronises(world: World) -> bool:
-    return world.main is not None and world.settings.sync_batchnorm
-
-
-def _synchronise(world: World, ground: PrepareContext, cycle: GlobalStep) -> None:
-    """Batch norm over all ranks, in which a rank without data takes part."""
-    if ground.feed.split_at(DataPosition(0, 0)).rounds > 1 and world.rank == 0 and not world.settings.quiet:
-        sys.stderr.write(
-            "mimatrix: the model has batch norm, which sees the samples of all ranks but one micro-step at a time; "
-            "other micro-steps give other numbers\n"
+    def open(self, world: World) -> PrepareContext:
+        """Move the model to its device, and open the dataset."""
+        source = MicroBatchSource(
+            self.dataset, world.split, world.rank, seed=world.settings.seed, device=world.device, **self.loading
         )
-    batchnorm.synchronise(ground.model, world.further_watched("norm"), lambda: cycle.is_ghost, world.watch)
+        self.model.to(world.device)
+        return PrepareContext(
+            settings=world.settings,
+            model=self.model,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            source=source,
+            exchange=world.exchange,
+            group=world.main,
+            rank=world.rank,
+            devices=world.devices,
+            device=world.device,
+            precision=world.precisions[world.rank],
+            autocast=world.precision.context,
+            num_sync_batchnorms=batchnorm.count_batchnorms(self.model)
+            if world.main and world.settings.sync_batchnorm
+            else 0,
+            leaf_modules=self.leaf_modules,
+        )
 
-    def ghost() -> None:
-        if ground.loss is None:
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `run.prepare` returns to the user, and the loop behind it."""
+
+    loop: TrainLoop
+    optimizer: PreparedOptimizer
+    loader: MicroBatchLoader
+    lr_scheduler: SyncedLRScheduler | None
+
+
+def prepare(
+    world: World, inputs: PrepareInputs, lr_scheduler: LRScheduler | None, preemption: Preemption | None
+) -> Prepared:
+    """Plan, shard the model and its optimizer over the ranks, and build the training loop. A collective."""
+    context = inputs.open(world)
+    plans = PlanFollower(world.rank, context.source, quiet=world.settings.quiet)
+    plan = plans.begin(context)
+    stage = plan.stage if plan else world.settings.stage_for()
+    shares = plan.shares if plan else world.settings.shares_for(world.world_size)
+    units = _build_units(world, context, stage)
+    peers = _check_consistency(world, inputs.dataset, units, inputs.optimizer)
+    strategy = create_strategy(
+        units,
+        inputs.optimizer,
+        stage,
+        shares,
+        group=world.main,
+        new_group=partial(world.new_group, timed=True),
+        exchange=world.exchange,
+        timer=world.timer,
+        may_share_grads=world.outer is None,
+    )
+    strategy.broadcast_buffers(inputs.model)
+    optimizer = ShardedOptimizer(
+        inputs.optimizer, strategy.param_shards(), [param.parameter for unit in units for param in unit.params]
+    )
+    shadow = _sync_batchnorm(world, context, strategy) if context.num_sync_batchnorms else None
+    global_step = GlobalStep(strategy, LossScale.start("fp16" in world.precisions), shadow)
+    world.precision.autocast_forward(inputs.model)
+    strategy.register_hooks(inputs.model, global_step.on_grad)
+    inputs.model.zero_grad = _keep_grads  # type: ignore[method-assign]
+    stepper = _create_stepper(world, inputs, strategy, optimizer)
+    schedulers = [SyncedLRScheduler(lr_scheduler, global_step)] if lr_scheduler is not None else []
+    state = TrainState(
+        model=inputs.model,
+        strategy=strategy,
+        optimizer=optimizer,
+        scale=global_step.scale,
+        lr_schedulers=schedulers,
+        rank=world.rank,
+        world_size=world.world_size,
+        device=world.device,
+        outer=world.outer,
+    )
+    # Made here and not at the first save: ranks without data do not come to that.
+    checkpoints = CheckpointManager(world.new_group("checkpoint") if world.main else None, state)
+    loop = TrainLoop(
+        world,
+        strategy=strategy,
+        optimizer=optimizer,
+        stepper=stepper,
+        global_step=global_step,
+        source=context.source,
+        plans=plans,
+        checkpoints=checkpoints,
+        idle_ranks=IdleRanks(world.rank, schedulers, checkpoints, peers),
+        lr_schedulers=schedulers,
+        preemption=preemption,
+        stage=stage,
+        shares=shares,
+    )
+    if strategy.is_sharded:
+        refuse_sharded_state_dict(inputs.optimizer)
+    prepared = PreparedOptimizer(inputs.optimizer, loop.on_optimizer_step)
+    return Prepared(loop, prepared, MicroBatchLoader(loop), schedulers[0] if schedulers else None)
+
+
+def _build_units(world: World, context: PrepareContext, stage: int) -> tuple[Unit, ...]:
+    if world.world_size > 1 and stage == 3 and is_compiled(context.model):
+        raise UserError("stage 3 moves parameters while the model runs, which torch.compile does not see; use stage 2")
+    return split_into_units(context.model, world.settings.unit_bytes_for(stage, world.devices), context.leaf_modules)
+
+
+def _create_stepper(
+    world: World, inputs: PrepareInputs, strategy: ShardingStrategy, optimizer: ShardedOptimizer
+) -> Stepper:
+    if world.outer is None:
+        return OptimizerStepper(inputs.optimizer)
+    world.outer.begin(inputs.model, optimizer, world.main, sharded=strategy.grads_are_sharded)
+    strategy.all_gather_params()
+    return OuterStepper(world.outer, inputs.optimizer, world.split.total, world.timer)
+
+
+def _sync_batchnorm(world: World, context: PrepareContext, strategy: ShardingStrategy) -> ShadowStep:
+    """Synchronise batch norm over all ranks; a rank without data takes part by shadowing the others."""
+    if context.source.split_at(DataPosition(0, 0)).rounds > 1 and world.rank == 0 and not world.settings.quiet:
+        logger.info(
+            "the model has batch norm, which sees the samples of all ranks but one micro-step at a time; other "
+            "micro-steps give other results"
+        )
+
+    def run_model() -> None:
+        if context.loss is None:
             raise UserError(
                 "a rank without data must run the model for its batch norm; give run.prepare loss=..., "
                 "or every rank the same number of micro-batches"
             )
-        found = ground.loss(ground.model, ground.feed.sample())
-        if isinstance(cycle.sharding, Zero3):
-            cycle.sharding.back()
-        found.backward()  # type: ignore[no-untyped-call]
+        loss = context.loss(context.model, context.source.sample())
+        strategy.begin_backward(None)
+        loss.backward()  # type: ignore[no-untyped-call]
 
-    cycle.ghost = ghost
-
-
-def _share_buffers(world: World, model: nn.Module) -> None:
-    """All begin with those of rank 0."""
-    assert world.main
-    for buffer in model.buffers():
-        # As bytes: there are buffers of any type, complex ones too.
-        same = buffer.detach().contiguous()
-        world.main.broadcast(same.reshape(-1).view(torch.uint8))
-        buffer.detach().copy_(same)
+    shadow = ShadowStep(run_model)
+    group = world.new_group("norm", timed=True)
+    batchnorm.convert_sync_batchnorm(context.model, group, lambda: shadow.is_active, world.timer)
+    return shadow
 
 
-def _memory(sharding: Zero0 | SingleProcess, binding: ShardedOptimizer) -> dict[str, int]:
-    held = sharding.memory if isinstance(sharding, SingleProcess) else sharding.buffers.bytes
-    return {**held, "optimizer": binding.state_bytes()}
+def _keep_grads(set_to_none: bool = True) -> None:
+    """Stand in for `model.zero_grad`: gradients end with the step that used them."""
 
 
-def _leave_gradients(set_to_none: bool = True) -> None:
-    """Gradients end with the step that used them."""
+def _check_consistency(
+    world: World, dataset: Any, units: Sequence[Unit], optimizer: Optimizer
+) -> tuple[HyperparamSync, LoopSignal] | None:
+    """Check that all ranks prepare the same, and return what keeps them so; None with one rank. A collective."""
+    check_closure(optimizer)
+    if world.main is None:
+        return None
+    hyperparams = HyperparamSync(optimizer)
+    description = _describe(dataset, units, optimizer, hyperparams.current())
+    messages = world.exchange.all_gather({**description, "run": secrets.token_hex(8)})
+    _check_same(messages, world.rank)
+    return hyperparams, LoopSignal(world.main, messages[0]["run"])
 
 
-def _refuse_state_dict(*_: Any) -> None:
-    raise UserError("the optimizer's state is cut over the ranks; use run.save() and run.load()")
+def _describe(dataset: Any, units: Sequence[Unit], optimizer: Optimizer, settings: Hyperparams) -> dict[str, Any]:
+    return {
+        "dataset": f"a dataset of {len(dataset)} samples" if hasattr(dataset, "__len__") else "a stream",
+        "model": _describe_model(units),
+        "optimizer": type(optimizer).__name__,
+        "settings": settings,
+    }
 
 
-def _refuse_load_state_dict(*_: Any) -> None:
-    raise UserError("the optimizer's state is cut over the ranks; load it before run.prepare, or use run.load()")
+def _describe_model(units: Sequence[Unit]) -> str:
+    params = [param for unit in units for param in unit.params]
+    facts = [
+        (param.names, list(param.shape), param.strides, str(param.parameter.dtype), param.index) for param in params
+    ]
+    layout = [(unit.trainable, len(unit.params), unit.count) for unit in units]
+    digest = hashlib.sha256(repr((facts, layout)).encode()).hexdigest()[:8]
+    return f"a model of {len(params)} parameters with {sum(p.shape.numel() for p in params)} elements ({digest})"
+
+
+def _check_same(messages: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Raise if ranks have prepared different things, before they wait for each other with them."""
+    own = messages[rank]
+    for other, message in enumerate(messages):
+        for what in ("dataset", "model", "optimizer"):
+            if message[what] != own[what]:
+                raise UserError(
+                    f"rank {other} prepared {message[what]} and rank {rank} {own[what]}; prepare the same on all ranks"
+                )
+        for name in {**message["settings"], **own["settings"]}:
+            value, own_value = message["settings"].get(name), own["settings"].get(name)
+            if value != own_value:
+                number, _, key = name.partition("/")
+                raise UserError(
+                    f"the optimizer's {key} (param group {number}) is {value} on rank {other} and {own_value} on rank "
+                    f"{rank}; give all ranks the same"
+                )

@@ -3,60 +3,52 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mimatrix.comm.control.client import WaitStatus
-from mimatrix.comm.group import Group
+from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import KEPT
-from mimatrix.engine.checkpoint.state import persistent_buffers
+from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource, check_loading
-from mimatrix.engine.loop import evaluation as evaluating
+from mimatrix.engine.data.loading import check_loading
+from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
-from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
+from mimatrix.engine.loop.metrics import MetricFn, evaluate, merge_means
 from mimatrix.engine.loop.preemption import Preemption
+from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
 from mimatrix.engine.loop.train_loop import TrainLoop
-from mimatrix.engine.outer_optimizer import OuterOptimizer, PushStats
-from mimatrix.engine.planning.measure import LossFn, PrepareContext
-from mimatrix.engine.planning.plan_follower import PlanFollower
-from mimatrix.engine.prepare import LeafModules, agreed, check_prepared, cut, ground_of, patch, units_to_cut
+from mimatrix.engine.mode import Membership, Mode
+from mimatrix.engine.not_prepared import NotPrepared
+from mimatrix.engine.planning.measure import LossFn
+from mimatrix.engine.prepare import LeafModules, PrepareInputs, prepare
+from mimatrix.engine.run_hooks import notify
+from mimatrix.engine.run_status import RunStatus
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
-from mimatrix.engine.world import World
-from mimatrix.engine.zero.zero3 import Zero3
+from mimatrix.planner.modes import Choice
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
 
 class Run:
-    """One rank of a training run. `mimatrix.init` makes it; `group` gives further groups of the same ranks by name."""
+    """One rank of a training run, as `mimatrix.init` returns it.
 
-    def __init__(
-        self,
-        settings: Settings,
-        group: Callable[[str], Group] | None = None,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        device: torch.device | str = "cpu",
-        outer: OuterOptimizer | None = None,
-    ) -> None:
-        self._outer = outer
-        self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
-        self._world = World(settings, group, rank, ranks, self.device)
-        self.devices = self._world.devices
-        self.stage = settings.stage_for()
-        self.shares = settings.shares_for(ranks)
-        self._course: TrainLoop | None = None
-        """Once there is something prepared."""
-        self._leaving: Preemption | None = None
+    Attributes that are known before `prepare`: `rank`, `world_size`, `device`, `devices`, `settings`.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._world = membership.world
+        self._loop: TrainLoop | NotPrepared = NotPrepared(self._world)
+        self._preemption: Preemption | None = None
         self._phase = "starting"
 
     # What the user's loop calls
@@ -64,29 +56,29 @@ class Run:
     @overload
     def prepare(
         self,
-        model: nn.Module,
+        model: ModelT,
         optimizer: Optimizer,
         dataset: Any,
         /,
         *,
         loss: LossFn | None = None,
-        whole: LeafModules = (),
+        leaf_modules: LeafModules = (),
         **loading: Any,
-    ) -> tuple[nn.Module, Optimizer, MicroBatchLoader]: ...
+    ) -> tuple[ModelT, PreparedOptimizer, MicroBatchLoader]: ...
 
     @overload
     def prepare(
         self,
-        model: nn.Module,
+        model: ModelT,
         optimizer: Optimizer,
         dataset: Any,
         /,
         scheduler: LRScheduler,
         *,
         loss: LossFn | None = None,
-        whole: LeafModules = (),
+        leaf_modules: LeafModules = (),
         **loading: Any,
-    ) -> tuple[nn.Module, Optimizer, MicroBatchLoader, LRScheduler]: ...
+    ) -> tuple[ModelT, PreparedOptimizer, MicroBatchLoader, SyncedLRScheduler]: ...
 
     def prepare(
         self,
@@ -97,53 +89,90 @@ class Run:
         scheduler: LRScheduler | None = None,
         *,
         loss: LossFn | None = None,
-        whole: LeafModules = (),
+        leaf_modules: LeafModules = (),
         **loading: Any,
     ) -> Any:
-        """Split a model and its optimizer over the ranks and its data into micro-batches. All ranks call it.
+        """Distribute a model, its optimizer and its data over the ranks. All ranks call it, once.
 
-        The same objects come back, and a loader. `loss` is needed where a rank without data must run the model all
-        the same (synchronised batch norm). `whole`: classes of modules that use their children's parameters without
-        running the children, which matters in stage 3. `loading`: `shuffle`, `drop_last`, `collate`, `workers`,
-        `prefetch`, `pin`.
+        Use what it returns from then on. The model is the same object, on its device; the optimizer and the scheduler
+        are wrappers whose `step` acts at the end of each global batch; the loader yields this rank's micro-batches.
+
+        Args:
+            model: The model. Move, cast and load it before.
+            optimizer: An optimizer over its parameters.
+            dataset: A map-style or iterable dataset, or a DataLoader, whose settings are then used.
+            scheduler: A learning-rate scheduler of the optimizer; step it once for each micro-batch or epoch.
+            loss: `loss(model, batch)` returns the mean loss of a batch. Needed to measure devices
+                (`plan="profile"`, `mode="auto"`), and by ranks without data if the model has batch norm.
+            leaf_modules: Classes of modules that use their children's parameters without calling the children; stage 3
+                gathers such a module as a whole.
+            **loading: How batches are loaded, by the names of `torch.utils.data.DataLoader`: `shuffle`, `drop_last`,
+                `collate_fn`, `num_workers`, `prefetch_factor`, `pin_memory`.
+
+        Returns:
+            The model, the optimizer and a loader; with a scheduler, the scheduler as a fourth.
+
+        Raises:
+            UserError: Something cannot be trained like this; the message says what to change.
+
+        Example:
+            >>> model, optimizer, loader = run.prepare(model, optimizer, dataset, loss=loss_fn, num_workers=4)
         """
-        if self._course:
+        if not isinstance(self._loop, NotPrepared):
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
-        check_prepared(model, optimizer, loading)
-        world = self._world
-        feed = MicroBatchSource(
-            dataset, world.split, self.rank, seed=world.settings.seed, device=self.device, **loading
+        if isinstance(optimizer, PreparedOptimizer):
+            optimizer = optimizer.optimizer
+        inputs = PrepareInputs(
+            model=model, optimizer=optimizer, dataset=dataset, loss=loss, leaf_modules=leaf_modules, loading=loading
         )
-        model.to(self.device)
-        ground = ground_of(world, model, optimizer, loss, feed, whole)
-        plans = self._plan(ground)
-        units = units_to_cut(world, ground, self.stage)
-        said = agreed(world, dataset, units, optimizer)
-        cycle = cut(world, ground, units, self.stage, self.shares, self._outer)
-        course = TrainLoop(
-            world, model, cycle, feed, plans, self.shares, agreed=said, outer=self._outer, leaving=self._leaving
-        )
-        patch(ground, cycle, course.asked_to_step)
-        if scheduler is not None:
-            course.schedulers.append(SyncedLRScheduler(scheduler, cycle))
-        self._course = course
-        if self._leaving:
-            self.load(self._leaving.folder)
+        inputs.check()
+        if self._membership.measures_devices or self.settings.plan == "profile":
+            self._phase = "profiling"
+        self._world = self._membership.settle(inputs)
+        prepared = prepare(self._world, inputs, scheduler, self._preemption)
+        self._loop = prepared.loop
+        if self._preemption:
+            self.load(self._preemption.folder)
         self._phase = "training"
-        found = (model, optimizer, MicroBatchLoader(course))
-        return found if scheduler is None else (*found, scheduler)
+        result = (model, prepared.optimizer, prepared.loader)
+        return result if scheduler is None else (*result, prepared.lr_scheduler)
 
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
-        """Gradients of this micro-batch's mean loss. It counts by its samples, or by `weight` (of tokens, say)."""
-        self._ready().backward(loss, weight)
+        """Compute the gradients of this micro-batch, in place of `loss.backward()`.
+
+        Args:
+            loss: The mean loss of the micro-batch.
+            weight: How much the micro-batch counts, such as its number of tokens; by default its number of samples.
+        """
+        self._prepared().backward(loss, weight)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of epochs up to `count`, from where the run stands."""
-        yield from self._ready().run_epochs(count)
+        """Yield the numbers of the epochs up to `count`, starting where the run is."""
+        yield from self._prepared().run_epochs(count)
 
     def log(self, **values: Any) -> None:
-        """Figures of this micro-batch. Their weighted means over all ranks are in `history`, step by step."""
-        self._ready().log(values)
+        """Log metrics of this micro-batch; their weighted means over all ranks are in `history`, step by step."""
+        self._prepared().log(values)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; in hybrid mode within its group."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; in hybrid mode of this group."""
+        return self._world.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._world.device
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of all ranks' devices."""
+        return self._world.devices
 
     @property
     def settings(self) -> Settings:
@@ -151,197 +180,189 @@ class Run:
         return self._world.settings
 
     @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self._loop.stage
+
+    @property
+    def shares(self) -> Shares:
+        """The part of the sharded states that each rank owns."""
+        return self._loop.shares
+
+    @property
     def step(self) -> int:
-        """Global batches done."""
-        return self._course.step if self._course else 0
+        """The number of global batches done."""
+        return self._loop.step
 
     @property
     def position(self) -> DataPosition:
-        """The next global batch."""
-        return self._course.position if self._course else DataPosition(0, 0)
+        """The next global batch: its epoch, and its number in the epoch."""
+        return self._loop.position
+
+    @property
+    def split(self) -> Split:
+        """How the next global batch is split over the ranks."""
+        return self._loop.split
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether this rank is inside a global batch, where collective calls such as `save` are refused."""
+        return self._loop.in_batch
 
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
         """(step, means) of what was logged, in order."""
-        return self.logged(0)
+        return self.history_from(0)
 
-    def logged(self, start: int) -> list[tuple[int, dict[str, float]]]:
-        """The same from the `start`-th entry on; below 0 counted from the last. History grows with every step."""
-        return self._course.logs.history(start) if self._course else []
+    def history_from(self, start: int) -> list[tuple[int, dict[str, float]]]:
+        """Return `history` from the `start`-th entry on; negative numbers count from the last."""
+        return self._loop.metrics.history(start)
 
     @property
     def checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """What lies in the folder that was last saved to, the newest first; known to rank 0, once it has saved."""
-        return self._course.checkpoints.kept if self._course else ()
-
-    @property
-    def split(self) -> Split:
-        """How the next global batch is cut over the ranks."""
-        return self._course.split if self._course else self._world.split
+        """The checkpoints in the folder that was last saved to, newest first; known to rank 0 once it has saved."""
+        return self._loop.saved
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that was agreed last, if the run has one."""
-        return self._course.plans.now if self._course else None
-
-    @property
-    def measurements(self) -> Measurements | None:
-        """The curves of all ranks, where they were measured for the plan."""
-        return self._course.plans.measured if self._course else None
+        """The plan that was agreed on last, if the run has one."""
+        return self._loop.plan
 
     @property
     def plan_changes(self) -> list[tuple[int, Plan, str]]:
-        """(step, plan, why) for each time that the plan changed."""
-        return list(self._course.plans.changes) if self._course else []
+        """(step, plan, reason) for each change of the plan."""
+        return list(self._loop.plan_changes)
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """The profiles of all ranks, where they were measured for the plan."""
+        return self._loop.measurements
+
+    @property
+    def mode_choice(self) -> Choice | None:
+        """What `mode="auto"` chose in `prepare`, from what, and why."""
+        return self._world.choice
 
     def stats(self) -> list[StepStats]:
-        """Where the time of each step went, the last thousand steps."""
-        return list(self._course.stats) if self._course else []
+        """Return where the time of each step went, for the last thousand steps."""
+        return list(self._loop.stats)
 
     @torch.no_grad()
-    def evaluate(
-        self, model: nn.Module, dataset: Any, measure: evaluating.MetricFn, **loading: Any
-    ) -> dict[str, float]:
-        """Weighted means over a dataset, every sample once, on all ranks together; the same result on each.
+    def evaluate(self, model: nn.Module, dataset: Any, metric_fn: MetricFn, **loading: Any) -> dict[str, float]:
+        """Compute weighted means of metrics over a dataset, each sample once, on all ranks together.
 
-        `measure(model, batch)` gives figures of a batch by name, each a mean over its samples; with an entry `weight`
-        if they count by something else.
+        Args:
+            model: The prepared model.
+            dataset: What to evaluate on.
+            metric_fn: `metric_fn(model, batch)` returns metrics of a batch by name, each a mean over its samples; an
+                entry `weight` says how much the batch counts, if not by its samples.
+            **loading: As for `prepare`.
+
+        Returns:
+            The means by name, the same on every rank.
         """
-        course = self._course
-        if course:
-            course.check_closed("run.evaluate")
-            course.check_all_come("run.evaluate")
-        if evaluating.length(dataset, 1) == 0:
+        self._loop.check_between_batches("run.evaluate")
+        self._loop.require_all_ranks("run.evaluate")
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        if size == 0:
             raise UserError("run.evaluate was given a dataset without samples; give it at least one")
-        split = self.split.for_samples(min(self.split.total, evaluating.length(dataset, self.split.total)))
+        split = self.split.for_samples(self.split.total if size is None else min(self.split.total, size))
         check_loading(loading)
-        feed = MicroBatchSource(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
+        source = MicroBatchSource(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
         training = [module for module in model.modules() if module.training]
-        sharding = course.cycle.sharding if course else None
-        gathers = sharding if isinstance(sharding, Zero3) else None
         model.eval()
         try:
-            with self._world.watch.aside():
-                mine = evaluating.measured(model, feed, measure, gathers)
-                return evaluating.joined(self._world.exchange.all(mine))
+            with self._world.timer.excluded():
+                means = evaluate(model, source, metric_fn, self._loop.strategy)
+                return merge_means(self._world.exchange.all_gather(means.sums()))
         finally:
             for module in training:
                 module.training = True
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Plain weights and buffers of the whole model, on the CPU, in any stage. All ranks call it."""
-        course = self._ready()
-        course.check_closed("run.full_state_dict")
-        course.check_all_come("run.full_state_dict")
-        sharding = course.cycle.sharding
-        if not isinstance(sharding, Zero3):
-            return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        found: dict[str, torch.Tensor] = {}
-        for unit in sharding.units:
-            values = sharding.gathered(unit)
-            for piece in unit.pieces:
-                found |= dict.fromkeys(piece.names, piece.of(values).cpu().clone())
-        persistent = persistent_buffers(model)
-        return found | {name: value.detach().cpu().clone() for name, value in persistent.items()}
+        """Return the weights and buffers of the whole model on the CPU, in any stage. All ranks call it."""
+        loop = self._prepared()
+        loop.check_between_batches("run.full_state_dict")
+        loop.require_all_ranks("run.full_state_dict")
+        return loop.strategy.full_state_dict(model)
 
-    def save(self, folder: str | Path | None = None, *, keep: int = KEPT, wait: bool = False) -> None:
-        """Begin a checkpoint, `folder/step-00000120`; it is there when all of it is, and the last `keep` stay.
+    def save(self, folder: str | Path | None = None, *, keep: int = DEFAULT_KEEP, wait: bool = False) -> None:
+        """Begin a checkpoint; training continues while it is written, and it appears only once it is complete.
 
-        The folder is `checkpoints`, or in a job its own: one that is tried again goes on from there.
-        Training goes on while it is written. What goes wrong is raised by the next `save` or by `close`, or here with
-        `wait`. All ranks call it; those without data in this global batch join in by themselves.
+        All ranks call it; those without data in this global batch take part by themselves. A failure is raised by the
+        next `save`, by `close`, or here with `wait`.
+
+        Args:
+            folder: Where checkpoints go, as `folder/step-00000120`. By default `checkpoints`, or in a job the job's
+                own folder, from which it resumes.
+            keep: How many checkpoints of the folder to keep.
+            wait: Return only when the checkpoint is complete.
         """
-        course, where = self._ready(), self._folder(folder)
-        course.check_closed("run.save")
-        if wait or course.checkpoints.would_wait(where):
-            course.check_all_come("run.save(wait=True)" if wait else "a second run.save")
-        with self._world.watch.aside() if wait else nullcontext():
-            course.checkpoints.save(where, keep, wait=wait)
+        loop, path = self._prepared(), self._checkpoint_folder(folder)
+        loop.check_between_batches("run.save")
+        if wait or loop.checkpoints.would_wait(path, loop.step):
+            loop.require_all_ranks("run.save(wait=True)" if wait else "a second run.save")
+        with self._world.timer.excluded() if wait else nullcontext():
+            loop.save(path, keep, wait=wait)
 
     def load(self, folder: str | Path | None = None) -> bool:
-        """Go on from the newest good checkpoint of a folder, or from one itself; False if there is none.
+        """Resume from the newest complete checkpoint of a folder, or from a checkpoint itself.
 
-        Whatever the number of ranks, shares and stage with which it was saved. All ranks call it, after `prepare`.
+        Stage, shares and number of ranks may differ from those it was saved with. All ranks call it, after `prepare`.
+
+        Returns:
+            False if there is no checkpoint.
         """
-        course = self._ready()
-        course.check_closed("run.load", "before the loop over the loader")
-        course.check_all_come("run.load")
-        return course.load(self._folder(folder))
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether this rank is inside of a global batch, where nothing global can be done."""
-        return self._course is not None and self._course.cycle.is_open
+        loop = self._prepared()
+        loop.check_between_batches("run.load", "before the loop over the loader")
+        loop.require_all_ranks("run.load")
+        return loop.load(self._checkpoint_folder(folder))
 
     def close(self) -> None:
-        """Give back what the run holds beside the model. Needed only where another run follows in the same process.
+        """Release what the run holds besides the model; needed only if another run follows in the same process.
 
-        A checkpoint that is being written is waited for, and what went wrong with it is raised.
-        In stages 0 to 2 the model goes on by itself; in stage 3 this rank's part of it is gone.
+        Waits for a checkpoint that is being written, and raises what went wrong with it. In stages 0 to 2 the model
+        can be used afterwards; in stage 3 this rank's shards of it are gone.
         """
-        if self._course:
-            self._course.close()
-            return
-        if self._outer:
-            self._outer.close()
-        self._world.close()
+        self._loop.close()
 
     # What the worker of a job calls
 
-    def leave_when(self, is_asked: Callable[[], bool], folder: Path) -> None:
-        """Once `is_asked` says so on any rank, all save to `folder` and end with exit code 75; to be called first.
+    def enable_preemption(self, is_requested: Callable[[], bool], folder: Path) -> None:
+        """Stop with exit code 75 after a checkpoint, once `is_requested` returns true on any rank.
 
-        What is in the folder already is where `prepare` lets the run go on.
+        Args:
+            is_requested: Asked at the end of each global batch.
+            folder: Where the checkpoint goes; `prepare` resumes from what is there already. Call this before it.
         """
-        self._leaving = Preemption(is_asked, folder)
+        self._preemption = Preemption(is_requested, folder)
 
     @property
-    def phase(self) -> str:
-        """What it is about: starting, profiling, training or saving."""
-        return "saving" if self._leaving and self._leaving.is_under_way else self._phase
+    def status(self) -> RunStatus:
+        """What this rank is doing now, for monitoring."""
+        outer, main = self._world.outer, self._world.main
+        is_saving = self._preemption is not None and self._preemption.is_under_way
+        return RunStatus(
+            phase="saving" if is_saving else self._phase,
+            mode="hybrid" if outer else "sync",
+            group=outer.group if outer else 0,
+            pushes=outer.stats if outer and outer.is_first else None,
+            is_excluded=self._world.timer.is_excluded,
+            waiting=main.endpoint.control.waiting if main else None,
+        )
 
-    @property
-    def mode(self) -> str:
-        """`sync`, or `hybrid` where groups do not wait for each other; with `mode="auto"` it is known once prepared."""
-        return "hybrid" if self._outer else "sync"
-
-    @property
-    def group(self) -> int:
-        """Which of several groups this is, where they do not wait for each other; else 0."""
-        return self._outer.group if self._outer else 0
-
-    @property
-    def pushing(self) -> PushStats | None:
-        """How it goes with the pushes of this group, where there are groups; the first rank of each knows."""
-        return self._outer.now if self._outer and self._outer.is_first else None
-
-    @property
-    def aside(self) -> bool:
-        """Whether it does something between steps: evaluates, loads, waits for a checkpoint."""
-        return self._world.watch.is_aside
-
-    @property
-    def waiting(self) -> WaitStatus | None:
-        """In which collective this rank waits now, and for whom; None while it does not."""
-        main = self._world.main
-        return main.endpoint.control.waiting if main else None
-
-    # Inside
-
-    def _ready(self) -> TrainLoop:
-        if self._course is None:
+    def _prepared(self) -> TrainLoop:
+        if isinstance(self._loop, NotPrepared):
             raise UserError("nothing is prepared yet; call run.prepare(model, optimizer, dataset) first")
-        return self._course
+        return self._loop
 
-    def _plan(self, ground: PrepareContext) -> PlanFollower:
-        """Find the stage, the batches and the shares, where that is asked for. A collective."""
-        self._phase = "profiling" if self.settings.plan == "profile" else self._phase
-        plans = PlanFollower(self.rank, ground.feed, quiet=self.settings.quiet)
-        first = plans.begin(ground)
-        if first:
-            self.stage, self.shares = first.stage, first.shares
-        return plans
+    def _checkpoint_folder(self, given: str | Path | None) -> str:
+        default = self._preemption.folder if self._preemption else Path("checkpoints")
+        return str(default if given is None else given)
 
-    def _folder(self, given: str | Path | None) -> str:
-        usual = self._leaving.folder if self._leaving else Path("checkpoints")
-        return str(usual if given is None else given)
+
+def start_run(mode: Mode, settings: Settings, device: torch.device, timeout_s: float) -> Run:
+    """Join the other processes of the job in a mode, and return this process's run. A collective."""
+    run = Run(mode.join(settings, device, timeout_s))
+    notify(run)
+    return run

@@ -1,4 +1,4 @@
-"""What a run is asked to do, checked before anything starts."""
+"""What `mimatrix.init` was given, checked before anything starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _UNIT, _LARGE_UNIT = 8 << 20, 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """As given to `mimatrix.init`, the same on every rank."""
+    """The arguments of `mimatrix.init`, the same on every rank."""
 
     global_batch: int | None = None
     batch: Batch = "auto"
@@ -25,7 +25,7 @@ class Settings:
     shares: Sequence[float] | None = None
     seed: int = 0
     precision: str | Mapping[int | str, str] = "fp32"
-    clip_norm: float | None = None
+    max_grad_norm: float | None = None
     sync_batchnorm: bool = True
     unit_bytes: int | None = None
     quiet: bool = False
@@ -39,8 +39,8 @@ class Settings:
             raise UserError(f'stage is {self.stage!r}; use 0, 1, 2, 3 or "auto"')
         if not _is_count(self.seed):
             raise UserError(f"seed is {self.seed!r}; give a whole number")
-        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
-            raise UserError(f"clip_norm is {self.clip_norm!r}; give a number above 0, or leave it out")
+        if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise UserError(f"max_grad_norm is {self.max_grad_norm!r}; give a number above 0, or leave it out")
         if self.unit_bytes is not None and not (_is_count(self.unit_bytes) and self.unit_bytes > 0):
             raise UserError(f"unit_bytes is {self.unit_bytes!r}; give a number of bytes above 0, or leave it out")
         if self.shares is not None and not _are_numbers(self.shares):
@@ -49,11 +49,11 @@ class Settings:
         names = self.precision.values() if isinstance(self.precision, Mapping) else [self.precision]
         for name in names:
             if name not in PRECISIONS:
-                raise UserError(f'"{name}" is no precision{nearest(str(name), PRECISIONS)}')
+                raise UserError(f'unknown precision "{name}"{nearest(str(name), PRECISIONS)}')
 
     @property
     def follows(self) -> bool:
-        """Whether batches follow the speeds that ranks show while training."""
+        """Whether batches follow the speed that ranks show while training."""
         return self.rebalance if self.rebalance is not None else self.plan in ("profile", "online")
 
     def _check_plan(self) -> None:
@@ -64,19 +64,19 @@ class Settings:
                 raise UserError('rebalance needs a plan to begin with; use plan="online" or plan="profile"')
             return
         if self.batch != "auto":
-            raise UserError("a plan says how many samples each rank takes; leave out either plan or batch")
+            raise UserError("a plan sets how many samples each rank takes; leave out either plan or batch")
         if self.plan not in ("profile", "online") and (self.micro_batch is not None or self.shares is not None):
             what = "shares" if self.micro_batch is None else "micro_batch"
-            raise UserError(f"a stored plan says how batches and states are cut; leave out either plan or {what}")
+            raise UserError(f"a stored plan sets how batches and states are split; leave out either plan or {what}")
         if self.global_batch is None:
-            raise UserError("a plan shares out a global batch; set global_batch")
+            raise UserError("a plan splits a global batch; set global_batch")
 
-    def shares_for(self, ranks: int) -> Shares:
-        """Who owns how much: as given, otherwise equal."""
+    def shares_for(self, world_size: int) -> Shares:
+        """Return the part of the states that each rank owns: as given, otherwise equal."""
         if self.shares is None:
-            return Shares.equal(ranks)
-        if len(self.shares) != ranks:
-            raise UserError(f"shares has {len(self.shares)} numbers for {ranks} ranks; give one for each rank")
+            return Shares.equal(world_size)
+        if len(self.shares) != world_size:
+            raise UserError(f"shares has {len(self.shares)} numbers for {world_size} ranks; give one for each rank")
         try:
             return Shares(tuple(float(share) for share in self.shares))
         except UserError:
@@ -84,19 +84,19 @@ class Settings:
             raise UserError(f"shares = {list(self.shares)} sums to {total:.6g}; shares must sum to 1") from None
 
     def stage_for(self) -> int:
-        """`auto` is 0 until a plan chooses."""
+        """Return the ZeRO stage; `auto` is 0 until a plan chooses."""
         return 0 if self.stage == "auto" else int(self.stage)
 
     def unit_bytes_for(self, stage: int, devices: Sequence[str]) -> int:
-        """How large the parts are that move together: as given, otherwise what is usual for a stage and its devices.
+        """Return the size of a unit: as given, otherwise a good one for a stage and its devices.
 
-        Large where ranks have little to compute beside a collective, and nothing is gathered for the time of use.
+        Units are large if a CPU has little to compute during a collective, and nothing is gathered for use.
         """
         large = stage <= 1 and all(device == "cpu" for device in devices)
         return self.unit_bytes or (_LARGE_UNIT if large else _UNIT)
 
     def precision_for(self, rank: int, device: str) -> str:
-        """Of one rank: by its number, or by a part of its device's name."""
+        """Return the precision of one rank: by its number, or by a part of its device's name."""
         if isinstance(self.precision, str):
             return self.precision
         for key, name in self.precision.items():
@@ -104,14 +104,14 @@ class Settings:
                 return name
         return "fp32"
 
-    def described(self) -> dict[str, Any]:
-        """For comparing what ranks were given."""
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for comparing what ranks were given."""
         return {name: _plain(getattr(self, name)) for name in self.__slots__}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): each for key, each in value.items()}
+        return {str(key): item for key, item in value.items()}
     if isinstance(value, Plan | Path):
         return str(value)
     return value if isinstance(value, str | int | float | None) else list(value)

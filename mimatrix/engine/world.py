@@ -1,4 +1,4 @@
-"""The ranks of a run as one of them sees them: what all were given, what they compute on, and how they talk."""
+"""The ranks of a run as one of them sees them: settings, devices, process groups."""
 
 from collections.abc import Callable
 
@@ -7,66 +7,110 @@ import torch
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.modules.precision import Precision
+from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
+from mimatrix.planner.modes import Choice
 from mimatrix.planner.split import Split, resolve_batches
+from mimatrix.profiler.fingerprints import device_name
+
+NewGroup = Callable[[str], Group]
+"""Gives a further process group of all ranks by name; `reduce` is the first."""
 
 
 class World:
-    """One rank and its peers. `group` gives further groups of the same ranks by name; without, there is one rank."""
+    """One rank and its peers. `World.join` makes it, together with the other ranks."""
 
     def __init__(
-        self, settings: Settings, group: Callable[[str], Group] | None, rank: int, ranks: int, device: torch.device
+        self,
+        settings: Settings,
+        *,
+        rank: int,
+        device: torch.device,
+        devices: list[str],
+        main: Group | None,
+        new_group: NewGroup | None,
+        outer: OuterOptimizer | None = None,
+        choice: Choice | None = None,
     ) -> None:
-        self.settings, self.rank, self.ranks, self.device = settings, rank, ranks, device
-        self._group = group if ranks > 1 else None
-        self._further: list[Group] = []
-        self.main = self._group("reduce") if self._group else None
-        """In which gradients are summed; None where there is one rank."""
-        self.exchange = RankExchange(self.main)
-        self.watch = StepTimer((self.main,) if self.main else (), device=device)
-        self.devices = self._agree()
-        """The kinds of all ranks' devices."""
-        self.split = Split.of(
-            resolve_batches(settings.batch, settings.global_batch, self.devices), settings.micro_batch
-        )
-        """How the settings cut a global batch; a plan may cut it otherwise."""
-        self.precisions = [settings.precision_for(rank, device) for rank, device in enumerate(self.devices)]
+        self.settings, self.rank, self.device, self.devices = settings, rank, device, devices
+        self.main = main
+        """The group in which gradients are reduced; None where there is one rank."""
+        self.outer = outer
+        """Who steps in place of the optimizer, where this run is one group of several."""
+        self.choice = choice
+        """What `mode="auto"` chose, from what, and why."""
+        self.exchange = RankExchange(main)
+        self.timer = StepTimer((main,) if main else (), device=device)
+        self.split = Split.of(resolve_batches(settings.batch, settings.global_batch, devices), settings.micro_batch)
+        """How the settings split a global batch; a plan may split it otherwise."""
+        self.precisions = [settings.precision_for(number, name) for number, name in enumerate(devices)]
         self.precision = Precision(self.precisions[rank], device)
+        self._new_group = new_group
+        self._groups: list[Group] = []
 
-    def further(self, name: str) -> Group:
-        """Another group of all ranks, with a thread of its own."""
-        assert self._group
-        self._further.append(self._group(name))
-        return self._further[-1]
+    @classmethod
+    def join(
+        cls,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        new_group: NewGroup | None = None,
+        outer: OuterOptimizer | None = None,
+    ) -> "World":
+        """Meet the other ranks, and check that all were given the same settings. A collective."""
+        device = torch.device(device)
+        new_group = new_group if world_size > 1 else None
+        main = new_group("reduce") if new_group else None
+        devices = _exchange_devices(RankExchange(main), settings, rank, device)
+        return cls(settings, rank=rank, device=device, devices=devices, main=main, new_group=new_group, outer=outer)
 
-    def further_watched(self, name: str) -> Group:
-        """The same; what it takes is part of a step."""
-        group = self.further(name)
-        self.watch.groups = (*self.watch.groups, group)
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
+
+    def with_settings(self, settings: Settings, choice: Choice | None = None) -> "World":
+        """Return the same ranks and groups with other settings, and why `mode="auto"` took its mode."""
+        return World(
+            settings,
+            rank=self.rank,
+            device=self.device,
+            devices=self.devices,
+            main=self.main,
+            new_group=self._new_group,
+            outer=self.outer,
+            choice=choice,
+        )
+
+    def new_group(self, name: str, *, timed: bool = False) -> Group:
+        """Make another group of all ranks, with a thread of its own; `timed`: its collectives are part of a step."""
+        assert self._new_group, "a single rank has no groups"
+        group = self._new_group(name)
+        self._groups.append(group)
+        if timed:
+            self.timer.add_group(group)
         return group
 
     def close(self) -> None:
-        """Give back the further groups; the main one is the process's."""
-        for group in self._further:
-            group.worker.close()
+        """Close the further groups; the main one belongs to the process."""
+        for group in self._groups:
             group.close()
-        self._further.clear()
-
-    def _agree(self) -> list[str]:
-        """What devices there are; and that all were given the same settings."""
-        mine = self.settings.described()
-        said = self.exchange.all({"device": _name_of(self.device), "settings": mine})
-        for rank, message in enumerate(said):
-            for name, value in message["settings"].items():
-                if value != mine[name] and name not in ("quiet",):
-                    raise UserError(
-                        f"rank {rank} was given {name} = {value!r} and rank {self.rank} {mine[name]!r}; "
-                        "give all ranks the same"
-                    )
-        return [message["device"] for message in said]
+        self._groups.clear()
 
 
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _exchange_devices(exchange: RankExchange, settings: Settings, rank: int, device: torch.device) -> list[str]:
+    """Return the device names of all ranks, having compared their settings."""
+    described = settings.to_json()
+    messages = exchange.all_gather({"device": device_name(device), "settings": described})
+    for other, message in enumerate(messages):
+        for name, value in message["settings"].items():
+            if value != described[name] and name != "quiet":
+                raise UserError(
+                    f"rank {other} was given {name} = {value!r} and rank {rank} {described[name]!r}; "
+                    "give all ranks the same"
+                )
+    return [message["device"] for message in messages]

@@ -1,1 +1,1 @@
-"""Groups that do not wait for each other: synchronous inside of a group, asynchronous between groups."""
+"""Groups of ranks that do not wait for each other: synchronous within a group, asynchronous between groups."""

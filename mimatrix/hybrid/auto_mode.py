@@ -1,163 +1,160 @@
-"""`mimatrix.init(mode="auto")`: all ranks begin together, and go on in the mode that brings more with their model.
+"""`mimatrix.init(mode="auto")`: all ranks start together, and continue in the mode that is faster with their model.
 
-Why the run becomes another one in `prepare`: docs/decisions/0014-a-run-that-decides.md.
+Devices and links are measured in `prepare`; rank 0 prices both modes, and all ranks follow its choice.
+Why this waits for `prepare`: docs/decisions/0014-a-run-that-decides.md.
 """
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from mimatrix.cluster import Cluster, Device
 from mimatrix.comm.registration import register
 from mimatrix.core.errors import UserError
-from mimatrix.engine.api import GroupFactory
-from mimatrix.engine.api import init as init
-from mimatrix.engine.data.source import MicroBatchSource
-from mimatrix.engine.modules import batchnorm
-from mimatrix.engine.outer_optimizer import MODES
-from mimatrix.engine.prepare import check_prepared, ground_of
-from mimatrix.engine.run import Run
+from mimatrix.core.files import write_atomic
+from mimatrix.engine.mode import Membership
+from mimatrix.engine.modules.batchnorm import count_batchnorms
+from mimatrix.engine.planning.cluster_discovery import discover_cluster, load_described_cluster
+from mimatrix.engine.planning.communication import measure_exchange_s
+from mimatrix.engine.planning.measure import PrepareContext, build_problem, log_rank0, measure_ranks, time_communication
+from mimatrix.engine.prepare import PrepareInputs
+from mimatrix.engine.process_groups import GroupFactory
+from mimatrix.engine.rank_exchange import gather_or_raise
 from mimatrix.engine.settings import Settings
-from mimatrix.hybrid.deciding import decided
-from mimatrix.hybrid.grouping import Groups, place_in
-from mimatrix.hybrid.mode import Hybrid as Hybrid
-from mimatrix.hybrid.mode import groups_given, place_in_job, returns, store_of_job, word_file
-from mimatrix.hybrid.rendezvous import leave_word
-from mimatrix.planner.modes import Apart, Choice
+from mimatrix.engine.world import World
+from mimatrix.engine.zero.sharded_optimizer import check_elementwise
+from mimatrix.hybrid.groups import Groups, locate_rank
+from mimatrix.hybrid.mode import Hybrid, is_rejoining, job_rank, job_store, launched_groups, rendezvous_file
+from mimatrix.planner.modes import Apart, Choice, choose_mode
+from mimatrix.planner.networks import simulated
 from mimatrix.planner.plan import Plan
+from mimatrix.planner.profile import Communication, ModelSize
+from mimatrix.profiler.timing import measure_cpu_share
+
+_QUICK_S = 0.05
+"""All-reduces that should take no longer are timed; others would take minutes to tune, and are simulated."""
 
 
 class AutoMode:
-    """Synchronous, or groups of the ranks of a host, or as `mimatrix run --groups` says."""
+    """Sync mode, or hybrid mode with the groups of `mimatrix run --groups` or one group per host."""
 
-    def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
-        """The part that this process has of a run that is not decided yet; one process alone has nothing to decide."""
+    def join(self, settings: Settings, device: torch.device, timeout_s: float) -> Membership:
+        """Join all ranks of the job; a group that was restarted joins its own ranks at once. A collective."""
         _check(settings)
-        rank, ranks = place_in_job()
-        if ranks == 1:
-            return Run(settings, device=device)
-        if returns():
-            return RejoinedRun(settings, device, timeout_s)
-        store, timeout = store_of_job(rank, ranks, timeout_s), timedelta(seconds=timeout_s)
+        rank, world_size = job_rank()
+        if world_size == 1:
+            return Membership(World.join(settings, device=device))
+        store, timeout = job_store(rank, world_size, timeout_s), timedelta(seconds=timeout_s)
+        if is_rejoining():
+            return _rejoin(settings, store, device, timeout_s)
         register()
         dist.init_process_group(
-            "mimatrix", store=PrefixStore("together", store), rank=rank, world_size=ranks, timeout=timeout
+            "mimatrix", store=PrefixStore("together", store), rank=rank, world_size=world_size, timeout=timeout
         )
-        return AutoRun(settings, store, timeout, device)
+        world = World.join(settings, rank=rank, world_size=world_size, device=device, new_group=GroupFactory(timeout))
+        return UndecidedMembership(world, store, timeout)
 
 
-class AutoRun(Run):
-    """Of all ranks together until `prepare`; then it is what was chosen."""
+@dataclass(frozen=True)
+class UndecidedMembership(Membership):
+    """A place among all ranks of the job, until the mode is chosen."""
 
-    def __init__(self, settings: Settings, store: Store, timeout: timedelta, device: torch.device) -> None:
-        rank, ranks = place_in_job()
-        super().__init__(settings, GroupFactory(timeout), rank=rank, ranks=ranks, device=device)
-        self._store, self._timeout = store, timeout
-        self.choice: Choice | None = None
-        """Once prepared: what was chosen, from what, and why."""
+    store: Store
+    timeout: timedelta
 
-    def prepare(self, model: Any, optimizer: Any, dataset: Any, /, *given: Any, **named: Any) -> Any:
-        """As of any run; before it, devices and links are measured, and the mode is chosen. All ranks call it."""
-        if self.choice is None:
-            self.choice = self._decide(model, optimizer, dataset, **named)
-        return super().prepare(model, optimizer, dataset, *given, **named)
+    @property
+    def measures_devices(self) -> bool:
+        """Whether `settle` measures devices."""
+        return True
 
-    def _decide(
-        self, model: Any, optimizer: Any, dataset: Any, *, loss: Any = None, whole: Any = (), **loading: Any
-    ) -> Choice:
-        loading.pop("scheduler", None)
-        check_prepared(model, optimizer, loading)
-        feed = MicroBatchSource(
-            dataset, self._world.split, self.rank, seed=self.settings.seed, device=self.device, **loading
-        )
-        model.to(self.device)
-        self._phase = "profiling"
-        groups = Hybrid().found(self._store, self.rank, self.ranks)
-        choice = decided(ground_of(self._world, model, optimizer, loss, feed, whole), groups)
+    def settle(self, inputs: PrepareInputs) -> World:
+        """Measure devices and links, choose the mode, and return this process's place in it. A collective."""
+        world = self.world
+        groups = Hybrid().resolve_groups(self.store, world.rank, world.world_size)
+        choice = choose(inputs.open(world), groups)
         if choice.mode == "sync" or choice.apart is None:
-            self._world.settings = _planned(self.settings, choice.together, choice.reason, model)
-        else:
-            plan = choice.apart.groups[place_in(groups, self.rank)[0]].plan
-            self._part(_planned(self.settings, plan, choice.reason, model), groups, choice)
-        return choice
+            return world.with_settings(_with_plan(world.settings, choice.together, choice, inputs.model), choice)
+        plan = choice.apart.groups[locate_rank(groups, world.rank)[0]].plan
+        settings = _with_plan(world.settings, plan, choice, inputs.model)
+        self._leave(choice)
+        hybrid = hybrid_mode(choice.apart)
+        joined = hybrid.join_group(settings, self.store, groups, world.rank, world.device, self.timeout.total_seconds())
+        return joined.with_settings(joined.settings, choice)
 
-    def _part(self, settings: Settings, groups: Groups, choice: Choice) -> None:
-        """Leave the group of all, and become a rank of one's own."""
-        rank, leaving = self.rank, self._leaving
-        # Nobody leaves while another still reads what was said last.
-        self._store.set(f"auto/heard/{rank}", "")
-        self._store.wait([f"auto/heard/{other}" for other in range(self.ranks)], self._timeout)
+    def _leave(self, choice: Choice) -> None:
+        """Leave the process group of all ranks."""
+        rank, store = self.world.rank, self.store
+        # No rank leaves while another still reads the last exchange.
+        store.set(f"auto/heard/{rank}", "")
+        store.wait([f"auto/heard/{other}" for other in range(self.world.world_size)], self.timeout)
         dist.destroy_process_group()
-        assert choice.apart
-        if word := word_file():
-            # Before all meet, so it is there when anybody returns; on each node, for those that share no files.
-            leave_word(_choice_beside(word), json.dumps(choice.to_json()))
-        seat = as_priced(choice.apart).seat(settings, self._store, groups, rank, self._timeout.total_seconds())
-        super().__init__(
-            seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=self.device, outer=seat.member
-        )
-        self._leaving = leaving
+        if file := rendezvous_file():
+            # Before groups meet, so that it is there when one rejoins; on each host, for those without shared files.
+            write_atomic(_choice_file(file), json.dumps(choice.to_json()), mode=0o600)
 
 
-class RejoinedRun(Run):
-    """Of a group that was lost: in the way that was chosen when all were there."""
+@dataclass(frozen=True)
+class RejoinedMembership(Membership):
+    """A place in a group that was lost and restarted; the mode was chosen when all groups were there."""
 
-    def __init__(self, settings: Settings, device: torch.device, timeout_s: float) -> None:
-        self.choice = _choice_left()
-        assert self.choice.apart
-        rank, ranks = place_in_job()
-        groups = groups_given(ranks)
-        self._own_plan = self.choice.apart.groups[place_in(groups, rank)[0]].plan
-        store = store_of_job(rank, ranks, timeout_s)
-        seat = as_priced(self.choice.apart).seat(settings, store, groups, rank, timeout_s)
-        super().__init__(
-            seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member
-        )
+    plan: Plan
+    choice: Choice
 
-    def prepare(self, model: Any, optimizer: Any, dataset: Any, /, *given: Any, **named: Any) -> Any:
-        """As of any run, by the plan that the group had when it began."""
-        self._world.settings = _planned(self.settings, self._own_plan, self.choice.reason, model)
-        return super().prepare(model, optimizer, dataset, *given, **named)
+    def settle(self, inputs: PrepareInputs) -> World:
+        """Return the same place, with the plan that the group had."""
+        settings = _with_plan(self.world.settings, self.plan, self.choice, inputs.model)
+        return self.world.with_settings(settings, self.choice)
 
 
-def _choice_left() -> Choice:
-    word = word_file()
-    assert word, "whoever returns knows by this file that it does"
+def _rejoin(settings: Settings, store: Store, device: torch.device, timeout_s: float) -> Membership:
+    choice = _read_choice()
+    assert choice.apart
+    rank, world_size = job_rank()
+    groups = launched_groups(world_size)
+    plan = choice.apart.groups[locate_rank(groups, rank)[0]].plan
+    world = hybrid_mode(choice.apart).join_group(settings, store, groups, rank, device, timeout_s)
+    return RejoinedMembership(world.with_settings(world.settings, choice), plan, choice)
+
+
+def _read_choice() -> Choice:
+    file = rendezvous_file()
+    assert file, "a group that rejoins has this file"
     try:
-        return Choice.from_json(json.loads(_choice_beside(word).read_text()))
+        return Choice.from_json(json.loads(_choice_file(file).read_text()))
     except OSError as error:
-        raise UserError(f"what was chosen cannot be read ({error}); start all again") from None
+        raise UserError(f"the chosen mode cannot be read ({error}); start all groups again") from None
 
 
-def _planned(settings: Settings, plan: Plan, reason: str, model: nn.Module) -> Settings:
-    """By a plan that says first why the mode was chosen; batches follow speeds, as with `plan="profile"`."""
-    follows = settings.rebalance
-    if follows is None:
-        # With batch norm, who follows must know of memory.
-        follows = len(plan.parts) > 1 and not (settings.sync_batchnorm and batchnorm.count(model))
-    said = replace(plan, reasons=(reason, *plan.reasons))
-    return replace(settings, plan=said, micro_batch=None, rebalance=follows)
+def _choice_file(rendezvous: Path) -> Path:
+    return rendezvous.with_name(f"{rendezvous.name}-choice")
 
 
-def _choice_beside(word: Path) -> Path:
-    return word.with_name(f"{word.name}-choice")
+def _with_plan(settings: Settings, plan: Plan, choice: Choice, model: nn.Module) -> Settings:
+    """Return settings with a plan whose first reason is the choice; batches follow speeds as with "profile"."""
+    rebalance = settings.rebalance
+    if rebalance is None:
+        # With batch norm, batches may only change where memory was measured.
+        rebalance = len(plan.parts) > 1 and not (settings.sync_batchnorm and count_batchnorms(model))
+    explained = replace(plan, reasons=(choice.reason, *plan.reasons))
+    return replace(settings, plan=explained, micro_batch=None, rebalance=rebalance)
 
 
-def as_priced(apart: Apart) -> Hybrid:
-    """What the price was made for."""
+def hybrid_mode(apart: Apart) -> Hybrid:
+    """Return the hybrid mode that was priced."""
     if apart.local_steps:
         return Hybrid(policy="local", options={"local_steps": apart.local_steps})
     return Hybrid(overlaps=apart.overlaps)
 
 
 def _check(settings: Settings) -> None:
-    """What is given for each rank would not fit the ranks of a group."""
+    """Refuse settings by rank, which would not fit the ranks of a group."""
     per_rank = settings.shares is not None or not isinstance(settings.micro_batch, int | None)
     if settings.batch != "auto" or per_rank or settings.plan not in (None, "profile"):
         raise UserError(
@@ -169,4 +166,45 @@ def _check(settings: Settings) -> None:
         raise UserError('mode="auto" makes its own process group; leave out torch.distributed.init_process_group')
 
 
-MODES["auto"] = AutoMode
+def choose(context: PrepareContext, groups: Groups) -> Choice:
+    """Choose the mode for these groups, the same on every rank. A collective."""
+    cluster = load_described_cluster(context) or discover_cluster(context, [Device(name) for name in context.devices])
+    measured = measure_ranks(context, lambda context, size: _communication(context, size, cluster))
+    network = _network(cluster, measured.model.gradient_bytes, context.world_size, measured.communication)
+    problem = replace(build_problem(context, measured), network=network)
+    objection = _objection(context)
+    processors = gather_or_raise(context.exchange, measure_cpu_share)
+    choices = gather_or_raise(
+        context.exchange,
+        lambda: choose_mode(problem, groups, cluster, objection, processors).to_json() if context.rank == 0 else None,
+    )
+    choice = Choice.from_json(choices[0])
+    log_rank0(context, choice.reason)
+    return choice
+
+
+def _communication(context: PrepareContext, size: ModelSize, cluster: Cluster) -> Communication:
+    """Return what all ranks together pay: timed if that is quick, otherwise simulated on the cluster's links."""
+    expected = simulated(cluster, size.gradient_bytes, tuple(range(context.world_size)))
+    if expected.once_s[0] <= _QUICK_S:
+        return time_communication(context, size)
+    exchange_s = measure_exchange_s(context.exchange)
+    return replace(expected, once_s=tuple(seconds + exchange_s for seconds in expected.once_s))
+
+
+def _network(
+    cluster: Cluster, model_bytes: int, ranks: int, measured: Communication
+) -> Callable[[tuple[int, ...]], Communication]:
+    def network(members: tuple[int, ...]) -> Communication:
+        return measured if len(members) == ranks else simulated(cluster, model_bytes, members)
+
+    return network
+
+
+def _objection(context: PrepareContext) -> str:
+    """Return why this optimizer cannot be sharded over groups; empty if it can."""
+    try:
+        check_elementwise(context.optimizer, 1)
+    except UserError as error:
+        return str(error)
+    return ""

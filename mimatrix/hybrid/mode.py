@@ -17,174 +17,189 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.registration import register
+from mimatrix.core import environment
+from mimatrix.core.addresses import local_address
 from mimatrix.core.errors import UserError
-from mimatrix.engine.api import GroupFactory
-from mimatrix.engine.api import init as init
-from mimatrix.engine.outer_optimizer import MODES
-from mimatrix.engine.run import Run
+from mimatrix.engine.mode import Membership
+from mimatrix.engine.process_groups import GroupFactory
 from mimatrix.engine.settings import Settings
+from mimatrix.engine.world import World
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
-from mimatrix.hybrid.grouping import Groups, by_host, checked, place_in
-from mimatrix.hybrid.policy import Policy, policy
+from mimatrix.hybrid.groups import Groups, check_groups, group_by_host, locate_rank
+from mimatrix.hybrid.policy import Policy, make_policy
 from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
 
-
-@dataclass(frozen=True)
-class GroupPlacement:
-    """What a process needs to be a rank of its group's run."""
-
-    settings: Settings
-    further: GroupFactory | None
-    rank: int
-    ranks: int
-    member: GroupOptimizer
-
-
-MOST_GROUPS = 1 << 20
-"""Where it is not known yet how many there are."""
+_ANY_NUMBER_OF_GROUPS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Who is with whom, and how groups go together (`hybrid.policies`); `options` are the policy's own."""
+    """Hybrid mode: ranks of a group step together, and groups do not wait for each other.
+
+    Args:
+        groups: The ranks of each group. By default those that `mimatrix run --groups` gave, or one group per host.
+        policy: How groups share their parameters; docs/hybrid.md lists the policies.
+        options: Options of the policy.
+        overlaps: Whether a group computes on while its push is under way: more samples per second, with more
+            staleness.
+    """
 
     groups: Sequence[Sequence[int]] | None = None
-    """Ranks of each; without, as `mimatrix run --groups` says, or those of a host are one."""
     policy: str = "large"
     options: Mapping[str, Any] = field(default_factory=dict)
     overlaps: bool = False
-    """Whether a group goes on computing while its push is under way: more samples a second, and all of them later."""
 
-    def run(self, settings: Settings, device: torch.device, timeout_s: float) -> Run:
-        """The part that this process has of its group's run."""
+    def join(self, settings: Settings, device: torch.device, timeout_s: float) -> Membership:
+        """Find the other processes of the job, and join those of this process's group. A collective."""
         self.check(settings)
-        rank, ranks = place_in_job()
-        store = store_of_job(rank, ranks, timeout_s)
-        if not returns():
+        rank, world_size = job_rank()
+        store = job_store(rank, world_size, timeout_s)
+        if not is_rejoining():
             self._check_same(store, rank)
-        seat = self.seat(settings, store, self.found(store, rank, ranks), rank, timeout_s)
-        return Run(seat.settings, seat.further, rank=seat.rank, ranks=seat.ranks, device=device, outer=seat.member)
+        groups = self.resolve_groups(store, rank, world_size)
+        return Membership(self.join_group(settings, store, groups, rank, device, timeout_s))
 
-    def seat(self, settings: Settings, store: Store, groups: Groups, rank: int, timeout_s: float) -> GroupPlacement:
-        """The place of a rank of the job in its group, whose ranks know each other then."""
-        chosen = self.check(settings, len(groups))
-        number, me = place_in(groups, rank)
-        address = os.environ.get("MIMATRIX_ADDRESS") or _own_address()
-        meeting = Rendezvous(store, number, len(groups), chosen, address, timeout_s, word_file(), returns())
-        overlaps = self.overlaps and len(groups) > 1
-        member = GroupOptimizer(meeting, chosen, group=number, is_first=me == 0, overlaps=overlaps, timeout_s=timeout_s)
+    def join_group(
+        self, settings: Settings, store: Store, groups: Groups, rank: int, device: torch.device, timeout_s: float
+    ) -> World:
+        """Join the ranks of the group that has rank `rank` of the job. A collective of the group."""
+        policy = self.check(settings, len(groups))
+        number, group_rank = locate_rank(groups, rank)
+        rendezvous = Rendezvous(
+            store=store,
+            group=number,
+            groups=len(groups),
+            policy=policy,
+            host=_own_address(),
+            timeout_s=timeout_s,
+            path=rendezvous_file(),
+            is_rejoining=is_rejoining(),
+        )
+        outer = GroupOptimizer(
+            rendezvous.connect,
+            policy,
+            group=number,
+            is_first=group_rank == 0,
+            overlaps=self.overlaps and len(groups) > 1,
+            timeout_s=timeout_s,
+        )
         # Every group goes through the samples in an order of its own.
-        own = replace(settings, seed=settings.seed + number)
+        own_settings = replace(settings, seed=settings.seed + number)
         size = len(groups[number])
         if size == 1:
-            return GroupPlacement(own, None, 0, 1, member)
+            return World.join(own_settings, device=device, outer=outer)
         register()
         timeout = timedelta(seconds=timeout_s)
-        # A group that was started again must not find what the one before it has left in the store.
-        apart = PrefixStore(f"group/{number}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group("mimatrix", store=apart, rank=me, world_size=size, timeout=timeout)
-        return GroupPlacement(own, GroupFactory(timeout), me, size, member)
+        # A group that was restarted must not find what the one before it has left in the store.
+        group_store = PrefixStore(f"group/{number}/{_restarts()}", store)
+        dist.init_process_group("mimatrix", store=group_store, rank=group_rank, world_size=size, timeout=timeout)
+        return World.join(
+            own_settings,
+            rank=group_rank,
+            world_size=size,
+            device=device,
+            new_group=GroupFactory(timeout),
+            outer=outer,
+        )
 
-    def check(self, settings: Settings, groups: int = MOST_GROUPS) -> Policy:
-        """The policy for so many groups; a sentence where what was asked for does not make one."""
+    def check(self, settings: Settings, groups: int = _ANY_NUMBER_OF_GROUPS) -> Policy:
+        """Return the policy for a number of groups; raise `UserError` if the options do not make one."""
         if settings.global_batch is None:
             raise UserError("a group pushes when it has done a global batch; set global_batch")
-        return policy(self.policy, settings.global_batch, self.options, groups)
+        return make_policy(self.policy, settings.global_batch, self.options, groups)
 
-    def found(self, store: Store, rank: int, ranks: int) -> Groups:
-        """Who is with whom."""
-        given = groups_given(ranks)
+    def resolve_groups(self, store: Store, rank: int, world_size: int) -> Groups:
+        """Return the ranks of each group: as given here, as the job was launched, or one group per host."""
+        launched = launched_groups(world_size)
         if self.groups is not None:
-            own = checked(self.groups, ranks)
-            if given and own != given:
+            own = check_groups(self.groups, world_size)
+            if launched and own != launched:
                 raise UserError(
-                    f"the script has groups {_listed(own)} and the job was started with {_listed(given)}; give one of "
-                    "them"
+                    f"the script has groups {_format(own)} and the job was started with {_format(launched)}; give one "
+                    "of them"
                 )
             return own
-        if given:
-            return given
+        if launched:
+            return launched
         store.set(f"hybrid/host/{rank}", own_host())
-        return by_host([store.get(f"hybrid/host/{other}").decode() for other in range(ranks)])
+        return group_by_host([store.get(f"hybrid/host/{other}").decode() for other in range(world_size)])
 
     def _check_same(self, store: Store, rank: int) -> None:
-        """All ranks must ask for the same, or each shard would go by other rules."""
-        mine = json.dumps(
+        """Check that all ranks were given the same mode; otherwise each shard would follow other rules."""
+        own = json.dumps(
             {"groups": self.groups, "policy": self.policy, "options": dict(self.options), "overlaps": self.overlaps},
             sort_keys=True,
             default=str,
         )
-        store.set(f"hybrid/asked/{rank}", mine)
+        store.set(f"hybrid/asked/{rank}", own)
         first = store.get("hybrid/asked/0").decode()
-        if first != mine:
-            raise UserError(f"rank {rank} was given the mode {mine} and rank 0 {first}; give all ranks the same")
+        if first != own:
+            raise UserError(f"rank {rank} was given the mode {own} and rank 0 {first}; give all ranks the same")
 
 
-def _listed(groups: Groups) -> str:
+def _format(groups: Groups) -> str:
     return "/".join(",".join(map(str, group)) for group in groups)
 
 
-def groups_given(ranks: int) -> Groups:
-    """By whoever started the job; none where nobody did."""
-    said = os.environ.get("MIMATRIX_GROUPS")
-    return checked(json.loads(said), ranks) if said else ()
+def launched_groups(world_size: int) -> Groups:
+    """Return the groups that the launcher gave; empty if it gave none."""
+    text = environment.GROUPS.get()
+    return check_groups(json.loads(text), world_size) if text else ()
 
 
-def word_file() -> Path | None:
-    """Where groups leave word for those that come again; whoever starts them says where."""
-    said = os.environ.get("MIMATRIX_MEETING")
-    return Path(said) if said else None
+def rendezvous_file() -> Path | None:
+    """Return the file through which a restarted group finds the others, if the launcher has named one."""
+    name = environment.RENDEZVOUS.get()
+    return Path(name) if name else None
 
 
-def returns() -> bool:
-    """Whether this is a group that was lost: whoever starts it says so, or else the others have met already."""
-    word = word_file()
-    if word is None:
+def is_rejoining() -> bool:
+    """Return whether this group was lost and restarted: the launcher says so, or else the others have met already."""
+    file = rendezvous_file()
+    if file is None:
         return False
-    said = os.environ.get("MIMATRIX_RETURNS")
-    return said != "0" if said else word.exists()
+    rejoins = environment.REJOINS.get()
+    return rejoins != "0" if rejoins else file.exists()
 
 
-def place_in_job() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+def job_rank() -> tuple[int, int]:
+    """Return the rank of this process in the job, and the number of ranks."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def store_of_job(rank: int, ranks: int, timeout_s: float) -> Store:
-    """The one at `MASTER_ADDR`, which rank 0 has unless torchrun does; a group that returns has one of its own."""
-    if returns():
-        return _store_of_group(rank, ranks, timeout_s)
+def job_store(rank: int, world_size: int, timeout_s: float) -> Store:
+    """Return the store at `MASTER_ADDR`, which rank 0 serves unless torchrun does; a rejoining group has its own."""
+    if is_rejoining():
+        return _group_store(rank, world_size, timeout_s)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
         address,
         port,
-        ranks,
+        world_size,
         is_master=rank == 0 and not by_agent,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
 
 
-def _store_of_group(rank: int, ranks: int, timeout_s: float) -> Store:
-    """Of the ranks of one group, which are on one host: a file of a name that no other run has."""
-    groups, word = groups_given(ranks), word_file()
-    number, _ = place_in(groups, rank)
+def _group_store(rank: int, world_size: int, timeout_s: float) -> Store:
+    """Return a store for the ranks of one group, which are on one host: a file with a name that no other run has."""
+    groups, file = launched_groups(world_size), rendezvous_file()
+    number, _ = locate_rank(groups, rank)
     if len(groups[number]) == 1:
         return HashStore()
-    assert word, "whoever returns knows by this file that it does"
-    run = hashlib.sha256(RendezvousInfo.read(word).token.encode()).hexdigest()[:16]
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{life}")
+    assert file, "a group that rejoins has this file"
+    run = hashlib.sha256(RendezvousInfo.read(file).token.encode()).hexdigest()[:16]
+    store = FileStore(f"{tempfile.gettempdir()}/mimatrix-{run}-{number}-{_restarts()}")
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
+def _restarts() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def _own_address() -> str:
-    """By which the master is reached, and so, most likely, this host by the others."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(probe.getsockname()[0])
-
-
-MODES["hybrid"] = Hybrid
+    """Return the address by which other hosts reach this one: as given, or the one that leads to the master."""
+    return environment.ADDRESS.get() or local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), family=socket.AF_INET)

@@ -1,16 +1,14 @@
-"""What goes over a stream between groups and shards: a small head in JSON, then numbers as they lie in memory.
+"""Connections between groups and shard servers: frames with a small JSON header and a tensor.
 
-On one host, and between hosts with RDMA, numbers do not go over the stream: they are laid into a window of whoever
-sends, and the other one takes them from there. Both ask and answer in turn, so a window is not written again before it
+Between processes of one host, and between hosts with RDMA, tensors do not travel over TCP: the sender writes them to a
+window, and the receiver reads them from there. Requests and replies alternate, so a window is not overwritten before it
 has been read.
 """
 
-import json
-import os
 import socket
-import struct
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,35 +16,38 @@ from typing import Any
 import torch
 
 from mimatrix.comm.endpoint import own_host
-from mimatrix.comm.memory import PeerWindow, Window, WindowKind
+from mimatrix.comm.memory.base import PeerWindow, Window, WindowKind
 from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
+from mimatrix.core import environment
 from mimatrix.core.errors import WorldError
+from mimatrix.core.framing import PREFIX_BYTES, FrameFormat
 
-_SIZES = struct.Struct("!4sIQ")
-_MAGIC = b"MMH1"
-_MOST_HEAD, _MOST_BODY = 1 << 20, 1 << 40
-_LEAST_LAID = 1 << 15
-"""Fewer bytes are as quick over the stream."""
+FRAMES = FrameFormat(b"MMH2", max_payload_bytes=1 << 40)
+"""The magic ends with the version of the protocol."""
+_MIN_WINDOW_BYTES = 1 << 15
+"""Smaller tensors are as fast over TCP."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 Header = dict[str, Any]
 
 
-def own_side() -> Header:
-    """What the other end of a stream has to know of this one."""
-    return {"host": own_host(), "rdma": has_rdma()}
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a shard server listens."""
 
+    host: str
+    port: int
 
-def has_rdma() -> bool:
-    """Whether other hosts can read this one's memory through its NIC. `MIMATRIX_RDMA=0` or `1` says so instead."""
-    given = os.environ.get("MIMATRIX_RDMA", "")
-    if given in ("0", "1"):
-        return given == "1" and nixl_available()
-    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()) and nixl_available()
+    def __str__(self) -> str:
+        return f"{self.host} port {self.port}"
+
+    def to_json(self) -> list[str | int]:
+        """Return a list for a header; `Address(*list)` restores it."""
+        return [self.host, self.port]
 
 
 class Connection:
-    """One connection. Whoever asks on it has a deadline; one that serves has none, and notices who is gone."""
+    """One TCP connection between a client and a server. A client has a timeout; a server waits for requests."""
 
     def __init__(self, raw: socket.socket, timeout_s: float) -> None:
         self._raw = raw
@@ -56,54 +57,53 @@ class Connection:
         for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             raw.setsockopt(socket.IPPROTO_TCP, option, value)
         self._is_closed, self._lock = False, threading.Lock()
-        self._through: WindowKind | None = None
-        self._mine: Window | None = None
-        self._theirs: tuple[str, PeerWindow] | None = None
+        self._windows: WindowKind | None = None
+        self._send_window: Window | None = None
+        self._peer_window: tuple[str, PeerWindow] | None = None
 
-    def meet(self, other: Header) -> None:
-        """The other one has told of its side: where both share memory or RDMA, numbers go through it from now on."""
-        mine = own_side()
-        if other.get("host") == mine["host"]:
-            self._through = _mapped_windows()
-        elif other.get("rdma") and mine["rdma"]:
-            self._through = _far_windows()
+    def negotiate(self, peer: Header) -> None:
+        """Use windows from now on if the peer's `local_capabilities` and ours allow it."""
+        local = local_capabilities()
+        if peer.get("host") == local["host"]:
+            self._windows = _shared_memory_windows()
+        elif peer.get("rdma") and local["rdma"]:
+            self._windows = _rdma_windows()
 
-    def serve(self) -> None:
-        """From now on wait as long as the other one computes; a host that is gone is noticed all the same."""
+    def disable_timeout(self) -> None:
+        """Wait for the peer as long as it computes; TCP keep-alive still detects a host that is gone."""
         self._raw.settimeout(None)
 
-    def send(self, head: Header, values: torch.Tensor | None = None) -> None:
-        """A head, and numbers with it or none."""
-        body: bytes | memoryview = b""
+    def send(self, header: Header, values: torch.Tensor | None = None) -> None:
+        """Send a header, and optionally a tensor with it."""
+        payload: bytes | memoryview = b""
         if values is not None:
-            head = head | {"dtype": str(values.dtype)}
-            size = values.numel() * values.element_size()
-            if self._through and size >= _LEAST_LAID:
-                head |= {"laid": [self._lay(self._through, values, size), size]}
+            header = header | {"dtype": str(values.dtype)}
+            if self._windows and values.nbytes >= _MIN_WINDOW_BYTES:
+                header |= {"window": [self._write_window(self._windows, values), values.nbytes]}
             else:
-                body = _bytes_of(values)
-        text = json.dumps(head).encode()
-        self._raw.sendall(_SIZES.pack(_MAGIC, len(text), len(body)) + text)
-        if body:
-            self._raw.sendall(body)
+                payload = _as_bytes(values).numpy().data
+        self._raw.sendall(FRAMES.pack(header, len(payload)))
+        if payload:
+            self._raw.sendall(payload)
 
     def receive(self) -> tuple[Header, torch.Tensor | None]:
-        """The next; raises `ConnectionError` where the other one is gone."""
-        magic, head_bytes, body_bytes = _SIZES.unpack(self._exactly(_SIZES.size))
-        if magic != _MAGIC or head_bytes > _MOST_HEAD or body_bytes > _MOST_BODY:
-            raise WorldError(
-                "what came over the stream is no message of groups; is there another program at the address?"
-            )
-        head: Header = json.loads(bytes(self._exactly(head_bytes)))
-        if not body_bytes and "laid" not in head:
-            return head, None
-        dtype = getattr(torch, head["dtype"].removeprefix("torch."))
-        if body_bytes:
-            return head, torch.frombuffer(self._exactly(body_bytes), dtype=dtype)
-        return head, self._taken(*head.pop("laid")).view(dtype)
+        """Return the next header and its tensor, if it has one.
+
+        Raises:
+            ConnectionError: The peer is gone.
+            WorldError: The bytes are not a message of this protocol.
+        """
+        prefix = FRAMES.unpack_prefix(self._receive_exactly(PREFIX_BYTES))
+        header: Header = FRAMES.unpack_header(prefix, self._receive_exactly(prefix.header_bytes))
+        if not prefix.payload_bytes and "window" not in header:
+            return header, None
+        dtype = getattr(torch, header["dtype"].removeprefix("torch."))
+        if prefix.payload_bytes:
+            return header, torch.frombuffer(self._receive_exactly(prefix.payload_bytes), dtype=dtype)
+        return header, self._read_window(*header.pop("window")).view(dtype)
 
     def close(self) -> None:
-        """No more; whoever serves it and whoever ends the service may both say so."""
+        """Close the connection; safe to call more than once and from several threads."""
         with self._lock:
             if self._is_closed:
                 return
@@ -111,58 +111,94 @@ class Connection:
         with suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         self._raw.close()
-        if self._mine:
-            self._mine.close()
-        if self._theirs:
-            self._theirs[1].close()
+        if self._send_window:
+            self._send_window.close()
+        if self._peer_window:
+            self._peer_window[1].close()
 
-    def _lay(self, through: WindowKind, values: torch.Tensor, size: int) -> str:
-        """Put numbers into the window; its handle."""
-        if self._mine is None or len(self._mine.bytes) < size:
-            if self._mine:
-                self._mine.close()
-            self._mine = through.allocate(size)
-        self._mine.bytes[:size].copy_(values.detach().contiguous().view(-1).view(torch.uint8))
-        return self._mine.handle()
+    def _write_window(self, windows: WindowKind, values: torch.Tensor) -> str:
+        """Copy a tensor to the window of this side, growing it if needed, and return its handle."""
+        if self._send_window is None or len(self._send_window.bytes) < values.nbytes:
+            if self._send_window:
+                self._send_window.close()
+            self._send_window = windows.allocate(values.nbytes)
+        self._send_window.bytes[: values.nbytes].copy_(_as_bytes(values))
+        return self._send_window.handle()
 
-    def _taken(self, handle: str, size: int) -> torch.Tensor:
-        """A copy of what the other one laid."""
-        if self._through is None:
-            raise WorldError("what came over the stream lies in memory that is not shared; is it of another version?")
+    def _read_window(self, handle: str, size: int) -> torch.Tensor:
+        """Copy what the peer wrote to its window."""
+        if self._windows is None:
+            raise WorldError(
+                "a peer sent a tensor through memory that is not shared; run the same version of MiMatrix on all hosts"
+            )
         try:
-            if self._theirs is None or self._theirs[0] != handle:
-                if self._theirs:
-                    self._theirs[1].close()
-                self._theirs = handle, self._through.open(handle)
-            found = torch.empty(size, dtype=torch.uint8)
-            self._theirs[1].read(0, size, found)
+            if self._peer_window is None or self._peer_window[0] != handle:
+                if self._peer_window:
+                    self._peer_window[1].close()
+                self._peer_window = handle, self._windows.open(handle)
+            values = torch.empty(size, dtype=torch.uint8)
+            self._peer_window[1].read(0, size, values)
         except WorldError as error:
-            raise ConnectionError(f"what was laid cannot be read: {error}") from error
-        return found
+            raise ConnectionError(f"the peer's window cannot be read: {error}") from error
+        return values
 
-    def _exactly(self, count: int) -> bytearray:
-        found = bytearray(count)
-        view, done = memoryview(found), 0
+    def _receive_exactly(self, count: int) -> bytearray:
+        buffer = bytearray(count)
+        view, done = memoryview(buffer), 0
         while done < count:
-            got = self._raw.recv_into(view[done:])
-            if not got:
-                raise ConnectionError("the stream was closed")
-            done += got
-        return found
+            received = self._raw.recv_into(view[done:])
+            if not received:
+                raise ConnectionError("the peer closed the connection")
+            done += received
+        return buffer
+
+
+def connect(address: Address, token: str, timeout_s: float, *, group: int | None = None) -> Connection:
+    """Connect to a shard server and authenticate.
+
+    Args:
+        address: Where the server listens.
+        token: The secret of the run.
+        timeout_s: For connecting, and for every later send and receive.
+        group: The group that connects; None for other servers, which do not keep a server alive.
+    """
+    connection = Connection(socket.create_connection((address.host, address.port), timeout=timeout_s), timeout_s)
+    try:
+        connection.send({"token": token, "group": group, **local_capabilities()})
+        reply, _ = connection.receive()
+        if "error" in reply:
+            raise WorldError(str(reply["error"]))
+        connection.negotiate(reply)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def local_capabilities() -> Header:
+    """Describe this end of a connection: its host, and whether it has RDMA."""
+    return {"host": own_host(), "rdma": has_rdma()}
+
+
+def has_rdma() -> bool:
+    """Return whether other hosts can read this host's memory through its NIC; `MIMATRIX_RDMA` overrides detection."""
+    override = environment.RDMA.get()
+    if override in ("0", "1"):
+        return override == "1" and nixl_available()
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir()) and nixl_available()
 
 
 @lru_cache
-def _mapped_windows() -> MemfdWindows:
-    """One door for all streams of this process."""
+def _shared_memory_windows() -> MemfdWindows:
+    """Return the one server of file descriptors for all connections of this process."""
     return MemfdWindows()
 
 
 @lru_cache
-def _far_windows() -> NixlWindows:
-    """One agent for all streams of this process."""
+def _rdma_windows() -> NixlWindows:
+    """Return the one NIXL agent for all connections of this process."""
     return NixlWindows()
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    flat = values.detach().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().data
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().contiguous().view(-1).view(torch.uint8)

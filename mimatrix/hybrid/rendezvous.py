@@ -1,4 +1,4 @@
-"""How groups find each other: through the store of the job, once. After that it may be lost."""
+"""How groups find each other: through the job's store, once. After that the store may be lost."""
 
 import hashlib
 import json
@@ -15,209 +15,236 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.files import write_atomic
 from mimatrix.hybrid.client.client import ShardsClient
-from mimatrix.hybrid.flat_layout import FlatLayout
-from mimatrix.hybrid.net import Connection, Header
-from mimatrix.hybrid.places import Address, greeted
+from mimatrix.hybrid.client.flat_layout import FlatLayout
+from mimatrix.hybrid.net import Address, Connection, Header, connect
 from mimatrix.hybrid.policy import Policy
-from mimatrix.hybrid.server import replication as mirrors
-from mimatrix.hybrid.server.process import ServerSpec, started
+from mimatrix.hybrid.server.process import ServerSpec, spawn
+from mimatrix.hybrid.server.replication import replica_order
 
-_LOOKS_S = 0.02
+_POLL_S = 0.02
+_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """What whoever comes later must know: the secret of the run, where its services are, and what they serve."""
+    """What a group needs to rejoin: the secret of the run, its servers, and what they serve."""
 
     token: str
-    places: tuple[Address, ...]
-    what: str
+    addresses: tuple[Address, ...]
+    model: str
+    """A description of the optimizer and the number of parameters."""
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps([self.token, [[place.address, place.port] for place in self.places], self.what])
+        """Return one line of JSON."""
+        addresses = [address.to_json() for address in self.addresses]
+        return json.dumps({"version": _FORMAT, "token": self.token, "addresses": addresses, "model": self.model})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RendezvousInfo":
-        """The same again."""
-        token, places, what = json.loads(text)
-        return cls(token, tuple(Address(*place) for place in places), what)
+        """Restore it from `to_json`."""
+        encoded = json.loads(text)
+        if not isinstance(encoded, dict) or encoded.get("version") != _FORMAT:
+            raise UserError(
+                "the groups that run use another version of MiMatrix; start the lost group with the same version"
+            )
+        addresses = tuple(Address(*address) for address in encoded["addresses"])
+        return cls(encoded["token"], addresses, encoded["model"])
 
     @classmethod
-    def read(cls, file: Path) -> "RendezvousInfo":
-        """As it was left there."""
+    def read(cls, path: Path) -> "RendezvousInfo":
+        """Read it from the file that the groups wrote."""
         try:
-            return cls.from_json(file.read_bytes())
+            return cls.from_json(path.read_bytes())
         except OSError as error:
-            raise UserError(f"a lost group cannot return without {file} ({error.strerror}); start all again") from None
+            raise UserError(
+                f"a lost group cannot rejoin without {path} ({error.strerror}); restart all groups"
+            ) from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Of the first ranks of all groups."""
+    """How the first rank of one group meets those of the others."""
 
     store: Store
     group: int
     groups: int
     policy: Policy
-    address: str
-    """By which this host is reached."""
+    host: str
+    """The address by which other hosts reach this one."""
     timeout_s: float
-    word: Path | None = None
-    """A file in which word is left for groups that come again; without, it is in the store, as long as that lives."""
-    returns: bool = False
-    """Whether this group comes again, where there is such a file."""
+    path: Path | None = None
+    """A file for groups that rejoin; None: they use the store, which must then still exist."""
+    is_rejoining: bool = False
+    """Whether this group rejoins; only with a file."""
 
-    def __call__(self, layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
-        """Serve what falls to this group, and find the others; or come back to them."""
+    def connect(self, layout: FlatLayout, flat: torch.Tensor) -> ShardsClient:
+        """Start this group's server and find the others, or rejoin them; return the client of all shards."""
         store = PrefixStore("hybrid", self.store)
         store.set_timeout(timedelta(seconds=self.timeout_s))
-        met, beside = self._word_left(store), None
-        if met is None:
-            met = self._met(store, layout, row)
-            self._leave_word(store, met)
-            places = met.places
-        elif met.what != _described(layout):
+        info, own_server = self._read_info(store), None
+        if info is None:
+            info = self._meet(store, layout, flat)
+        elif info.model != _describe(layout):
             raise UserError(
-                f"group {self.group} comes back with {_described(layout)} to {met.what}; use the same model"
+                f"group {self.group} rejoins with {_describe(layout)}, but the others train {info.model}; use the same "
+                "model"
             )
         else:
-            places, beside = self._back(met, layout, row)
-            self._leave_word(store, replace(met, places=places))
-        each = [mirrors.row(shard, places, self.groups) for shard in range(self.groups)]
-        shares = Shares.equal(self.groups)
-        return ShardsClient(self.group, layout.count, shares, each, met.token, timeout_s=self.timeout_s, beside=beside)
+            addresses, own_server = self._rejoin(info, layout, flat)
+            info = replace(info, addresses=addresses)
+        self._write_info(store, info)
+        orders = [replica_order(shard, info.addresses, self.groups) for shard in range(self.groups)]
+        return ShardsClient(
+            self.group,
+            layout.numel,
+            Shares.equal(self.groups),
+            orders,
+            info.token,
+            timeout_s=self.timeout_s,
+            own_server=own_server,
+        )
 
-    def _back(
-        self, met: RendezvousInfo, layout: FlatLayout, row: torch.Tensor
+    def _rejoin(
+        self, info: RendezvousInfo, layout: FlatLayout, flat: torch.Tensor
     ) -> tuple[tuple[Address, ...], Connection | None]:
-        """Come back: where services are now. Where that of this group is lost, a new one is there for shards to lie."""
-        if self._answers(met.places[self.group], met.token):
-            mine, beside = met.places[self.group], None
-        else:
-            mine = started(replace(self._order(layout, row, Shares.equal(self.groups), met.token), shards={}))
-            beside = greeted(mine, met.token, self.timeout_s, group=self.group)
-        places, answers = list(met.places), 0
-        for place in met.places:
+        """Return all servers; if this group's server was lost, start an empty one to which shards can be replicated."""
+        own, own_server = info.addresses[self.group], None
+        if not self._is_reachable(own, info.token):
+            own = spawn(replace(self._server_spec(layout, flat, info.token), shards={}))
+            own_server = connect(own, info.token, self.timeout_s, group=self.group)
+        addresses, others = list(info.addresses), 0
+        for address in info.addresses:
             with suppress(OSError):
-                found = self._told(place, met.token, {"what": "welcome", "place": mine.to_json()})["places"]
-                places += [known for known in (Address(*each) for each in found) if known not in places]
-                answers += place != mine
-        if not answers and self.groups > 1:
-            raise UserError(f"group {self.group} was lost, and no other is there any more; start all again")
-        if beside and mine not in places:
-            places.append(mine)
-        if beside:
-            _told(beside, {"what": "know", "places": [place.to_json() for place in places], "groups": self.groups})
-        return tuple(places), beside
+                peers = self._request(address, info.token, {"type": "welcome", "address": own.to_json()})["addresses"]
+                addresses += [peer for peer in (Address(*encoded) for encoded in peers) if peer not in addresses]
+                others += address != own
+        if not others and self.groups > 1:
+            raise UserError(f"group {self.group} cannot rejoin, since no other group is left; restart all groups")
+        if own_server and own not in addresses:
+            addresses.append(own)
+        if own_server:
+            encoded = [address.to_json() for address in addresses]
+            _request(own_server, {"type": "set_peers", "addresses": encoded, "groups": self.groups})
+        return tuple(addresses), own_server
 
-    def _answers(self, place: Address, token: str) -> bool:
+    def _is_reachable(self, address: Address, token: str) -> bool:
         try:
-            greeted(place, token, self.timeout_s).close()
+            connect(address, token, self.timeout_s).close()
         except OSError:
             return False
         return True
 
-    def _told(self, place: Address, token: str, head: Header) -> Header:
-        stream = greeted(place, token, self.timeout_s)
+    def _request(self, address: Address, token: str, header: Header) -> Header:
+        connection = connect(address, token, self.timeout_s)
         try:
-            return _told(stream, head)
+            return _request(connection, header)
         finally:
-            stream.close()
+            connection.close()
 
-    def _met(self, store: Store, layout: FlatLayout, row: torch.Tensor) -> RendezvousInfo:
-        self._check_same(store, layout, row)
+    def _meet(self, store: Store, layout: FlatLayout, flat: torch.Tensor) -> RendezvousInfo:
+        """Start this group's server, exchange addresses with the others, and begin to replicate."""
+        self._check_same(store, layout, flat)
         if self.group == 0:
-            # One that was started again in the middle of this finds its own: the first that came is the one.
+            # If group 0 was restarted in the middle of this, the token of its first start stays.
             store.compare_set("token", "", secrets.token_hex(16))
         token = store.get("token").decode()
-        mine = self._served(store, layout, row, token)
-        self._await(store, "place")
-        places = [Address(*json.loads(store.get(f"place/{other}"))) for other in range(self.groups)]
+        own = self._start_server(store, layout, flat, token)
+        self._wait_for_all(store, "address")
+        addresses = [Address(*json.loads(store.get(f"address/{other}"))) for other in range(self.groups)]
         if self.groups > 1:
-            self._mirror(mine, places, token)
+            self._replicate(own, addresses, token)
         store.set(f"ready/{self.group}", "")
-        self._await(store, "ready")
-        return RendezvousInfo(token, tuple(places), _described(layout))
+        self._wait_for_all(store, "ready")
+        return RendezvousInfo(token, tuple(addresses), _describe(layout))
 
-    def _await(self, store: Store, what: str) -> None:
-        """Until all groups have said so; a sentence with those that did not."""
+    def _wait_for_all(self, store: Store, key: str) -> None:
+        """Wait until all groups have set a key.
+
+        Raises:
+            WorldError: Some did not in time; it names them.
+        """
         deadline = time.monotonic() + self.timeout_s
         missing = list(range(self.groups))
         while missing and time.monotonic() < deadline:
             try:
-                missing = [other for other in missing if not store.check([f"{what}/{other}"])]
-            except RuntimeError as error:  # torch.distributed's, of a store that is gone
+                missing = [other for other in missing if not store.check([f"{key}/{other}"])]
+            except RuntimeError as error:  # how torch.distributed reports a lost store
                 raise WorldError(
-                    f"the store of the job at rank 0 is gone before all groups have met ({error})"
+                    f"the job's store at rank 0 was lost before all groups had met ({error}); see the output of rank 0"
                 ) from None
             if missing:
-                time.sleep(_LOOKS_S)
+                time.sleep(_POLL_S)
         if missing:
-            who = ", ".join(f"group {other}" for other in missing)
-            raise WorldError(f"{who} did not come to the others within {self.timeout_s:g} s; see what it said")
+            names = ", ".join(f"group {other}" for other in missing)
+            raise WorldError(f"{names} did not join within {self.timeout_s:g} s; see its output")
 
-    def _served(self, store: Store, layout: FlatLayout, row: torch.Tensor, token: str) -> Address:
-        """A process that serves for this group: a new one, or that of an earlier life, which others know already."""
-        name = f"place/{self.group}"
-        if not store.check([name]):
-            mine = started(self._order(layout, row, Shares.equal(self.groups), token))
-            store.set(name, json.dumps([mine.address, mine.port]))
-        return Address(*json.loads(store.get(name)))
+    def _start_server(self, store: Store, layout: FlatLayout, flat: torch.Tensor, token: str) -> Address:
+        """Start a server process, unless an earlier start of this group has done so and the others know it."""
+        key = f"address/{self.group}"
+        if not store.check([key]):
+            store.set(key, json.dumps(spawn(self._server_spec(layout, flat, token)).to_json()))
+        return Address(*json.loads(store.get(key)))
 
-    def _word_left(self, store: Store) -> RendezvousInfo | None:
-        if self.word:
-            return RendezvousInfo.read(self.word) if self.returns else None
-        return RendezvousInfo.from_json(store.get("met")) if store.check(["met"]) else None
+    def _read_info(self, store: Store) -> RendezvousInfo | None:
+        if self.path:
+            return RendezvousInfo.read(self.path) if self.is_rejoining else None
+        return RendezvousInfo.from_json(store.get("info")) if store.check(["info"]) else None
 
-    def _leave_word(self, store: Store, met: RendezvousInfo) -> None:
-        if not self.word:
-            store.set("met", met.to_json())
-            return
-        leave_word(self.word, met.to_json())
+    def _write_info(self, store: Store, info: RendezvousInfo) -> None:
+        if self.path:
+            write_file(self.path, info.to_json())
+        else:
+            store.set("info", info.to_json())
 
-    def _order(self, layout: FlatLayout, row: torch.Tensor, shares: Shares, token: str) -> ServerSpec:
-        """The shard of this group, and that of the one before as its mirror."""
-        parts = torch.split(row, list(shares.cut(layout.count)))
-        steppings = tuple(layout.steppings(shares, self.policy.outer))
-        mine = {self.group, (self.group - 1) % self.groups}
-        shards = {number: parts[number].clone() for number in mine}
-        return ServerSpec(self.address, token, self.groups, self.policy.rules, shards, steppings, self.timeout_s)
+    def _server_spec(self, layout: FlatLayout, flat: torch.Tensor, token: str) -> ServerSpec:
+        """Describe a server with this group's shard, and the replica of the previous group's."""
+        shares = Shares.equal(self.groups)
+        parts = torch.split(flat, list(shares.cut(layout.numel)))
+        numbers = {self.group, (self.group - 1) % self.groups}
+        return ServerSpec(
+            host=self.host,
+            token=token,
+            groups=self.groups,
+            scaling=self.policy.scaling,
+            shards={number: parts[number].clone() for number in numbers},
+            optimizers=tuple(layout.optimizer_specs(shares, self.policy.outer)),
+            timeout_s=self.timeout_s,
+        )
 
-    def _mirror(self, mine: Address, places: Sequence[Address], token: str) -> None:
+    def _replicate(self, own: Address, addresses: Sequence[Address], token: str) -> None:
+        """Let this group's server replicate its shard at the next group's."""
+        encoded = [address.to_json() for address in addresses]
         at = (self.group + 1) % self.groups
-        known = [place.to_json() for place in places]
-        self._told(mine, token, {"what": "mirror", "shard": self.group, "at": at, "places": known})
+        self._request(own, token, {"type": "replicate", "shard": self.group, "at": at, "addresses": encoded})
 
-    def _check_same(self, store: Store, layout: FlatLayout, row: torch.Tensor) -> None:
-        digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()
-        mine = f"{_described(layout)}, {digest}"
-        store.set(f"digest/{self.group}", mine)
+    def _check_same(self, store: Store, layout: FlatLayout, flat: torch.Tensor) -> None:
+        """Refuse a group that starts with other parameters than group 0."""
+        digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        own = f"{_describe(layout)}, {digest}"
+        store.set(f"digest/{self.group}", own)
         first = store.get("digest/0").decode()
-        if first != mine:
+        if first != own:
             raise UserError(
-                f"group {self.group} begins with other parameters or another optimizer than group 0; make the model "
+                f"group {self.group} starts with other parameters or another optimizer than group 0; make the model "
                 "after mimatrix.init, which seeds all ranks alike, or load the same weights in all groups"
             )
 
 
-def leave_word(file: Path, text: str) -> None:
-    """For those that come again, whole or not at all. Where it cannot be written, on a node without it, none comes."""
-    new = file.with_name(f"{file.name}-{secrets.token_hex(4)}")
+def write_file(path: Path, text: str) -> None:
+    """Write a file for groups that rejoin; on a node where it cannot be written, no group will rejoin."""
     with suppress(OSError):
-        new.touch(0o600)
-        new.write_text(text)
-        new.rename(file)
+        write_atomic(path, text, mode=0o600)
 
 
-def _told(stream: Connection, head: Header) -> Header:
-    stream.send(head)
-    answer, _ = stream.receive()
-    if "error" in answer:
-        raise WorldError(f"the service of a group does not do it ({head['what']}): {answer['error']}")
-    return answer
+def _request(connection: Connection, header: Header) -> Header:
+    connection.send(header)
+    reply, _ = connection.receive()
+    if "error" in reply:
+        raise WorldError(f"a shard server refused to {header['type']} ({reply['error']}); see its output")
+    return reply
 
 
-def _described(layout: FlatLayout) -> str:
-    return f"{type(layout.optimizer).__name__} on {layout.count} elements"
+def _describe(layout: FlatLayout) -> str:
+    return f"{type(layout.optimizer).__name__} on {layout.numel} elements"

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
+from mimatrix.core import environment as env
 from mimatrix.core.errors import UserError
 from mimatrix.lab.layout import Seat
 from mimatrix.lab.machine import check_machine, order, within
@@ -53,9 +54,9 @@ def environment(lab: Lab, seat: Seat, port: int, outside: Mapping[str, str]) -> 
         "UCX_NET_DEVICES": seat.interface,
         # All nodes share one memory here, and perhaps an RDMA card, which would bypass the links.
         "UCX_TLS": outside.get("UCX_TLS", "tcp"),
-        "MIMATRIX_HOST": seat.node,
-        "MIMATRIX_ADDRESS": seat.address,
-        "MIMATRIX_CLUSTER": str(lab.cluster_file),
+        env.HOST.name: seat.node,
+        env.ADDRESS.name: seat.address,
+        env.CLUSTER.name: str(lab.cluster_file),
         "OMP_NUM_THREADS": outside.get("OMP_NUM_THREADS", "1"),
     }
 

@@ -1,7 +1,6 @@
 """What is written down of a lab: its name, its cluster, its quotas, and whether it was finished. All else follows."""
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from mimatrix.cluster.files import read_cluster, write_cluster
 from mimatrix.cluster.model import Cluster
 from mimatrix.core.errors import UserError
+from mimatrix.core.files import create_atomic, write_atomic
 from mimatrix.lab.layout import Layout, lay_out
 from mimatrix.lab.machine import namespaces
 from mimatrix.lab.orders import namespace, prefix
@@ -55,20 +55,17 @@ def check_name(name: str) -> None:
 def claim(lab: Lab) -> None:
     """Write the lab down before anything of it exists; of two who try, one is refused."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    draft = _draft(lab)
     try:
-        os.link(draft, _path(lab.name))
+        create_atomic(_path(lab.name), _text(lab))
     except FileExistsError:
         raise UserError(f'the lab "{lab.name}" is up already; run `{down_command(lab.name)}` first') from None
-    finally:
-        draft.unlink()
     lab.cluster_file.write_text(write_cluster(lab.cluster), encoding="utf-8")
 
 
 def finish(lab: Lab) -> Lab:
     """Write down that everything is there."""
     done = replace(lab, ready=True)
-    _draft(done).replace(_path(lab.name))
+    write_atomic(_path(lab.name), _text(done))
     return done
 
 
@@ -106,11 +103,8 @@ def _command(verb: str, name: str) -> str:
     return f"mimatrix lab {verb}" + (f" --name {name}" if name != "lab" else "")
 
 
-def _draft(lab: Lab) -> Path:
-    written = _Written(write_cluster(lab.cluster), list(lab.cpus), lab.ready)
-    draft = FOLDER / f".{lab.name}.{os.getpid()}"
-    draft.write_text(json.dumps(asdict(written)), encoding="utf-8")
-    return draft
+def _text(lab: Lab) -> str:
+    return json.dumps(asdict(_Written(write_cluster(lab.cluster), list(lab.cpus), lab.ready)))
 
 
 def _path(name: str) -> Path:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mimatrix.core.environment import MEMORY, RENDEZVOUS, SPEED
 from mimatrix.wire.torchrun import Place, torchrun_variables
 
 ADDRESS = "127.0.0.1"
 # Of a launcher that we ourselves may run under: its error file, its worker's speed and the word that its groups leave
 # are not our workers'.
-_FOREIGN = ("TORCHELASTIC_ERROR_FILE", "MIMATRIX_SPEED", "MIMATRIX_MEETING")
+_FOREIGN = ("TORCHELASTIC_ERROR_FILE", SPEED.name, RENDEZVOUS.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Attempt:
 
 def emulated(speed: float, memory_bytes: int | None) -> dict[str, str]:
     """What a worker is told of the device that it plays: what was measured at one speed does not hold at another."""
-    told = {} if speed == 1 else {"MIMATRIX_SPEED": f"{speed:g}"}
-    return told if memory_bytes is None else told | {"MIMATRIX_MEMORY": str(memory_bytes)}
+    told = {} if speed == 1 else {SPEED.name: f"{speed:g}"}
+    return told if memory_bytes is None else told | {MEMORY.name: str(memory_bytes)}
 
 
 def environment(

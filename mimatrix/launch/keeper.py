@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from mimatrix.core.environment import REJOINS, RENDEZVOUS
 from mimatrix.launch.accounts import find_account
 from mimatrix.launch.guard import NOW, Charge, Kind, Post, Report, read_reports, start_guard
 from mimatrix.launch.ledger import Ending, Ledger
@@ -136,7 +137,7 @@ class _Keeper:
         order = self._order
         for rank in ranks:
             returns = str(self._ledger.team.members[rank].returns)
-            environment = order.environments[rank] | ({"MIMATRIX_RETURNS": returns} if order.groups else {})
+            environment = order.environments[rank] | ({REJOINS.name: returns} if order.groups else {})
             try:
                 post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, self._account))
             except OSError as error:  # no process to be had
@@ -182,7 +183,7 @@ class _Keeper:
 
     def _have_met(self) -> bool:
         """Whether groups have left word for those of them that come again; before, there is nothing to return to."""
-        word = self._order.environments[0].get("MIMATRIX_MEETING")
+        word = RENDEZVOUS.get(self._order.environments[0])
         try:
             return bool(word and Path(word).exists())
         except OSError:  # of a file system that is gone, or not for us

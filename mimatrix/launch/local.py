@@ -14,7 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from mimatrix.hybrid.grouping import Groups, place_in
+from mimatrix.core.environment import GROUPS, RENDEZVOUS
+from mimatrix.hybrid.groups import Groups, locate_rank
 from mimatrix.lab import TIMED_OUT, Command, Ending, run_together
 from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
 from mimatrix.launch.interrupts import Told, raised
@@ -184,8 +185,8 @@ class _Attempts:
         words = joining(self.limits.get(rank), launch.words)
         team = ""
         if launch.groups:
-            own |= {"MIMATRIX_GROUPS": json.dumps(launch.groups), "MIMATRIX_MEETING": meeting}
-            team = f"group {place_in(launch.groups, rank)[0]}"
+            own |= {GROUPS.name: json.dumps(launch.groups), RENDEZVOUS.name: meeting}
+            team = f"group {locate_rank(launch.groups, rank)[0]}"
         known = environment(attempt, rank, self._outside, own)
         return Command(str(rank), words, known, self.slowdown.joins.get(rank), team)
 

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
-CUT_OFF = "MIMATRIX_CUT_OFF_S"
-"""The variable that says after how many seconds; it is read where Ray was started on the node."""
+from mimatrix.core import environment
+
 _CUT_OFF_S = 60.0
 _ASKED_S = 1.0
 
@@ -14,7 +14,7 @@ _ASKED_S = 1.0
 def fence(node: str) -> "Fence":
     """Of the node of this id, as it was told where Ray was started."""
     try:
-        within_s = float(os.environ.get(CUT_OFF, ""))
+        within_s = float(environment.CUT_OFF_S.get())
     except ValueError:
         within_s = _CUT_OFF_S
     return Fence(lambda: _is_known(node), within_s, _end)

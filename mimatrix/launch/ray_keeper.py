@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mimatrix.core.environment import NODE_FOLDER
 from mimatrix.core.errors import MiMatrixError, UserError, WorldError
 from mimatrix.launch.facts import find_devices
 from mimatrix.launch.keeping import LocalLauncher
@@ -26,8 +27,6 @@ from mimatrix.launch.ray_fence import fence
 from mimatrix.launch.ray_nodes import Raylet, node_facts
 from mimatrix.launch.ray_parts import Cause, Part, PartState, find_local_cause
 
-FOLDER = "MIMATRIX_NODE_FOLDER"
-"""The variable that says where a node keeps its teams; it is read where Ray was started on that node."""
 _CODE = Path(__file__).parents[2]
 _FOLLOWED_S = 0.1
 _DROPPED_S = 5.0
@@ -248,7 +247,7 @@ def _sweep(mine: Path) -> None:
 
 
 def _base() -> Path:
-    return Path(os.environ.get(FOLDER) or Path.home() / ".local" / "share" / "mimatrix" / "nodes").absolute()
+    return Path(NODE_FOLDER.get() or Path.home() / ".local" / "share" / "mimatrix" / "nodes").absolute()
 
 
 def _be_ordinary() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mimatrix.core.errors import WorldError
+from mimatrix.core.files import write_atomic
 from mimatrix.launch.launcher import MemberState, Phase
 from mimatrix.launch.ray_parts import Cause, Place, TeamRecord
 
@@ -24,7 +25,7 @@ class TeamRecords:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._place.exists():
-                self._replace(self._place, uuid.uuid4().hex[:12])
+                write_atomic(self._place, uuid.uuid4().hex[:12])
             return self._place.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise WorldError(f"{self._place} cannot be written ({error.strerror})") from None
@@ -46,7 +47,7 @@ class TeamRecords:
     def write(self, record: TeamRecord) -> None:
         """At once and as a whole."""
         try:
-            self._replace(self._file(record.name), json.dumps(asdict(record)))
+            write_atomic(self._file(record.name), json.dumps(asdict(record)))
         except OSError as error:
             raise WorldError(f'what is known of team "{record.name}" cannot be written ({error.strerror})') from None
 
@@ -63,15 +64,6 @@ class TeamRecords:
 
     def _file(self, team: str) -> Path:
         return self._folder / f"{team}.json"
-
-    @staticmethod
-    def _replace(file: Path, text: str) -> None:
-        draft = file.with_name(f".{file.name}-{uuid.uuid4().hex}")
-        try:
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(file)
-        finally:
-            draft.unlink(missing_ok=True)
 
 
 def _decode(told: dict[str, Any]) -> TeamRecord:

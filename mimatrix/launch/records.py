@@ -9,12 +9,12 @@ teams/NAME/keeper.log     what the keeper itself had to say, usually nothing
 
 import json
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mimatrix.core.files import create_atomic, write_atomic
 from mimatrix.launch.launcher import MemberState, Phase, TeamState
 from mimatrix.launch.trees import Identity
 
@@ -87,18 +87,15 @@ class TeamFolder:
 
     def claim(self, record: Record) -> bool:
         """Write the first record; False where somebody else did so before, who alone may write then."""
-        draft = self._draft(record)
         try:
-            os.link(draft, self._state)
+            create_atomic(self._state, json.dumps(asdict(record)))
         except FileExistsError:
             return False
-        finally:
-            draft.unlink()
         return True
 
     def save(self, record: Record) -> None:
         """Replace the record; readers see the old one or the new one."""
-        self._draft(record).replace(self._state)
+        write_atomic(self._state, json.dumps(asdict(record)))
 
     def written_ns(self) -> int:
         """When the last record was written; 0 before the first."""
@@ -115,16 +112,6 @@ class TeamFolder:
             return None
         except (ValueError, TypeError, KeyError):
             return Record(all_lost(1, "what was written of it cannot be read"))
-
-    def _draft(self, record: Record) -> Path:
-        draft = self.path / f".state-{uuid.uuid4().hex}"
-        try:
-            draft.write_text(json.dumps(asdict(record)), encoding="utf-8")
-        except OSError:
-            # A full disk is tried again every second, and takes empty files.
-            draft.unlink(missing_ok=True)
-            raise
-        return draft
 
 
 def all_lost(ranks: int, reason: str) -> TeamState:

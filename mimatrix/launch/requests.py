@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.core.units import format_bytes, parse_bytes
-from mimatrix.hybrid.grouping import Groups, checked
+from mimatrix.hybrid.groups import Groups, check_groups
 from mimatrix.launch.local import Launch
 from mimatrix.launch.slowdown import WAYS
 
@@ -56,7 +56,7 @@ def parse_groups(text: str, ranks: int) -> Groups:
         found = [[int(word) for word in part.split(",")] for part in text.split("/")]
     except ValueError:
         raise UserError(f'"{text}" is no list of groups; write for example --groups 0,1/2/3') from None
-    return checked(found, ranks)
+    return check_groups(found, ranks)
 
 
 def parse_memory(text: str, ranks: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Which batch to measure next, and when to stop: what was found goes in, the next probe comes out, no device in sight.
+"""Which micro-batch size to measure next, and when to stop: results go in, the next size comes out; no device here.
 
-First it grows, by doubling, up to the largest batch that is wanted or that memory lets in; then it looks closer where
-the points so far do not foretell one another. So when time is short, refining ends first.
+The search first doubles the size, up to the largest one that is useful or fits into memory. Then it refines where the
+measured points do not predict each other. If time is short, refinement ends first.
 """
 
 import math
@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 
 from scipy.interpolate import PchipInterpolator
 
-_MOST_PROBES = 24
-_MOST_REFINEMENTS = 8
-_MOST_OVERFLOWS = 2
-"""After so many there is no further way up: what fits is known well enough, and running out of memory is risky."""
+_MAX_PROBES = 24
+_MAX_REFINEMENTS = 8
+_MAX_OOMS = 2
+"""Stop growing after this many: the limit is known well enough, and running out of memory is risky."""
 _MARGIN = 1.15
-"""By how much memory may grow faster than it did before."""
+"""How much faster than before memory may grow."""
 _CLOSE = 1.05
-"""The largest batch that fits is known when the next one to be tried is no further away than this."""
+"""The largest size that fits is known if the next candidate is not larger than this factor."""
 _FLAT = 1.02
-"""Throughput that grows less than this from one doubling to the next does not grow."""
+"""Throughput that grows by less than this factor from one doubling to the next has stopped growing."""
 _TOLERANCE = 0.03
 _NARROW = 1.1
-"""Points that are closer than this have nothing between them worth knowing."""
+"""Do not refine between points closer than this factor."""
 WINDOW_S = 0.06
 SLOW_S = 1.0
-"""A pass of this length and more is timed once."""
+"""A pass that takes at least this long is timed once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedBatch:
-    """What was measured with micro-batches of `samples`."""
+    """The result of measuring micro-batches of `samples`."""
 
     samples: int
     seconds: float
@@ -43,111 +43,124 @@ class ProbedBatch:
 
 
 class BatchSizeSearch:
-    """Measures batches of `least` to `most` samples that need at most `room_bytes`.
+    """The search over micro-batches of `min_samples` to `max_samples` that need at most `available_bytes`.
 
-    `dares`: where memory that runs out is noticed and nothing worse, a guess may be tried.
+    Args:
+        max_samples: No larger micro-batch is useful.
+        available_bytes: Memory for activations.
+        min_samples: The smallest micro-batch that the model accepts.
+        may_oom: Whether running out of memory does no harm, so that a size may be tried on a guess. A GPU raises an
+            error; a process on a CPU is killed.
     """
 
-    def __init__(self, most: int, room_bytes: float, least: int = 1, *, dares: bool = True) -> None:
-        assert 1 <= least <= most, f"batches of {least} to {most}"
-        self._least, self._most, self._room, self._dares = least, most, room_bytes, dares
+    def __init__(self, max_samples: int, available_bytes: float, min_samples: int = 1, *, may_oom: bool = True) -> None:
+        assert 1 <= min_samples <= max_samples, f"batches of {min_samples} to {max_samples}"
+        self._min_samples, self._max_samples = min_samples, max_samples
+        self._available_bytes, self._may_oom = available_bytes, may_oom
         self._points: dict[int, ProbedBatch] = {}
         self._too_large: int | None = None
-        self.overflows = 0
-        self._probes = self._refined = 0
-        self._checked: set[int] = set()
+        self.oom_count = 0
+        self._probes = self._refinements = 0
+        self._rechecked: set[int] = set()
 
     @property
     def points(self) -> list[ProbedBatch]:
-        """All that was measured, the smallest batch first."""
+        """All measured points, the smallest batch first."""
         return [self._points[samples] for samples in sorted(self._points)]
 
     @property
     def noise(self) -> float:
-        """How much times differ from run to run at a usual point, as a part."""
-        found = sorted(point.noise for point in self._points.values())
-        return found[len(found) // 2] if found else 0.0
+        """The median over points of how much times differ between runs, as a fraction."""
+        noises = sorted(point.noise for point in self._points.values())
+        return noises[len(noises) // 2] if noises else 0.0
 
-    def measured(self, point: ProbedBatch) -> None:
-        """A probe went well. Of a second one of the same batch the quicker counts: others can only have held it up."""
+    def add(self, point: ProbedBatch) -> None:
+        """Add a measured point; if the size was measured before, keep the shorter time.
+
+        Other processes can only make a measurement slower.
+        """
         self._probes += 1
         if self._points and point.samples <= self.points[-1].samples:
-            self._refined += 1
+            self._refinements += 1
         before = self._points.get(point.samples, point)
         if before is not point:
-            self._checked.add(point.samples)
+            self._rechecked.add(point.samples)
             point = replace(
-                min(before, point, key=lambda each: each.seconds),
+                min(before, point, key=lambda either: either.seconds),
                 memory_bytes=max(before.memory_bytes, point.memory_bytes),
             )
         self._points[point.samples] = point
 
-    def overflowed(self, samples: int) -> None:
-        """A probe ran out of memory."""
+    def add_oom(self, samples: int) -> None:
+        """Note that micro-batches of `samples` ran out of memory."""
         self._probes += 1
-        self.overflows += 1
+        self.oom_count += 1
         self._too_large = min(samples, self._too_large or samples)
         if self._points and samples <= self.points[-1].samples:
-            # It fitted before, or a larger one did: that was luck, and no plan should count on it.
-            self._refined = _MOST_REFINEMENTS
+            # This size or a larger one fitted before. That was luck, and no plan should count on it.
+            self._refinements = _MAX_REFINEMENTS
             least = min(self._points)
             self._points = {size: point for size, point in self._points.items() if size < samples or size == least}
 
     def next(self, left_s: float = math.inf, growing_left_s: float = 0.0) -> int | None:
-        """The batch to measure next, within the time that is left, and left for growing; None when enough is known.
+        """Return the size to measure next, or None if enough is known or time is up.
 
-        No plan goes beyond the largest batch that was measured: growing may take longer than looking closer.
+        No plan goes beyond the largest measured size, so growing may take longer than refining.
+
+        Args:
+            left_s: Time left.
+            growing_left_s: Time left for larger sizes.
         """
         if not self._points:
-            return None if self.overflows else self._least
-        if self._probes >= _MOST_PROBES:
+            return None if self.oom_count else self._min_samples
+        if self._probes >= _MAX_PROBES:
             return None
-        grown = self._growth()
-        # Where throughput has stopped to grow, larger batches are only a convenience, and may take less of the time.
-        if grown and self.cost_s(grown) <= (left_s / 3 if self._is_flat() else max(left_s, growing_left_s)):
-            return grown
-        finer = self._refinement()
+        larger = self._next_larger()
+        # Once throughput has stopped growing, larger batches are only a convenience and may take less of the time.
+        if larger and self.cost_s(larger) <= (left_s / 3 if self._is_flat() else max(left_s, growing_left_s)):
+            return larger
+        finer = self._next_refinement()
         return finer if finer and self.cost_s(finer) <= left_s else None
 
     def memory_at(self, samples: int) -> float:
-        """What a larger batch than the largest so far is expected to need at the most."""
+        """Return an upper estimate of the memory of a size beyond the largest measured one."""
         last = self.points[-1]
         return last.memory_bytes + self._slope() * (samples - last.samples)
 
     def cost_s(self, samples: int) -> float:
-        """How long a probe will take."""
+        """Estimate how long it takes to measure a size."""
         above = [point for point in self.points if point.samples >= samples]
         near = above[0] if above else self.points[-1]
-        each = near.seconds * max(1.0, samples / near.samples)
-        return 2 * each + (each if each > SLOW_S else 3 * max(each, WINDOW_S))
+        pass_s = near.seconds * max(1.0, samples / near.samples)
+        return 2 * pass_s + (pass_s if pass_s > SLOW_S else 3 * max(pass_s, WINDOW_S))
 
-    def _growth(self) -> int | None:
-        """The next larger batch, if there is any that is wanted and fits."""
+    def _next_larger(self) -> int | None:
+        """Return the next larger size that is useful and fits, if there is one."""
         last = self.points[-1].samples
-        # A rank that has no throughput to gain does not need larger batches, but stages 2 and 3 do, where ranks meet in
-        # every micro-step; since plans do not go beyond what was measured, it goes on, in longer strides.
-        wanted = min(self._most, last * (4 if self._is_flat() else 2))
-        if self.overflows >= _MOST_OVERFLOWS:
+        # A rank without throughput to gain does not need larger batches. ZeRO stages 2 and 3 do, since ranks
+        # communicate in every micro-step, and plans do not go beyond what was measured. So take longer strides.
+        wanted = min(self._max_samples, last * (4 if self._is_flat() else 2))
+        if self.oom_count >= _MAX_OOMS:
             return None
-        found = min(wanted, self._fitting())
+        samples = min(wanted, self._largest_fitting())
         if self._too_large:
-            found = min(found, (last + self._too_large) // 2)
-        near = found < last * _CLOSE and found < self._most
-        return None if found <= last or near else found
+            samples = min(samples, (last + self._too_large) // 2)
+        is_close = samples < last * _CLOSE and samples < self._max_samples
+        return None if samples <= last or is_close else samples
 
-    def _fitting(self) -> int:
-        """The largest batch that is expected to fit."""
+    def _largest_fitting(self) -> int:
+        """Return the largest size that is expected to fit."""
         last, slope = self.points[-1], self._slope()
-        left = self._room - last.memory_bytes
+        left = self._available_bytes - last.memory_bytes
         if left <= 0:
             return last.samples
         more = left / slope if slope > 0 else math.inf
-        if len(self._points) == 1 and self._dares:
-            more = max(1, more)  # much of one sample's memory may be there with any number of them
-        return min(self._most, last.samples + int(min(more, self._most)))
+        if len(self._points) == 1 and self._may_oom:
+            more = max(1, more)  # much of the memory of one sample may not depend on the number of samples
+        return min(self._max_samples, last.samples + int(min(more, self._max_samples)))
 
     def _slope(self) -> float:
-        """Bytes that each further sample takes at the most: as of late or as on the whole, with a margin."""
+        """Return the bytes per further sample: the larger of the latest and the overall growth, with a margin."""
         points = self.points
         if len(points) == 1:
             return points[0].memory_bytes / points[0].samples
@@ -158,44 +171,44 @@ class BatchSizeSearch:
         )
 
     def _is_flat(self) -> bool:
-        """Whether the last two doublings brought no throughput."""
+        """Tell whether the last two doublings brought no throughput."""
         rates = [point.rate for point in self.points[-3:]]
         return len(rates) == 3 and rates[1] < rates[0] * _FLAT and rates[2] < rates[1] * _FLAT
 
-    def _refinement(self) -> int | None:
-        """Look again at the point that the others foretell worst, if one is foretold badly; or else beside it."""
-        if self._refined >= _MOST_REFINEMENTS:
+    def _next_refinement(self) -> int | None:
+        """Return the size to check again or to add next to the point that the others predict worst, if any."""
+        if self._refinements >= _MAX_REFINEMENTS:
             return None
         tolerance = max(_TOLERANCE, 1.5 * self.noise)
-        misses = {number: self._miss(number) for number in range(1, len(self._points))}
-        far = sorted(
-            (number for number in misses if abs(misses[number]) > tolerance), key=lambda each: -abs(misses[each])
+        errors = {index: self._prediction_error(index) for index in range(1, len(self._points))}
+        poor = sorted(
+            (index for index in errors if abs(errors[index]) > tolerance), key=lambda index: -abs(errors[index])
         )
-        # One that was held up makes its neighbours look quick, so it is looked at again before anything beside it.
-        for number in far:
-            samples = self.points[number].samples
-            if misses[number] > 0 and samples not in self._checked:
+        # A point that was disturbed makes its neighbours look fast, so measure it again first.
+        for index in poor:
+            samples = self.points[index].samples
+            if errors[index] > 0 and samples not in self._rechecked:
                 return samples
-        return next((found for number in far if (found := self._beside(number))), None)
+        return next((middle for index in poor if (middle := self._between(index))), None)
 
-    def _miss(self, number: int) -> float:
-        """By how much it took longer than the others foretell, as a part: by PCHIP, or the line of the last two."""
+    def _prediction_error(self, index: int) -> float:
+        """Return how much longer than predicted a point took, as a fraction: by PCHIP, or by the last two points."""
         points = self.points
-        point = points.pop(number)
+        point = points.pop(index)
         if len(points) < 2:
             return 0.0
-        if number == len(points):
+        if index == len(points):
             before, last = points[-2:]
             slope = (last.seconds - before.seconds) / (last.samples - before.samples)
             expected = last.seconds + slope * (point.samples - last.samples)
         else:
-            curve = PchipInterpolator([each.samples for each in points], [each.seconds for each in points])
+            curve = PchipInterpolator([other.samples for other in points], [other.seconds for other in points])
             expected = float(curve(point.samples))
         return (point.seconds - expected) / max(point.seconds, 1e-12)
 
-    def _beside(self, number: int) -> int | None:
-        """The middle of the wider interval that ends at this point."""
+    def _between(self, index: int) -> int | None:
+        """Return the middle of the wider interval that ends at a point, unless both are narrow."""
         sizes = [point.samples for point in self.points]
-        sides = [(sizes[at], sizes[at + 1]) for at in (number - 1, number) if at + 1 < len(sizes)]
+        sides = [(sizes[at], sizes[at + 1]) for at in (index - 1, index) if at + 1 < len(sizes)]
         wide = [(high / low, (low + high) // 2) for low, high in sides if high - low > 1 and high > low * _NARROW]
         return max(wide)[1] if wide else None

@@ -1,8 +1,7 @@
-"""Profiles that were measured before, as files: the same model on the same device is not measured twice."""
+"""Measured profiles as files, so that the same model on the same device is not measured twice."""
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,54 +10,63 @@ import torch
 
 from mimatrix import __version__
 from mimatrix.comm.tuning.tuner import cache_folder
+from mimatrix.core import environment
 from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.files import write_atomic
 from mimatrix.planner.profile import VERSION, Profile
-from mimatrix.profiler.device import Limits, measure_device, room_for
+from mimatrix.profiler.device import Limits, measure_device, memory_budget
 from mimatrix.profiler.fingerprints import device_fingerprint
 from mimatrix.profiler.trial import ProfileTarget
 
-_NOISY = 0.25
-"""Where times differ so much, something else was going on: good enough for now, not for another time."""
+_MAX_NOISE = 0.25
+"""Above this the machine was busy: the profile is good enough for now, but not worth storing."""
 
 
-def cached_measure(subject: ProfileTarget, limits: Limits, say: Callable[[float], None] = lambda _: None) -> Profile:
-    """What was measured before under the same circumstances, in no time; otherwise measured now and kept.
+def cached_measure(
+    target: ProfileTarget, limits: Limits, on_progress: Callable[[float], None] = lambda _: None
+) -> Profile:
+    """Return the profile that was measured before under the same conditions; otherwise measure and store it.
 
-    `MIMATRIX_FRESH` in the environment: measured now in any case.
+    If `MIMATRIX_FRESH` is set, always measure.
     """
-    room_bytes = room_for(subject, limits)
-    file = _file(subject, limits.most, room_bytes)
-    if (found := recalled(file)) and not os.environ.get("MIMATRIX_FRESH"):
-        say(1.0)
-        return replace(found, room_bytes=room_bytes, took_s=0.0)
-    profile = measure_device(subject, replace(limits, room_bytes=room_bytes), say)
-    if profile.noise <= _NOISY:
-        keep(file, profile)
+    available_bytes = memory_budget(target, limits)
+    path = _path(target, limits.max_samples, available_bytes)
+    if (stored := load_profile(path)) and not environment.FRESH.get():
+        on_progress(1.0)
+        return replace(stored, room_bytes=available_bytes, took_s=0.0)
+    profile = measure_device(target, replace(limits, available_bytes=available_bytes), on_progress)
+    if profile.noise <= _MAX_NOISE:
+        save_profile(path, profile)
     return profile
 
 
-def recalled(file: Path) -> Profile | None:
-    """The profile of a file; None where there is none that can be believed."""
+def load_profile(path: Path) -> Profile | None:
+    """Read a profile; return None if there is none or it is damaged."""
     try:
-        return Profile.from_json(json.loads(file.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Profile.from_json(fields["profile"]) if fields["version"] == VERSION else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, MiMatrixError):
         return None
 
 
-def keep(file: Path, profile: Profile) -> None:
-    """Write a profile, all of it or nothing. One that cannot be written is measured anew next time."""
-    partial = file.with_suffix(f".{os.getpid()}")
+def save_profile(path: Path, profile: Profile) -> None:
+    """Store a profile; if it cannot be written, it is measured again next time."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(profile.to_json(), indent=1), encoding="utf-8")
-        partial.replace(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({"version": VERSION, "profile": profile.to_json()}, indent=1))
     except OSError:
         return
 
 
-def _file(subject: ProfileTarget, most: int, room_bytes: int) -> Path:
-    device = device_fingerprint(subject.device, room_bytes)
-    versions = [torch.__version__, __version__, VERSION]
-    facts = [subject.fingerprint, device, most, subject.precision, subject.unit_bytes, subject.circumstances, versions]
-    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+def _path(target: ProfileTarget, max_samples: int, available_bytes: int) -> Path:
+    conditions = [
+        target.fingerprint,
+        device_fingerprint(target.device, available_bytes),
+        max_samples,
+        target.precision,
+        target.unit_bytes,
+        target.conditions,
+        [torch.__version__, __version__, VERSION],
+    ]
+    name = hashlib.blake2b(json.dumps(conditions).encode(), digest_size=8).hexdigest()
     return cache_folder().parent / "profiles" / f"{name}.json"

@@ -1,4 +1,4 @@
-"""What the control groups of this process let it have: version 1 or 2, its own group and all above it."""
+"""Limits that control groups (cgroups, version 1 or 2) set for this process: of its own group and all above it."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,55 +7,62 @@ from pathlib import Path
 _SELF = Path("/proc/self")
 
 
-def memory_left(process: Path = _SELF) -> int | None:
-    """Bytes until the tightest limit; None where there is no limit. Cached files do not count: they would give way."""
-    limits = {group: limit for group in _groups("memory", process) if (limit := _memory_limit(group)) is not None}
-    left = [limit - _memory_used(group) for group, limit in limits.items()]
-    return max(0, min(left)) if left else None
+def memory_left_bytes(process: Path = _SELF) -> int | None:
+    """Return the bytes left below the tightest limit, or None if there is no limit.
+
+    The page cache does not count as used, since the kernel reclaims it.
+    """
+    left = _memory_left_by_group(process)
+    return max(0, min(left.values())) if left else None
 
 
-def limiting_group(process: Path = _SELF) -> str:
-    """The control group with the tightest limit of memory, by its path; empty where there is none."""
-    limits = {group: limit for group in _groups("memory", process) if (limit := _memory_limit(group)) is not None}
-    return str(min(limits, key=lambda group: limits[group] - _memory_used(group))) if limits else ""
+def limiting_cgroup(process: Path = _SELF) -> str:
+    """Return the path of the control group with the tightest memory limit, or "" if there is no limit."""
+    left = _memory_left_by_group(process)
+    return str(min(left, key=lambda group: left[group])) if left else ""
 
 
 def cpu_quota(process: Path = _SELF) -> float | None:
-    """Processors that it may use at the most; None where there is no limit."""
-    found = [quota for group in _groups("cpu", process) if (quota := _quota(group)) is not None]
-    return min(found, default=None)
+    """Return how many CPU cores this process may use, or None if there is no limit."""
+    quotas = [quota for group in _groups("cpu", process) if (quota := _quota(group)) is not None]
+    return min(quotas, default=None)
+
+
+def _memory_left_by_group(process: Path) -> dict[Path, int]:
+    limits = {group: limit for group in _groups("memory", process) if (limit := _memory_limit(group)) is not None}
+    return {group: limit - _memory_used(group) for group, limit in limits.items()}
 
 
 def _groups(controller: str, process: Path) -> Iterator[Path]:
-    """The folders of the group that has this process and of those above it, in every hierarchy that may limit it."""
+    """Yield the directories of the group of a process and of those above it, in every hierarchy with a controller."""
     mounts = _mounts(controller, process)
     for line in _lines(process / "cgroup"):
         number, controllers, inside = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
         if version == 2 or controller in controllers.split(","):
             for root, mount in mounts.get(version, []):
-                # In a container the mount shows a part of the tree, while the path may still be told from its top.
+                # In a container the mount shows a part of the tree, while the path may still start at its top.
                 below = Path(inside).relative_to(root) if Path(inside).is_relative_to(root) else Path()
                 group = mount / below
-                yield from (each for each in (group, *group.parents) if each.is_relative_to(mount))
+                yield from (above for above in (group, *group.parents) if above.is_relative_to(mount))
 
 
 def _mounts(controller: str, process: Path) -> dict[int, list[tuple[str, Path]]]:
-    """Where control groups are mounted, by version: which part of their tree, and where."""
-    found: dict[int, list[tuple[str, Path]]] = {}
+    """Return where control groups are mounted, by version: the root of the visible part of their tree, and where."""
+    mounts: dict[int, list[tuple[str, Path]]] = {}
     for line in _lines(process / "mountinfo"):
         first, _, second = line.partition(" - ")
         root, mount = first.split()[3:5]
         kind, *_, options = second.split()
         if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
-            found.setdefault(2 if kind == "cgroup2" else 1, []).append((root, Path(mount)))
-    return found
+            mounts.setdefault(2 if kind == "cgroup2" else 1, []).append((root, Path(mount)))
+    return mounts
 
 
 def _memory_limit(group: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         limit = _number(group / name)
-        # Version 1 writes "none" as the largest number of pages there is.
+        # Version 1 writes "no limit" as the largest number of pages.
         if limit is not None and limit < 1 << 60:
             return limit
     return None
@@ -64,7 +71,7 @@ def _memory_limit(group: Path) -> int | None:
 def _memory_used(group: Path) -> int:
     used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
     stat = dict(line.split() for line in _lines(group / "memory.stat") if len(line.split()) == 2)
-    # In version 1 "total_" counts the groups below as well, as the usage does.
+    # In version 1 "total_" includes the groups below, as the usage does.
     cached = int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
     return max(0, used - cached)
 

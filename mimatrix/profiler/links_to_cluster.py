@@ -1,8 +1,9 @@
-"""Measured links as a cluster: hosts around one switch, and what does not fit that picture."""
+"""Turn measured links into a cluster: hosts around one switch, and warnings about pairs that do not fit."""
 
 from collections.abc import Iterator, Sequence
 
 from mimatrix.cluster import Bus, Cluster, Device, Link, Node, Switch
+from mimatrix.core.hosts import ranks_by_host
 from mimatrix.core.units import format_rate
 from mimatrix.profiler.links import Links
 
@@ -11,11 +12,11 @@ _SWITCH = "measured-switch"
 
 
 def to_cluster(links: Links, hosts: Sequence[str], devices: Sequence[Device], name: str = "measured") -> Cluster:
-    """A node for each host with its ranks' devices, joined by one switch: a NIC has the best rate that it showed.
+    """Return a cluster with a node for each host, joined by one switch; a NIC gets the best rate that it showed.
 
-    `remarks` says which pairs this makes faster than they are.
+    Pairs that are slower than that are listed by `slow_pair_warnings`.
     """
-    members = _members(hosts)
+    members = ranks_by_host(hosts)
     names = {host: host.replace("/", "-").replace("->", "-") for host in members}
     nodes = tuple(
         Node(names[host], tuple(devices[rank] for rank in ranks), _bus(links, ranks)) for host, ranks in members.items()
@@ -28,48 +29,41 @@ def to_cluster(links: Links, hosts: Sequence[str], devices: Sequence[Device], na
     return Cluster(name, nodes, (Switch(_SWITCH),), cables)
 
 
-def remarks(links: Links, hosts: Sequence[str]) -> tuple[str, ...]:
-    """A sentence for every two hosts whose link is much slower than either's NIC."""
-    return tuple(_remarks(links, hosts))
+def slow_pair_warnings(links: Links, hosts: Sequence[str]) -> tuple[str, ...]:
+    """Return a sentence for every two hosts whose link is much slower than the NIC of either."""
+    return tuple(_find_slow_pairs(links, hosts))
 
 
-def _remarks(links: Links, hosts: Sequence[str]) -> Iterator[str]:
-    members = _members(hosts)
+def _find_slow_pairs(links: Links, hosts: Sequence[str]) -> Iterator[str]:
+    members = ranks_by_host(hosts)
     for source, target in ((a, b) for a in members for b in members if a != b):
         rate = max(links.rate_bytes_per_s[a][b] for a in members[source] for b in members[target])
-        ends = min(_nic_rate(links, hosts, source), _nic_rate(links, hosts, target))
-        if rate < _SLOWER * ends:
+        nic_rate = min(_nic_rate(links, hosts, source), _nic_rate(links, hosts, target))
+        if rate < _SLOWER * nic_rate:
             yield (
-                f"{source} to {target} has {format_rate(rate)}, although both reach {format_rate(ends)} with others; "
-                "look at the cables and switches between them"
+                f"{source} to {target} reaches {format_rate(rate)}, although both reach {format_rate(nic_rate)} with "
+                "others; check the cables and switches between them"
             )
-
-
-def _members(hosts: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
 
 
 def _bus(links: Links, ranks: Sequence[int]) -> Bus | None:
     pairs = [(a, b) for a in ranks for b in ranks if a != b]
     if not pairs:
         return None
-    # Up to the host and down again: the bus is crossed twice.
+    # A message between two devices crosses the bus twice.
     latency = min(links.latency_s[a][b] for a, b in pairs) / 2
     return Bus(max(links.rate_bytes_per_s[a][b] for a, b in pairs), latency)
 
 
 def _nic_rate(links: Links, hosts: Sequence[str], host: str) -> float:
-    return max(max(links.rate_bytes_per_s[a][b], links.rate_bytes_per_s[b][a]) for a, b in _abroad(hosts, host))
+    return max(max(links.rate_bytes_per_s[a][b], links.rate_bytes_per_s[b][a]) for a, b in _external_pairs(hosts, host))
 
 
 def _nic_latency(links: Links, hosts: Sequence[str], host: str) -> float:
-    """Half of the way to the nearest other host: the switch is in the middle."""
-    return min(links.latency_s[a][b] for a, b in _abroad(hosts, host)) / 2
+    """Return half of the latency to the nearest other host: the switch is in the middle."""
+    return min(links.latency_s[a][b] for a, b in _external_pairs(hosts, host)) / 2
 
 
-def _abroad(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
+def _external_pairs(hosts: Sequence[str], host: str) -> list[tuple[int, int]]:
     ranks = range(len(hosts))
     return [(a, b) for a in ranks for b in ranks if hosts[a] == host != hosts[b]]

@@ -1,4 +1,4 @@
-"""The peak of memory in one pass, and what to do when there was not enough."""
+"""Peak memory of one pass, and how to continue after running out of memory."""
 
 import ctypes
 import gc
@@ -17,65 +17,72 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_bytes
 
 T = TypeVar("T")
-_OVERFLOWS = re.compile(
+_OOM_MESSAGES = re.compile(
     r"out of memory|can't allocate memory|DefaultCPUAllocator|bad_alloc|cannot allocate memory"
     r"|could not create a (?:memory|primitive)|_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
-_TRIED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
-_RESETS_PEAK = "5"
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
+_RESET_PEAK = "5"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 1 << 20
-"""Of malloc.h."""
+"""Constants of malloc.h."""
 
 
 class OutOfMemory:
-    """Memory ran out. `lacking_bytes`: what the last allocation asked for in vain, 0 where nobody said."""
+    """The result of an action that ran out of memory.
 
-    def __init__(self, said: str) -> None:
-        found = _TRIED.search(said)
+    `lacking_bytes` is the size of the allocation that failed, or 0 if the error message does not say.
+    """
+
+    def __init__(self, message: str) -> None:
+        requested = _REQUESTED.search(message)
         self.lacking_bytes = 0
-        if found:
+        if requested:
             with suppress(UserError):
-                self.lacking_bytes = parse_bytes(found[1])
+                self.lacking_bytes = parse_bytes(requested[1])
 
 
-def attempted(action: Callable[[], T], device: torch.device) -> T | OutOfMemory:
-    """What `action` returns; an `OutOfMemory` where memory ran out, with everything given back that it had taken."""
+def catch_oom(action: Callable[[], T], device: torch.device) -> T | OutOfMemory:
+    """Return what `action` returns, or an `OutOfMemory` after releasing everything that it had allocated."""
     try:
         return action()
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not _OVERFLOWS.search(str(error)):
+        if not isinstance(error, MemoryError) and not _OOM_MESSAGES.search(str(error)):
             raise
-        said = str(error)
-    # Only here: as long as the error is known, its traceback holds the activations.
-    tidy(device)
-    return OutOfMemory(said)
+        message = str(error)
+    # Not before here: as long as the error exists, its traceback keeps the activations alive.
+    release_memory(device)
+    return OutOfMemory(message)
 
 
-def with_less(action: Callable[[int], T], size: int, device: torch.device) -> T:
-    """What `action` returns for `size`, or for a part of it where there is no memory for all."""
+def retry_smaller(action: Callable[[int], T], size: int, device: torch.device) -> T:
+    """Return `action(size)`; on running out of memory, retry with a sixteenth of the size, twice.
+
+    Raises:
+        UserError: Even the smallest size ran out of memory.
+    """
     for smaller in (size, size // 16, size // 256):
-        found = attempted(partial(action, max(1, smaller)), device)
-        if not isinstance(found, OutOfMemory):
-            return found
-    raise UserError(f"{device} has no memory left beside the model; give it more, or leave it out")
+        outcome = catch_oom(partial(action, max(1, smaller)), device)
+        if not isinstance(outcome, OutOfMemory):
+            return outcome
+    raise UserError(f"{device} has no memory left in addition to the model; give it more, or leave it out")
 
 
-def tidy(device: torch.device) -> None:
-    """Give back what nobody uses: Python's cycles, and what allocators keep for later."""
+def release_memory(device: torch.device) -> None:
+    """Free unused memory: reference cycles, and blocks that allocators keep for later."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         return
-    with suppress(OSError, AttributeError):  # another C library than glibc
+    with suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def give_back_at_once() -> None:
-    """From here on the C library gives large blocks back when they are freed, and does not lose room between them.
+def return_freed_blocks() -> None:
+    """Make the C library return large blocks to the kernel when they are freed, so that they do not fragment.
 
-    It costs a little time for each, and is worth it where memory is short: then what a pass needs is what it holds.
+    This costs a little time per block. It is worth it if memory is limited: a pass then needs only what it holds.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -83,31 +90,34 @@ def give_back_at_once() -> None:
             library.mallopt(setting, _LARGE)
 
 
-def resident_bytes(word: str = "VmRSS") -> int:
-    """What the kernel counts of this process, by a word of /proc/self/status."""
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Return what the kernel counts for this process under a field of /proc/self/status."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{word}:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most that `run` holds at any moment, beside what is held before it. Something like it has run before."""
-    tidy(device)
+    """Run `run`, and return the most that it holds at any moment in addition to what was held before.
+
+    The caller has run something similar before, so that one-time allocations exist.
+    """
+    release_memory(device)
     if device.type == "cuda":
-        return _peak_of_gpu(run, device)
+        return _gpu_peak_bytes(run, device)
     try:
-        Path("/proc/self/clear_refs").write_text(_RESETS_PEAK, encoding="ascii")
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     except OSError:
-        return _peak_of_saved(run)
-    return _peak_of_process(run)
+        return _saved_tensors_peak_bytes(run)
+    return _process_peak_bytes(run)
 
 
-def _peak_of_gpu(run: Callable[[], object], device: torch.device) -> int:
-    """What the allocator takes from an empty cache: also what it loses between blocks, since the GPU has to give it.
+def _gpu_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Return what the allocator takes starting with an empty cache, fragmentation included.
 
-    Where memory is tight it would lose less, as it gives unused blocks back before it fails; so this is on the safe
-    side. Free places in blocks that hold parameters may be used first, hence the other reading.
+    If memory is tight there is less fragmentation, since the allocator returns unused blocks before it fails, so this
+    is on the safe side. Free space in blocks that hold parameters may be used first, hence the second reading.
     """
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -117,17 +127,17 @@ def _peak_of_gpu(run: Callable[[], object], device: torch.device) -> int:
     return max(0, *peaks)
 
 
-def _peak_of_process(run: Callable[[], object]) -> int:
-    """What the kernel sees, so with what the C library loses between blocks: a limit on memory counts that, too."""
+def _process_peak_bytes(run: Callable[[], object]) -> int:
+    """Return what the kernel sees, fragmentation in the C library included: a memory limit counts that as well."""
     resident, files = resident_bytes(), resident_bytes("RssFile")
     run()
-    # Code that runs for the first time is read from files; that is no part of the batch.
-    read = max(0, resident_bytes("RssFile") - files)
-    return max(0, resident_bytes("VmHWM") - resident - read)
+    # Code that runs for the first time is mapped from files; that does not belong to the batch.
+    mapped = max(0, resident_bytes("RssFile") - files)
+    return max(0, resident_bytes("VmHWM") - resident - mapped)
 
 
-def _peak_of_saved(run: Callable[[], object]) -> int:
-    """Where the kernel does not tell: what is kept for the way back, and what the largest step of it holds beside."""
+def _saved_tensors_peak_bytes(run: Callable[[], object]) -> int:
+    """Estimate the peak if the kernel does not report it: tensors saved for backward, and the largest one twice."""
     sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

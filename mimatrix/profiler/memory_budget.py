@@ -1,4 +1,4 @@
-"""How much memory a rank may take from now on, on its device."""
+"""How much memory a rank may still allocate on its device."""
 
 import os
 import re
@@ -8,56 +8,63 @@ from pathlib import Path
 
 import torch
 
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_bytes
-from mimatrix.profiler.cgroups import memory_left
-from mimatrix.profiler.memory import attempted, resident_bytes, tidy
+from mimatrix.profiler.cgroups import memory_left_bytes
+from mimatrix.profiler.memory import catch_oom, release_memory, resident_bytes
 
-# What allocators lose between blocks, and what nobody foresees.
-_GPU_HEADROOM, _CPU_HEADROOM = 0.92, 0.9
+# Headroom for fragmentation and for what is not foreseen.
+_GPU_USABLE, _CPU_USABLE = 0.92, 0.9
 _SEGMENT, _SMALL = 20 << 20, 1 << 20
-"""So much of a GPU torch takes at once for tensors that are not small: the last such segment may be nearly empty, and
-one more where what comes and goes finds no hole that fits."""
+"""Torch takes this much of a GPU at once for tensors that are not small. The last segment may be nearly empty, and one
+more may be needed if temporary tensors fit into no free block."""
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
-def room(device: torch.device, neighbours: int = 1, sharers: int = 1) -> int:
-    """Bytes that this rank may take beside what it has.
+def available_bytes(device: torch.device, device_sharers: int = 1, cgroup_sharers: int = 1) -> int:
+    """Return the bytes that this rank may allocate in addition to what it has.
 
-    `neighbours` ranks share the memory and `sharers` the limit of a control group, itself included.
+    Args:
+        device: The device of this rank.
+        device_sharers: Ranks that share the memory of the device, this one included.
+        cgroup_sharers: Ranks that share the limit of a control group, this one included.
     """
     if device.type == "cuda":
-        attempted(lambda: _set_up_libraries(device), device)
-    tidy(device)
+        catch_oom(lambda: _set_up_libraries(device), device)
+    release_memory(device)
     if device.type != "cuda":
-        return max(0, int(_cpu_room(neighbours, sharers) * _CPU_HEADROOM))
-    left = _gpu_room(device, neighbours)
-    return max(0, int(min(left * _GPU_HEADROOM, left - 2 * _SEGMENT)))
+        return max(0, int(_cpu_bytes(device_sharers, cgroup_sharers) * _CPU_USABLE))
+    free_bytes = _gpu_bytes(device, device_sharers)
+    return max(0, int(min(free_bytes * _GPU_USABLE, free_bytes - 2 * _SEGMENT)))
 
 
-def in_segments(size: int) -> int:
-    """What tensors of `size` bytes together may take of a GPU at most."""
+def segmented_bytes(size: int) -> int:
+    """Return an upper bound of what tensors of `size` bytes in total take of a GPU."""
     return size + _SEGMENT if size > _SMALL else size
 
 
-def is_limited(device: torch.device) -> bool:
-    """Whether somebody set a limit to what this process may take beside the device's own."""
-    return device.type == "cpu" and (bool(os.environ.get("MIMATRIX_MEMORY")) or memory_left() is not None)
+def has_memory_limit(device: torch.device) -> bool:
+    """Tell whether this process has a memory limit below that of its device."""
+    return device.type == "cpu" and (bool(environment.MEMORY.get()) or memory_left_bytes() is not None)
 
 
-def mps_limit(index: int, variables: Mapping[str, str]) -> int | None:
-    """What `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` (`0=16G,1=8000M`) lets one process have of a GPU; None without one."""
-    for part in variables.get(_MPS_LIMIT, "").split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*=\s*(\d+[KMG]?)B?\s*", part, re.IGNORECASE)
-        if found and int(found[1]) == index:
-            # To MPS a G is a GiB.
-            return parse_bytes(f"{found[2]}iB" if found[2][-1].isalpha() else found[2])
+def mps_limit_bytes(index: int, environ: Mapping[str, str]) -> int | None:
+    """Return the part of a GPU that MPS lets one process have, or None if there is no limit.
+
+    It is read from `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`, e.g. `0=16G,1=8000M`.
+    """
+    for part in environ.get(_MPS_LIMIT, "").split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*=\s*(\d+[KMG]?)B?\s*", part, re.IGNORECASE)
+        if match and int(match[1]) == index:
+            # MPS writes GiB as G.
+            return parse_bytes(f"{match[2]}iB" if match[2][-1].isalpha() else match[2])
     return None
 
 
 @lru_cache
 def _set_up_libraries(device: torch.device) -> None:
-    """Multiply a little, forward and back: cuBLAS takes 32 MiB for each thread at its first use, and keeps them."""
+    """Run a small matrix product forward and backward: cuBLAS keeps 32 MiB per thread from its first use on."""
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
@@ -65,37 +72,39 @@ def _set_up_libraries(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def _gpu_room(device: torch.device, neighbours: int) -> float:
+def _gpu_bytes(device: torch.device, device_sharers: int) -> float:
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - used
-    limit = mps_limit(device.index or 0, os.environ)
-    # A limit of its own is a rank's part already; without one, whoever shares the GPU takes from the same memory.
-    bounds = [(free + cached) / (neighbours if limit is None else 1)]
+    limit = mps_limit_bytes(device.index or 0, os.environ)
+    # A limit by MPS is already this rank's part; without one, all ranks on the GPU allocate from the same memory.
+    bounds = [(free + cached) / (device_sharers if limit is None else 1)]
     bounds.append(torch.cuda.get_per_process_memory_fraction(device) * total - used)
     if limit is not None:
         bounds.append(limit - used)
     return min(bounds)
 
 
-def _cpu_room(neighbours: int, sharers: int) -> float:
-    bounds = [_available() / neighbours]
-    if setting := os.environ.get("MIMATRIX_MEMORY"):
-        bounds.append(_parsed(setting) - resident_bytes())
-    limited = memory_left()
-    if limited is not None:
-        bounds.append(limited / sharers)
+def _cpu_bytes(device_sharers: int, cgroup_sharers: int) -> float:
+    bounds = [_free_host_bytes() / device_sharers]
+    if setting := environment.MEMORY.get():
+        bounds.append(_parse_setting(setting) - resident_bytes())
+    cgroup_bytes = memory_left_bytes()
+    if cgroup_bytes is not None:
+        bounds.append(cgroup_bytes / cgroup_sharers)
     return min(bounds)
 
 
-def _parsed(setting: str) -> int:
+def _parse_setting(setting: str) -> int:
     try:
         return parse_bytes(setting)
     except UserError:
-        raise UserError(f'MIMATRIX_MEMORY is "{setting}"; write bytes or for example 512MB, or leave it out') from None
+        raise UserError(
+            f'{environment.MEMORY.name} is "{setting}"; write a number of bytes, e.g. 512MB, or leave it out'
+        ) from None
 
 
-def _available() -> int:
+def _free_host_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

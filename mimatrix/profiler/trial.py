@@ -1,7 +1,5 @@
-"""Passes of a model as the engine makes them, but alone and without a trace: what is the user's stays as it was."""
+"""Trial runs of a model: forward and backward as the engine runs them, without a trace in the user's objects."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,60 +8,62 @@ from typing import Any
 import torch
 from torch import nn
 
+from mimatrix.profiler.rng_state import get_rng_state, set_rng_state
+
 DEFAULT_UNIT_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfileTarget:
-    """What is measured. The model is whole and on its device, and its optimizer has not stepped yet."""
+    """The model to measure and how to run it. It is unsharded and on its device; its optimizer has not stepped yet."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[nn.Module, Any], torch.Tensor]
     fetch: Callable[[int], Any]
-    """A batch of so many samples on the device; what loading costs is part of the time."""
+    """Returns a batch of that many samples on the device; the time to load it counts."""
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Mixed precision, around forward pass and loss."""
+    """Mixed precision, entered for the forward pass and the loss."""
     fingerprint: str = ""
-    """Of the model, as `model_size` has it."""
+    """Of the model, as in `ModelSize`."""
     precision: str = "fp32"
-    """What this rank computes in."""
+    """In which this rank computes."""
     unit_bytes: int = DEFAULT_UNIT_BYTES
-    """Of the largest part of the model that moves at once."""
-    circumstances: str = ""
-    """Whatever else must be the same for earlier measurements to hold."""
+    """Size of the largest unit that is gathered or reduced at once."""
+    conditions: str = ""
+    """Whatever else must be equal for stored measurements to hold."""
 
 
 class Trial:
-    """Forward and backward passes of a subject; gradients go where the engine's go."""
+    """Forward and backward passes of a target; gradients go into a buffer, as in the engine."""
 
-    def __init__(self, subject: ProfileTarget) -> None:
-        self._subject = subject
+    def __init__(self, target: ProfileTarget) -> None:
+        self._target = target
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     @property
     def scratch_bytes(self) -> int:
-        """What is held beside the model."""
-        return sum(each.numel() * each.element_size() for each in self._scratch.values())
+        """Memory held in addition to the model."""
+        return sum(buffer.nbytes for buffer in self._scratch.values())
 
     def run(self, samples: int) -> None:
-        """One pass, forward and back."""
-        subject = self._subject
-        batch = subject.fetch(samples)
+        """Run forward and backward once."""
+        target = self._target
+        batch = target.fetch(samples)
         with torch.enable_grad():
-            with subject.autocast():
-                loss = subject.loss(subject.model, batch)
+            with target.autocast():
+                loss = target.loss(target.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """While this lasts every gradient is copied into a buffer and dropped, as soon as it is there."""
-        learning = [each for each in self._subject.model.parameters() if each.requires_grad]
-        for dtype in {each.dtype for each in learning}:
-            largest = max(each.numel() for each in learning if each.dtype == dtype)
-            self._scratch[dtype] = torch.zeros(largest, dtype=dtype, device=self._subject.device)
-        hooks = [each.register_post_accumulate_grad_hook(self._take) for each in learning]  # type: ignore[no-untyped-call]
+    def capture_grads(self) -> Iterator[None]:
+        """Within this context, copy every gradient into a buffer and drop it as soon as it is accumulated."""
+        params = [param for param in self._target.model.parameters() if param.requires_grad]
+        for dtype in {param.dtype for param in params}:
+            largest = max(param.numel() for param in params if param.dtype == dtype)
+            self._scratch[dtype] = torch.zeros(largest, dtype=dtype, device=self._target.device)
+        hooks = [param.register_post_accumulate_grad_hook(self._capture) for param in params]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -71,16 +71,16 @@ class Trial:
                 hook.remove()
             self._scratch.clear()
 
-    def _take(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
-            self._scratch[parameter.dtype][: parameter.numel()].view(parameter.shape).copy_(gradient)
-        parameter.grad = None
+    def _capture(self, param: nn.Parameter) -> None:
+        grad = param.grad
+        if grad is not None and grad.layout is torch.strided:
+            self._scratch[param.dtype][: param.numel()].view(param.shape).copy_(grad)
+        param.grad = None
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model be trained in here, and find it afterwards as it was: buffers, gradients, modes, random states.
+def preserved_state(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers, gradients, training modes and RNG states when the context ends.
 
     Parameters are not copied, since nothing steps them.
     """
@@ -89,40 +89,22 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    gradients = [(each, each.grad) for each in model.parameters()]
+    grads = [(param, param.grad) for param in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
-    put_back = _chance(device)
+    rng_state = get_rng_state(device)
     if not model.training:
         model.train()
-    for parameter, _ in gradients:
-        parameter.grad = None
+    for param, _ in grads:
+        param.grad = None
     try:
         yield
     finally:
-        put_back()
+        set_rng_state(rng_state, device)
         for module, mode in modes:
             module.training = mode
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for param, grad in grads:
+            param.grad = grad
         with torch.no_grad():
             for module, name, buffer, values in buffers:
                 module._buffers[name] = buffer
                 buffer.copy_(values)
-
-
-def _chance(device: torch.device) -> Callable[[], None]:
-    """Remember all random states; the function that puts them back."""
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy else None
-
-    def put_back() -> None:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, device)
-        if numpy and of_numpy is not None:
-            numpy.random.set_state(of_numpy)
-
-    return put_back

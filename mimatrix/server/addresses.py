@@ -4,6 +4,8 @@ import ipaddress
 import socket
 from contextlib import suppress
 
+from mimatrix.core.addresses import local_address
+
 
 def own_address(prefers_six: bool) -> str:
     """By which others reach this machine, as far as it can tell; nothing is sent for that."""
@@ -35,9 +37,7 @@ def is_loopback(host: str) -> bool:
 def _outward(family: socket.AddressFamily, far: str) -> str:
     """The address that packets to `far` would come from: of the interface of the default route."""
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((far, 9))
-            return str(probe.getsockname()[0])
+        return local_address(far, family=family)
     except OSError:
         return ""
 

@@ -4,8 +4,9 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import MiMatrixError, UserError
-from mimatrix.hybrid.grouping import Groups, checked
+from mimatrix.hybrid.groups import Groups, check_groups
 from mimatrix.launch import Launcher, MemberState, Phase, TeamState
 
 LEFT = 75
@@ -20,7 +21,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 def groups_of(environment: Mapping[str, str], ranks: int) -> Groups:
     """Who goes with whom in a job that says so to its workers; none where all go together."""
     try:
-        return checked(json.loads(environment.get("MIMATRIX_GROUPS") or "[]"), ranks)
+        return check_groups(json.loads(GROUPS.get(environment, "[]")), ranks)
     except (ValueError, TypeError, UserError):
         return ()  # its workers say what is wrong with it
 

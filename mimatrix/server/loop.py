@@ -14,6 +14,7 @@ from pathlib import Path
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
+from mimatrix.core import environment as env
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.units import format_seconds
 from mimatrix.launch import Member, MemberState, NodeFacts, Phase, Team, TeamState
@@ -178,19 +179,19 @@ class Loop:
         shared = {
             **serving.environment,
             **job.environment,
-            "MIMATRIX_SERVER": serving.address,
-            "MIMATRIX_TOKEN": secret,
-            "MIMATRIX_JOB": str(job.id),
-            "MIMATRIX_GENERATION": str(job.generation),
-            "MIMATRIX_CHECKPOINTS": f"{serving.checkpoints}/job-{job.id}",
+            env.SERVER.name: serving.address,
+            env.TOKEN.name: secret,
+            env.JOB.name: str(job.id),
+            env.GENERATION.name: str(job.generation),
+            env.CHECKPOINTS.name: f"{serving.checkpoints}/job-{job.id}",
         }
         groups = groups_of(job.environment, len(job.seats))
         if groups and serving.checkpoints:
-            shared["MIMATRIX_MEETING"] = str(self._meeting(job))
+            shared[env.RENDEZVOUS.name] = str(self._meeting(job))
         members = []
         for rank, seat in enumerate(job.seats):
             node, _, device = seat.rpartition("/")
-            members.append(Member(node, int(device), {"MIMATRIX_RANK": str(rank)}))
+            members.append(Member(node, int(device), {env.RANK.name: str(rank)}))
         name = team_name(job.id, job.generation)
         words = (*serving.words, job.script, *job.arguments)
         return Team(
@@ -206,7 +207,7 @@ class Loop:
 
     def _forget_word(self, job: JobRow) -> None:
         """From here on no group of it returns; before it starts, what another job of its number has left is removed."""
-        if job.environment.get("MIMATRIX_GROUPS") and self._serving.checkpoints:
+        if env.GROUPS.get(job.environment) and self._serving.checkpoints:
             meeting = self._meeting(job)
             with suppress(OSError):
                 for word in meeting.parent.glob(f"{meeting.name}*"):

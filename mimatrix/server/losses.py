@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from sqlalchemy import select
 
-from mimatrix.hybrid.grouping import Groups
+from mimatrix.hybrid.groups import Groups
 from mimatrix.launch import Phase, TeamState
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.endings import first_failed, groups_of, last_words, lost_ranks, told

@@ -20,6 +20,7 @@ import uvicorn
 from sqlalchemy import select
 
 from mimatrix.core.errors import UserError
+from mimatrix.core.files import write_atomic
 from mimatrix.launch import Launcher
 from mimatrix.server.addresses import is_any, is_loopback, own_address
 from mimatrix.server.application import application
@@ -238,10 +239,7 @@ def _first_token(context: Context, settings: Settings, say: Callable[[str], None
 
 def _leave(file: Path, text: str) -> None:
     """For the command of the same user."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.touch(mode=0o600)
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_atomic(file, text + "\n", mode=0o600)
 
 
 @contextmanager

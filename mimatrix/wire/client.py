@@ -1,6 +1,5 @@
 """A client of the job server."""
 
-import os
 from functools import cached_property
 from http.client import HTTPException
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 
 import httpx2 as httpx
 
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire import messages as m
 from mimatrix.wire.plain import PlainLine, is_direct
@@ -27,12 +27,12 @@ ADDRESS_FILE, TOKEN_FILE = "address", "token"
 
 def data_folder() -> Path:
     """Where a server of this user keeps its data, unless it is told otherwise."""
-    return Path(os.environ.get("MIMATRIX_DATA") or Path.home() / ".local" / "share" / "mimatrix")
+    return Path(environment.DATA.get() or Path.home() / ".local" / "share" / "mimatrix")
 
 
 def found_server() -> tuple[str, str]:
     """Address and token: from the environment, or as a server of the same user left them in its folder."""
-    address, token = os.environ.get("MIMATRIX_SERVER", ""), os.environ.get("MIMATRIX_TOKEN", "")
+    address, token = environment.SERVER.get(), environment.TOKEN.get()
     left = _left(data_folder() / ADDRESS_FILE)
     # What is in the folder is for the server of that folder, and for nobody elsewhere.
     own = _left(data_folder() / TOKEN_FILE) if address in ("", left) else ""

@@ -1,1 +1,1 @@
-"""One process on one device."""
+"""What one process of a job runs."""

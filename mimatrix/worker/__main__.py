@@ -1,65 +1,67 @@
-"""`python -m mimatrix.worker SCRIPT ARGS...`: one worker of a job. It finds the others, and runs the script as a rank.
+"""`python -m mimatrix.worker SCRIPT ARGS...`: one worker of a job. It finds its peers, and runs the script as a rank.
 
-The script may know nothing of MiMatrix: it finds torchrun's variables. One that calls `mimatrix.init` is reported on,
-and saves and leaves when the server says so.
+The script need not know MiMatrix: it finds torchrun's variables. If it calls `mimatrix.init`, its progress is reported,
+and it saves and exits when the job server asks for it.
 """
 
+import logging
 import os
 import runpy
 import sys
 from pathlib import Path
 
+from mimatrix.core import environment
 from mimatrix.core.errors import MiMatrixError, UserError
-from mimatrix.engine.excepthook import BAD_INPUT, told
-from mimatrix.engine.observers import OBSERVERS
+from mimatrix.core.logs import configure_logging
+from mimatrix.engine.excepthook import EXIT_BAD_INPUT, format_user_error
+from mimatrix.engine.run_hooks import observe_runs
 from mimatrix.wire.client import Client
-from mimatrix.worker.device_metrics import link_gauge
-from mimatrix.worker.rendezvous import WorkerIdentity, enter, join, own_address
+from mimatrix.worker.device_metrics import link_sampler
+from mimatrix.worker.rendezvous import WorkerIdentity, join, own_address, set_environment
 from mimatrix.worker.reporting import Reporter
 
-GAVE_WAY = 1
-_SECRETS = ("MIMATRIX_TOKEN",)
+EXIT_FAILED = 1
+_SECRETS = (environment.TOKEN.name,)
+# Not `__name__`, which is `__main__` here.
+logger = logging.getLogger("mimatrix.worker")
 
 
-def main(words: list[str]) -> None:
-    """Join, run, report."""
-    mine = WorkerIdentity.read(os.environ)
+def main(arguments: list[str]) -> None:
+    """Join the job, run the script, and report while it runs."""
+    identity = WorkerIdentity.read(os.environ)
     for name in _SECRETS:
-        os.environ.pop(name, None)  # nothing that the script starts needs it
-    with Client(mine.server, mine.token) as client:
-        joined = join(client, mine, _say)
-        enter(joined, mine)
-        # One of a machine is enough to say what its link carries.
-        link = link_gauge(own_address(mine.server)) if joined.local_rank == 0 else lambda: None
-        reporter = Reporter(client, mine, Path(os.environ.get("MIMATRIX_CHECKPOINTS") or "checkpoints"), link)
-        OBSERVERS.append(reporter.observe)
+        os.environ.pop(name, None)  # neither the script nor its child processes need it
+    with Client(identity.server, identity.token) as client:
+        joined = join(client, identity)
+        set_environment(joined, identity)
+        # One worker per machine reports the traffic of its link.
+        sample_link = link_sampler(own_address(identity.server)) if joined.local_rank == 0 else lambda: None
+        checkpoints = Path(environment.CHECKPOINTS.get(default="checkpoints"))
+        reporter = Reporter(client, identity, checkpoints, sample_link)
         reporter.start()
         try:
-            _run(words)
+            with observe_runs(reporter.observe):
+                _run_script(arguments)
         finally:
             reporter.stop()
 
 
-def _run(words: list[str]) -> None:
-    script, *_ = words
+def _run_script(arguments: list[str]) -> None:
+    script, *_ = arguments
     if not Path(script).is_file():
-        raise UserError(f'there is no "{script}" in the folder of the job; submit the script by its path')
-    sys.argv[:] = words
+        raise UserError(f'there is no "{script}" in the directory of the job; submit the script by its path')
+    sys.argv[:] = arguments
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"mimatrix: {sentence}\n")
-    sys.stderr.flush()
-
-
 if __name__ == "__main__":
+    configure_logging()
     try:
         main(sys.argv[1:])
     except UserError as error:
-        _say(told(error))
-        sys.exit(BAD_INPUT)
+        logger.error("%s", format_user_error(error))
+        sys.exit(EXIT_BAD_INPUT)
     except MiMatrixError as error:
-        _say(str(error))
-        sys.exit(GAVE_WAY)
+        logger.error("%s", error)
+        sys.exit(EXIT_FAILED)

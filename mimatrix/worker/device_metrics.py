@@ -1,4 +1,4 @@
-"""How this worker's device is used: of a GPU by the driver's own figures, of a CPU by what this process takes."""
+"""Use of this worker's device and network link: GPUs by NVML, CPUs by this process's own use."""
 
 import os
 import time
@@ -11,91 +11,33 @@ from mimatrix.wire.messages import Traffic, Use
 T = TypeVar("T")
 _MILLI = 1000.0
 _MBIT_BYTES, _NO_SPEED = 125_000.0, 65_535
-_LEAST_S = 0.5
-_GAUGED_S = 5.0
-"""To ask a device, or the kernel, takes longer than all the rest of a report."""
+_MIN_INTERVAL_S = 0.5
+_MAX_AGE_S = 5.0
+"""To query a device or the kernel takes longer than the rest of a report."""
 
 
-def gauge() -> Callable[[], Use | None]:
-    """A function that tells it; None from it where nobody can tell. Made once, since libraries are looked for."""
+def device_sampler() -> Callable[[], Use | None]:
+    """Return a function that reports the use of this device, or None if it is unknown.
+
+    Create it once, since it looks for libraries.
+    """
     uuid = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    found = _of_gpu(uuid) if uuid.startswith("GPU-") else None
-    return _now_and_then(found or _of_process() or (lambda: None))
+    sample = _gpu_sampler(uuid) if uuid.startswith("GPU-") else None
+    return throttled(sample or _process_sampler() or (lambda: None))
 
 
-def _now_and_then(told: Callable[[], T]) -> Callable[[], T | None]:
-    """What it told last; it is asked again the less often the longer it goes on, up to a limit."""
-    began_s = at_s = time.monotonic()
-    said: T | None = None
-
-    def remembered() -> T | None:
-        nonlocal said, at_s
-        now_s = time.monotonic()
-        if said is None or now_s - at_s >= min(_GAUGED_S, (now_s - began_s) / 2):
-            said, at_s = told(), now_s
-        return said
-
-    return remembered
-
-
-def _of_gpu(uuid: str) -> Callable[[], Use | None] | None:
-    try:
-        nvml = import_module("pynvml")  # what nvidia-ml-py is imported as
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # noqa: BLE001 (it may be missing, too old, or without a driver: there are no figures then)
-        return None
-
-    def asked(name: str, *more: Any) -> Any:
-        try:
-            return getattr(nvml, name)(handle, *more)
-        except nvml.NVMLError:
-            return None
-
-    def told() -> Use:
-        rates, memory = asked("nvmlDeviceGetUtilizationRates"), asked("nvmlDeviceGetMemoryInfo")
-        power = asked("nvmlDeviceGetPowerUsage")
-        return Use(
-            busy=rates.gpu / 100 if rates else None,
-            memory_bytes=int(memory.used) if memory else None,
-            memory_total_bytes=int(memory.total) if memory else None,
-            power_w=power / _MILLI if power is not None else None,
-            temperature_c=asked("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        )
-
-    return told
-
-
-def _of_process() -> Callable[[], Use | None] | None:
-    psutil = _psutil()
-    if psutil is None:
-        return None
-    process, total = psutil.Process(), psutil.virtual_memory().total
-    process.cpu_percent()
-
-    def told() -> Use:
-        return Use(
-            busy=min(1.0, process.cpu_percent() / 100),
-            memory_bytes=process.memory_info().rss,
-            memory_total_bytes=total,
-            temperature_c=_temperature(psutil),
-        )
-
-    return told
-
-
-def link_gauge(address: str) -> Callable[[], Traffic | None]:
-    """Tells what the link with this address carries, as a mean since it was asked last."""
-    psutil = _psutil()
-    nic = _nic_of(psutil, address) if psutil else ""
+def link_sampler(address: str) -> Callable[[], Traffic | None]:
+    """Return a function that reports the mean traffic, since its last sample, of the NIC with this address."""
+    psutil = _import_psutil()
+    nic = _find_nic(psutil, address) if psutil else ""
     if not nic:
         return lambda: None
-    last, capacity = [time.monotonic(), *_counted(psutil, nic)], _capacity(psutil, nic)
+    last, capacity = [time.monotonic(), *_count_bytes(psutil, nic)], _capacity(psutil, nic)
 
-    def told() -> Traffic | None:
-        now = [time.monotonic(), *_counted(psutil, nic)]
+    def sample() -> Traffic | None:
+        now = [time.monotonic(), *_count_bytes(psutil, nic)]
         seconds, received, sent = (new - old for new, old in zip(now, last, strict=True))
-        if seconds < _LEAST_S:
+        if seconds < _MIN_INTERVAL_S:
             return None
         last[:] = now
         return Traffic(
@@ -105,26 +47,87 @@ def link_gauge(address: str) -> Callable[[], Traffic | None]:
             capacity_bytes_per_s=capacity,
         )
 
-    return _now_and_then(told)
+    return throttled(sample)
 
 
-def _nic_of(psutil: Any, address: str) -> str:
-    found = psutil.net_if_addrs().items()
-    return next((nic for nic, known in found if any(each.address == address for each in known)), "")
+def throttled(sample: Callable[[], T]) -> Callable[[], T | None]:
+    """Return a function that repeats the last sample; the longer it exists, the less often it samples again."""
+    created_s = sampled_s = time.monotonic()
+    last: T | None = None
+
+    def sample_or_repeat() -> T | None:
+        nonlocal last, sampled_s
+        now_s = time.monotonic()
+        if last is None or now_s - sampled_s >= min(_MAX_AGE_S, (now_s - created_s) / 2):
+            last, sampled_s = sample(), now_s
+        return last
+
+    return sample_or_repeat
 
 
-def _counted(psutil: Any, nic: str) -> tuple[int, int]:
-    found = psutil.net_io_counters(pernic=True).get(nic)
-    return (found.bytes_recv, found.bytes_sent) if found else (0, 0)
+def _gpu_sampler(uuid: str) -> Callable[[], Use | None] | None:
+    try:
+        nvml = import_module("pynvml")  # the module of nvidia-ml-py
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # noqa: BLE001 (it may be missing, too old, or without a driver: then there are no metrics)
+        return None
+
+    def query(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except nvml.NVMLError:
+            return None
+
+    def sample() -> Use:
+        rates, memory = query("nvmlDeviceGetUtilizationRates"), query("nvmlDeviceGetMemoryInfo")
+        power = query("nvmlDeviceGetPowerUsage")
+        return Use(
+            busy=rates.gpu / 100 if rates else None,
+            memory_bytes=int(memory.used) if memory else None,
+            memory_total_bytes=int(memory.total) if memory else None,
+            power_w=power / _MILLI if power is not None else None,
+            temperature_c=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        )
+
+    return sample
+
+
+def _process_sampler() -> Callable[[], Use | None] | None:
+    psutil = _import_psutil()
+    if psutil is None:
+        return None
+    process, total = psutil.Process(), psutil.virtual_memory().total
+    process.cpu_percent()
+
+    def sample() -> Use:
+        return Use(
+            busy=min(1.0, process.cpu_percent() / 100),
+            memory_bytes=process.memory_info().rss,
+            memory_total_bytes=total,
+            temperature_c=_temperature(psutil),
+        )
+
+    return sample
+
+
+def _find_nic(psutil: Any, address: str) -> str:
+    nics = psutil.net_if_addrs().items()
+    return next((nic for nic, entries in nics if any(entry.address == address for entry in entries)), "")
+
+
+def _count_bytes(psutil: Any, nic: str) -> tuple[int, int]:
+    counters = psutil.net_io_counters(pernic=True).get(nic)
+    return (counters.bytes_recv, counters.bytes_sent) if counters else (0, 0)
 
 
 def _capacity(psutil: Any, nic: str) -> float | None:
-    """Drivers give it in Mbit/s, and 0 or all ones where there is no such thing."""
-    found = psutil.net_if_stats().get(nic)
-    return found.speed * _MBIT_BYTES if found and 0 < found.speed < _NO_SPEED else None
+    """Return the speed of a NIC, or None; drivers report it in Mbit/s, and 0 or all ones if it is unknown."""
+    stats = psutil.net_if_stats().get(nic)
+    return stats.speed * _MBIT_BYTES if stats and 0 < stats.speed < _NO_SPEED else None
 
 
-def _psutil() -> Any:
+def _import_psutil() -> Any:
     try:
         return import_module("psutil")
     except ImportError:
@@ -132,10 +135,10 @@ def _psutil() -> Any:
 
 
 def _temperature(psutil: Any) -> float | None:
-    """Of the processor, where the machine has a sensor that says so."""
+    """Return the temperature of the CPU, or None if the machine has no such sensor."""
     try:
         sensors = psutil.sensors_temperatures()
     except (AttributeError, OSError):
         return None
-    named = [sensors[name] for name in ("coretemp", "k10temp", "cpu_thermal") if sensors.get(name)]
-    return float(named[0][0].current) if named else None
+    readings = [sensors[name] for name in ("coretemp", "k10temp", "cpu_thermal") if sensors.get(name)]
+    return float(readings[0][0].current) if readings else None

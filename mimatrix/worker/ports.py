@@ -1,29 +1,33 @@
-"""Ports that are still free when somebody comes to listen on them."""
+"""Ports that are still free when a rank starts to listen on them."""
 
 import random
 import socket
 from pathlib import Path
 
-# What the kernel hands out to connections that go out, and where to read it.
+# The range from which the kernel takes ports for outgoing connections.
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST, _TRIES = 15_000, 200
 
 
 def free_port(address: str = "", taken: set[int] | None = None) -> int:
-    """One that nobody listens on, outside of those that the kernel gives to outgoing connections.
+    """Return a free port outside of the range that the kernel uses for outgoing connections.
 
-    Between this answer and the moment in which a rank listens lie seconds (torch is imported there). A port of the
-    kernel's own range is now and then given away in them.
+    Seconds pass between this call and the moment in which a rank listens, since torch is imported in between. In that
+    time the kernel may use a port of its own range.
+
+    Args:
+        address: The address to listen on; all if empty.
+        taken: Ports not to return; the new one is added.
     """
     taken = set() if taken is None else taken
-    first, last = _range()
+    first, last = _port_range()
     for _ in range(_TRIES if last > first else 0):
-        port = random.randint(first, last)  # noqa: S311 (nothing to keep secret)
+        port = random.randint(first, last)  # noqa: S311 (not a secret)
         if port not in taken and _is_free(address, port):
             taken.add(port)
             return port
     while True:
-        with _socket(address) as probe:
+        with _open_socket(address) as probe:
             probe.bind((address, 0))
             port = int(probe.getsockname()[1])
         if port not in taken:
@@ -31,9 +35,10 @@ def free_port(address: str = "", taken: set[int] | None = None) -> int:
             return port
 
 
-def _range() -> tuple[int, int]:
+def _port_range() -> tuple[int, int]:
+    """Return the larger of the ranges below and above the kernel's, or an empty one if that is unknown."""
     try:
-        start, end = (int(word) for word in _EPHEMERAL.read_text().split())
+        start, end = (int(number) for number in _EPHEMERAL.read_text().split())
     except (OSError, ValueError):
         return 0, 0
     below, above = (_FIRST, start - 1), (end + 1, 65_535)
@@ -42,12 +47,12 @@ def _range() -> tuple[int, int]:
 
 def _is_free(address: str, port: int) -> bool:
     try:
-        with _socket(address) as probe:
+        with _open_socket(address) as probe:
             probe.bind((address, port))
     except OSError:
         return False
     return True
 
 
-def _socket(address: str) -> socket.socket:
+def _open_socket(address: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -1,85 +1,105 @@
-"""Finding the others: every worker asks the server, and rank 0 says where it is."""
+"""How the workers of a job find each other: each asks the job server, and rank 0 tells it where it listens."""
 
+import logging
 import os
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from mimatrix.core import environment as env
+from mimatrix.core.addresses import local_address
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import PROTOCOL, Join, Joined
 from mimatrix.wire.torchrun import Place, torchrun_variables
 from mimatrix.worker.ports import free_port
 
+logger = logging.getLogger(__name__)
 _DEADLINE_S = 300.0
 _PAUSE_S = 0.1
-_LONGER_S = 2.0
+_MAX_PAUSE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """To which job a worker belongs, as whoever started it says."""
+    """Which worker of which job this process is, as its launcher says."""
 
     server: str
     token: str
     job: int
     generation: int
     rank: int
-    returns: int = 0
-    """How often its group was lost and started again."""
+    rejoins: int = 0
+    """How many times its group was lost and restarted."""
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> "WorkerIdentity":
-        """From the environment."""
+    def read(cls, environ: Mapping[str, str]) -> "WorkerIdentity":
+        """Read the identity from environment variables.
+
+        Raises:
+            UserError: A variable is missing or not a number.
+        """
+        for variable in (env.SERVER, env.TOKEN, env.JOB, env.GENERATION, env.RANK):
+            if not variable.get(environ):
+                raise UserError(
+                    f"{variable.name} is not set, but workers are started by a job server; use mimatrix submit"
+                )
         try:
-            job, generation, rank = (int(environment[f"MIMATRIX_{name}"]) for name in ("JOB", "GENERATION", "RANK"))
-            returns = int(environment.get("MIMATRIX_RETURNS", "0"))
-            return cls(environment["MIMATRIX_SERVER"], environment["MIMATRIX_TOKEN"], job, generation, rank, returns)
-        except (KeyError, ValueError) as error:
+            return cls(
+                server=env.SERVER.get(environ),
+                token=env.TOKEN.get(environ),
+                job=int(env.JOB.get(environ)),
+                generation=int(env.GENERATION.get(environ)),
+                rank=int(env.RANK.get(environ)),
+                rejoins=int(env.REJOINS.get(environ, "0")),
+            )
+        except ValueError as error:
             raise UserError(
-                f"this is started by a job server, and not by hand ({error} is missing); use mimatrix submit"
+                f"the variables of this worker are damaged ({error}); start it with mimatrix submit"
             ) from None
 
 
-def join(client: Client, mine: WorkerIdentity, say: Callable[[str], None]) -> Joined:
-    """Where all ranks meet. A server that does not answer is asked again, until the deadline."""
-    address, port = own_address(mine.server), 0
-    if mine.rank == 0:
+def join(client: Client, identity: WorkerIdentity) -> Joined:
+    """Return where all ranks meet; retry until rank 0 has joined, also while the server does not answer.
+
+    Raises:
+        WorldError: Rank 0 did not join before the deadline, or the server did not answer.
+    """
+    address, port = own_address(identity.server), 0
+    if identity.rank == 0:
         port = free_port(address)
-    said = Join(protocol=PROTOCOL, generation=mine.generation, rank=mine.rank, address=address, port=port)
-    deadline, last = time.monotonic() + _DEADLINE_S, "rank 0 has not come"
+    request = Join(protocol=PROTOCOL, generation=identity.generation, rank=identity.rank, address=address, port=port)
+    deadline, problem = time.monotonic() + _DEADLINE_S, "rank 0 has not joined"
     pause = _PAUSE_S
     while time.monotonic() < deadline:
         try:
-            found = client.join(mine.job, said)
-            if found.master_port or mine.returns:
-                return found  # who returns needs no rank 0, which may be gone
+            joined = client.join(identity.job, request)
+            if joined.master_port or identity.rejoins:
+                return joined  # a worker that rejoins does not need rank 0, which may be gone
         except WorldError as error:
-            if last != str(error):
-                say(str(error))
-            last = str(error)
+            if problem != str(error):
+                logger.warning("%s", error)
+            problem = str(error)
         time.sleep(pause)
-        pause = min(_LONGER_S, 1.2 * pause)
-    raise WorldError(f"rank {mine.rank} of job {mine.job} found no others within {_DEADLINE_S:g} s: {last}")
+        pause = min(_MAX_PAUSE_S, 1.2 * pause)
+    raise WorldError(
+        f"rank {identity.rank} of job {identity.job} did not find its peers within {_DEADLINE_S:g} s: {problem}"
+    )
 
 
-def enter(joined: Joined, mine: WorkerIdentity) -> None:
-    """Make this process one of the ranks, for whatever runs in it."""
-    address = joined.master_address or own_address(mine.server)
-    place = Place(mine.rank, joined.ranks, joined.local_rank, joined.local_ranks, address, joined.master_port)
-    os.environ.update(torchrun_variables(place, f"job-{mine.job}", mine.generation - 1 + mine.returns, 0))
+def set_environment(joined: Joined, identity: WorkerIdentity) -> None:
+    """Set torchrun's variables, so that whatever runs in this process is one of the ranks."""
+    address = joined.master_address or own_address(identity.server)
+    place = Place(identity.rank, joined.ranks, joined.local_rank, joined.local_ranks, address, joined.master_port)
+    restarts = identity.generation - 1 + identity.rejoins
+    os.environ.update(torchrun_variables(place, f"job-{identity.job}", restarts, 0))
 
 
 def own_address(server: str) -> str:
-    """Of the interface by which this machine reaches the server; a datagram socket that sends nothing knows."""
+    """Return the address of the interface by which this machine reaches the server."""
     parts = urlsplit(server)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        family, kind, _, _, where = found[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        return local_address(parts.hostname or "localhost", parts.port or 80)
     except OSError as error:
-        raise WorldError(f"there is no way to the job server at {server} ({error}); look at the network") from None
+        raise WorldError(f"the job server at {server} cannot be reached ({error}); check the network") from None

@@ -26,11 +26,11 @@ from mimatrix.core.errors import PeerLost
 
 DEADLINE_S = 2.0
 IN_TIME_S = {"kill": 1.5, "stop": DEADLINE_S + 4.0}
-PLANS = [
+CHOICES = [
     AlgorithmChoice("windows", "gdraa", 4),
     AlgorithmChoice("windows", "ring"),
-    AlgorithmChoice("messages", "ring"),
-    AlgorithmChoice("messages", "gdraa", 2),
+    AlgorithmChoice("send_recv", "ring"),
+    AlgorithmChoice("send_recv", "gdraa", 2),
 ]
 RANKS: set[int] = set()
 """Every process that was a rank."""
@@ -50,19 +50,19 @@ def rank_alone(rank: int, size: int, port: int, ready: int, report: int) -> None
     """One rank: collectives without end, until a peer is lost."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=20))
-    native = C10dBackend(ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), rank, size, 20.0)
-    endpoint = Endpoint(store, rank, size, {"host": MemfdWindows()})
-    group = Group(endpoint, "all", range(size), natives={"cpu": native}, timeout_s=DEADLINE_S, tune=False)
+    gloo = C10dBackend(ProcessGroupGloo(store, rank, size, timedelta(seconds=20)), rank, size, 20.0)
+    endpoint = Endpoint.join(store, rank, size, {"host": MemfdWindows()})
+    group = Group.create(endpoint, "all", range(size), backends={"cpu": gloo}, timeout_s=DEADLINE_S, tune=False)
     tensor, placed = torch.ones(300_000), group.empty(300_000)
     group.barrier()
     os.write(ready, b".")
     try:
         for number in range(1_000_000):
-            plan = PLANS[number % len(PLANS)]
+            choice = CHOICES[number % len(CHOICES)]
             tensor.fill_(1.0)
-            group.all_reduce(tensor, plan=plan)
+            group.all_reduce(tensor, choice=choice)
             assert tensor[0] == size
-            group.all_reduce(placed, "max", plan=PLANS[number % 2])
+            group.all_reduce(placed, "max", choice=CHOICES[number % 2])
     except PeerLost as lost:
         said = Said(rank, lost.rank, time.time(), str(lost))
         os.write(report, json.dumps(asdict(said)).encode() + b"\n")

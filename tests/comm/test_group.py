@@ -10,7 +10,7 @@ from support.ranks import in_groups
 
 from mimatrix.collectives import Collective, Shares
 from mimatrix.comm import AlgorithmChoice, Group
-from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.tuning.choice import Transport
 from mimatrix.core.errors import MismatchError, PeerLost, UserError, WorldError
 
@@ -44,20 +44,27 @@ def expected(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tenso
     segments=st.integers(1, 3),
     in_arena=st.booleans(),
 )
-@pytest.mark.parametrize("path", ["windows", "messages"])
-def test_all_reduce_is_the_plain_sum(
-    path: Transport, ranks: int, count: int, dtype: torch.dtype, op: str, algorithm: str, segments: int, in_arena: bool
+@pytest.mark.parametrize("transport", ["windows", "send_recv"])
+def test_all_reduce_equals_the_plain_sum(
+    transport: Transport,
+    ranks: int,
+    count: int,
+    dtype: torch.dtype,
+    op: str,
+    algorithm: str,
+    segments: int,
+    in_arena: bool,
 ) -> None:
-    if (op == "avg" and dtype in INTS) or (path == "messages" and dtype in UNSENT):
+    if (op == "avg" and dtype in INTS) or (transport == "send_recv" and dtype in UNSENT):
         op, dtype = "sum", torch.float32
 
     def each(group: Group) -> torch.Tensor:
         tensor = group.empty(count, dtype) if in_arena else torch.empty(count, dtype=dtype)
-        tensor.copy_(data(group.me, count, dtype))
-        group.all_reduce(tensor, op, plan=AlgorithmChoice(path, algorithm, segments))
+        tensor.copy_(data(group.rank, count, dtype))
+        group.all_reduce(tensor, op, choice=AlgorithmChoice(transport, algorithm, segments))
         return tensor.clone()
 
-    for found in in_groups(ranks, each, native=path == "messages"):
+    for found in in_groups(ranks, each, with_gloo=transport == "send_recv"):
         assert torch.equal(found, expected(ranks, count, dtype, op))
 
 
@@ -68,48 +75,48 @@ def test_all_reduce_is_the_plain_sum(
     algorithm=st.sampled_from(["gdraa", "ring"]),
     in_arena=st.booleans(),
 )
-@pytest.mark.parametrize("path", ["windows", "messages"])
-def test_halves_with_uneven_shares(
-    path: Transport, weights: list[int], count: int, algorithm: str, in_arena: bool
+@pytest.mark.parametrize("transport", ["windows", "send_recv"])
+def test_reduce_scatter_and_all_gather_with_uneven_shares(
+    transport: Transport, weights: list[int], count: int, algorithm: str, in_arena: bool
 ) -> None:
     shares, ranks = Shares.of(weights), len(weights)
-    plan = AlgorithmChoice(path, algorithm)
+    choice = AlgorithmChoice(transport, algorithm)
     total = expected(ranks, count, torch.float64, "sum")
 
     def each(group: Group) -> None:
         tensor = group.empty(count, torch.float64) if in_arena else torch.empty(count, dtype=torch.float64)
-        tensor.copy_(data(group.me, count, torch.float64))
-        group.reduce_scatter(tensor, shares=shares, plan=plan)
+        tensor.copy_(data(group.rank, count, torch.float64))
+        group.reduce_scatter(tensor, shares=shares, choice=choice)
         mine = group.part(count, shares)
         assert torch.equal(tensor[mine.start : mine.stop], total[mine.start : mine.stop])
         kept = tensor[mine.start : mine.stop].clone()
         group.barrier()
         tensor.fill_(-1)
         tensor[mine.start : mine.stop] = kept
-        group.all_gather(tensor, shares=shares, plan=plan)
+        group.all_gather(tensor, shares=shares, choice=choice)
         assert torch.equal(tensor, total)
 
-    in_groups(ranks, each, native=path == "messages")
+    in_groups(ranks, each, with_gloo=transport == "send_recv")
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [5, 0, 1], [1, 1, 1], [0, 0, 7, 3]])
 @pytest.mark.parametrize("algorithm", ["gdraa", "ring"])
-def test_halves_pass_through_stages_however_large_and_uneven(
+def test_large_and_uneven_shards_are_staged_in_chunks(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, weights: list[int]
 ) -> None:
-    monkeypatch.setitem(STAGE_BYTES, "host", 4096)
+    monkeypatch.setitem(CHUNK_BYTES, "host", 4096)
     count, shares, ranks = 10_007, Shares.of(weights), len(weights)
-    plan, total = AlgorithmChoice("windows", algorithm), expected(ranks, count, torch.float64, "sum")
+    choice, total = AlgorithmChoice("windows", algorithm), expected(ranks, count, torch.float64, "sum")
 
     def each(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        before = group.room()
-        tensor = data(group.me, count, torch.float64)
-        group.reduce_scatter(tensor, shares=shares, plan=plan)
+        before = group.largest_free_bytes()
+        tensor = data(group.rank, count, torch.float64)
+        group.reduce_scatter(tensor, shares=shares, choice=choice)
         mine = group.part(count, shares)
         gathered = torch.full_like(tensor, -1)
         gathered[mine.start : mine.stop] = tensor[mine.start : mine.stop]
-        group.all_gather(gathered, shares=shares, plan=plan)
-        assert before - group.room() < 5 * 4096  # a full arena would do
+        group.all_gather(gathered, shares=shares, choice=choice)
+        assert before - group.largest_free_bytes() < 5 * 4096  # a full arena would do
         return tensor[mine.start : mine.stop], gathered
 
     found = in_groups(ranks, each)
@@ -117,24 +124,24 @@ def test_halves_pass_through_stages_however_large_and_uneven(
     assert all(torch.equal(gathered, total) for _, gathered in found)
 
 
-@pytest.mark.parametrize("path", ["windows", "messages"])
+@pytest.mark.parametrize("transport", ["windows", "send_recv"])
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("algorithm", ["gdraa", "ring", "binomial"])
-def test_broadcast(root: int, algorithm: str, path: Transport) -> None:
+def test_broadcast_copies_the_root_to_all_ranks(root: int, algorithm: str, transport: Transport) -> None:
     def each(group: Group) -> torch.Tensor:
-        tensor = data(group.me, 999, torch.float32)
-        group.broadcast(tensor, root, plan=AlgorithmChoice(path, algorithm))
+        tensor = data(group.rank, 999, torch.float32)
+        group.broadcast(tensor, root, choice=AlgorithmChoice(transport, algorithm))
         return tensor
 
-    found = in_groups(4, each, native=path == "messages")
+    found = in_groups(4, each, with_gloo=transport == "send_recv")
     assert all(torch.equal(each, data(root, 999, torch.float32)) for each in found)
 
 
-def test_tensors_larger_than_a_stage_and_of_any_stride() -> None:
-    rows, columns = 700, 2 * STAGE_BYTES["host"] // 4 // 700 + 3
+def test_tensors_larger_than_a_chunk_and_of_any_stride() -> None:
+    rows, columns = 700, 2 * CHUNK_BYTES["host"] // 4 // 700 + 3
 
     def each(group: Group) -> torch.Tensor:
-        tensor = data(group.me, rows * columns, torch.float32).view(columns, rows).t()
+        tensor = data(group.rank, rows * columns, torch.float32).view(columns, rows).t()
         group.all_reduce(tensor)
         assert not tensor.is_contiguous()
         return tensor.t().reshape(-1)
@@ -143,11 +150,11 @@ def test_tensors_larger_than_a_stage_and_of_any_stride() -> None:
         assert torch.equal(found, expected(3, rows * columns, torch.float32, "sum"))
 
 
-def test_low_precision_is_rounded_once_a_round() -> None:
+def test_low_precision_sums_are_rounded_once_per_round() -> None:
     """256 + 1 + 1 + ... in bfloat16 stays 256 if every addition is rounded."""
 
     def each(group: Group) -> torch.Tensor:
-        tensor = torch.full((64,), 256.0 if group.me == 0 else 1.0, dtype=torch.bfloat16)
+        tensor = torch.full((64,), 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16)
         group.all_reduce(tensor)
         return tensor
 
@@ -164,18 +171,18 @@ def test_float64_sums_are_exact_over_many_steps_in_place() -> None:
         assert placed
         generator = torch.Generator().manual_seed(1)
         for step in range(200):
-            parts = torch.rand(group.size, 5000, dtype=torch.float64, generator=generator)
-            placed[0].reuse()
-            tensor.copy_(parts[group.me])
-            group.all_reduce(tensor, plan=AlgorithmChoice("windows", "gdraa", 1 + step % 4))
+            parts = torch.rand(group.world_size, 5000, dtype=torch.float64, generator=generator)
+            placed[0].wait_readers()
+            tensor.copy_(parts[group.rank])
+            group.all_reduce(tensor, choice=AlgorithmChoice("windows", "gdraa", 1 + step % 4))
             assert (tensor - parts.sum(0)).abs().max() < 1e-10
 
     in_groups(4, each)
 
 
-def test_work_goes_on_beside_the_caller() -> None:
+def test_collectives_run_while_the_caller_computes() -> None:
     def each(group: Group) -> None:
-        tensors = [torch.full((1000,), float(group.me + index)) for index in range(20)]
+        tensors = [torch.full((1000,), float(group.rank + index)) for index in range(20)]
         works = [group.all_reduce(tensor, wait=False) for tensor in tensors]
         for index, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
             work.wait(10)
@@ -197,7 +204,7 @@ def test_a_mismatch_is_named_on_every_rank(
 ) -> None:
     def each(group: Group) -> str:
         def call() -> None:
-            group.all_reduce(torch.ones(counts[group.me], dtype=dtypes[group.me]), ops[group.me])
+            group.all_reduce(torch.ones(counts[group.rank], dtype=dtypes[group.rank]), ops[group.rank])
             group.barrier()
 
         with pytest.raises(MismatchError) as caught:
@@ -210,9 +217,9 @@ def test_a_mismatch_is_named_on_every_rank(
         assert str(counts[1]) in text
 
 
-def test_another_order_is_named_on_every_rank() -> None:
+def test_calls_in_another_order_are_named_on_every_rank() -> None:
     def each(group: Group) -> None:
-        call = group.broadcast if group.me == 1 else group.all_reduce
+        call = group.broadcast if group.rank == 1 else group.all_reduce
         with pytest.raises(MismatchError, match="broadcast"):
             call(torch.ones(4))
 
@@ -230,7 +237,7 @@ def test_another_order_is_named_on_every_rank() -> None:
         (lambda group: group.empty(1 << 60), "set MIMATRIX_ARENA"),
     ],
 )
-def test_bad_input_gets_one_sentence(call: object, sentence: str) -> None:
+def test_invalid_arguments_are_refused_with_the_fix(call: object, sentence: str) -> None:
     def each(group: Group) -> None:
         with pytest.raises(UserError, match=sentence):
             call(group)  # type: ignore[operator]
@@ -239,7 +246,7 @@ def test_bad_input_gets_one_sentence(call: object, sentence: str) -> None:
     in_groups(2, each)
 
 
-def test_every_collective_of_the_catalog_runs() -> None:
+def test_every_algorithm_of_the_catalog_runs() -> None:
     """Whatever `verify` proves the executor runs: here by name, with its own collectives."""
     from mimatrix.collectives import CATALOG
 
@@ -247,25 +254,25 @@ def test_every_collective_of_the_catalog_runs() -> None:
 
     def each(group: Group) -> None:
         for name, kind in names:
-            tensor = data(group.me, 103, torch.float64)
-            plan = AlgorithmChoice("windows", name)
+            tensor = data(group.rank, 103, torch.float64)
+            choice = AlgorithmChoice("windows", name)
             total = expected(4, 103, torch.float64, "sum")
             match kind:
                 case Collective.ALL_REDUCE:
-                    group.all_reduce(tensor, plan=plan)
+                    group.all_reduce(tensor, choice=choice)
                     assert torch.equal(tensor, total), name
                 case Collective.BROADCAST:
-                    group.broadcast(tensor, plan=plan)
+                    group.broadcast(tensor, choice=choice)
                     assert torch.equal(tensor, data(0, 103, torch.float64)), name
                 case Collective.REDUCE_SCATTER if name in ("gdraa", "ring"):
-                    group.reduce_scatter(tensor, plan=plan)
+                    group.reduce_scatter(tensor, choice=choice)
                     mine = group.part(103)
                     assert torch.equal(tensor[mine.start : mine.stop], total[mine.start : mine.stop]), name
                 case Collective.ALL_GATHER if name in ("gdraa", "ring"):
-                    group.all_gather(tensor, plan=plan)
+                    group.all_gather(tensor, choice=choice)
                 case Collective.REDUCE_SCATTER | Collective.ALL_GATHER:
                     with pytest.raises(UserError, match="use gdraa or ring"):
-                        group.reduce_scatter(tensor, plan=plan)
+                        group.reduce_scatter(tensor, choice=choice)
 
     in_groups(4, each)
 
@@ -276,16 +283,18 @@ def test_a_tensor_in_the_arena_may_be_written_after_each_call() -> None:
     def each(group: Group) -> int:
         tensor, wrong = group.empty(400_000), 0
         for step in range(30):
-            tensor.fill_(float(step + group.me))
-            group.all_reduce(tensor, plan=AlgorithmChoice("windows", "gdraa", 1 + step % 3))
-            wrong += int((tensor != group.size * step + 3).sum())
+            tensor.fill_(float(step + group.rank))
+            group.all_reduce(tensor, choice=AlgorithmChoice("windows", "gdraa", 1 + step % 3))
+            wrong += int((tensor != group.world_size * step + 3).sum())
         group.free(tensor)
         return wrong
 
     assert in_groups(3, each) == [0, 0, 0]
 
 
-def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_within_a_collective_is_named_and_leaves_no_wrong_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its counter would otherwise go on with the next call, and peers take that for the end of this one."""
     from mimatrix.comm.execution import one_sided as executor
     from mimatrix.comm.execution import reduce as arithmetic
@@ -300,23 +309,23 @@ def test_a_rank_that_fails_in_the_middle_is_named_and_leaves_no_wrong_sum(monkey
     monkeypatch.setattr(executor, "reduce_into", failing)
 
     def each(group: Group) -> str:
-        threading.current_thread().name = str(group.me)
-        call = ValueError if group.me == 0 else PeerLost
+        threading.current_thread().name = str(group.rank)
+        call = ValueError if group.rank == 0 else PeerLost
         with pytest.raises(call) as caught:
-            group.all_reduce(torch.ones(100), plan=AlgorithmChoice("windows", "gdraa"))
-        with pytest.raises(WorldError, match="broken: .* no more" if group.me == 0 else "failed in .* no more"):
-            group.all_reduce(torch.ones(100), plan=AlgorithmChoice("windows", "gdraa"))
+            group.all_reduce(torch.ones(100), choice=AlgorithmChoice("windows", "gdraa"))
+        with pytest.raises(WorldError, match="broken: .* no more" if group.rank == 0 else "failed in .* no more"):
+            group.all_reduce(torch.ones(100), choice=AlgorithmChoice("windows", "gdraa"))
         return str(caught.value)
 
     _, *others = in_groups(3, each, timeout_s=10)
     assert all("rank 0 on here failed in all_reduce of 100" in text for text in others)
 
 
-def test_other_roots_and_other_shares_are_named() -> None:
+def test_mismatched_roots_and_shares_are_named() -> None:
     def each(group: Group) -> None:
         def call() -> None:
             for _ in range(4):  # who only gives looks back when it uses the same stage again
-                group.broadcast(torch.ones(4), group.me)
+                group.broadcast(torch.ones(4), group.rank)
 
         with pytest.raises(MismatchError, match="broadcast from 1 of 4"):
             call()
@@ -324,14 +333,14 @@ def test_other_roots_and_other_shares_are_named() -> None:
     def other(group: Group) -> None:
         with pytest.raises(MismatchError, match="other shares"):
             group.all_gather(
-                torch.ones(4), shares=Shares.of([1, 1 + group.me]), plan=AlgorithmChoice("windows", "gdraa")
+                torch.ones(4), shares=Shares.of([1, 1 + group.rank]), choice=AlgorithmChoice("windows", "gdraa")
             )
 
     in_groups(2, each, timeout_s=10)
     in_groups(2, other, timeout_s=10)
 
 
-def test_parameters_are_summed_like_other_tensors() -> None:
+def test_parameters_that_require_grad_are_reduced() -> None:
     def each(group: Group) -> torch.Tensor:
         tensor = torch.ones(50, requires_grad=True)
         group.all_reduce(tensor)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.engine.run import Run
-from mimatrix.engine.zero import sharding
+from mimatrix.engine.zero import base
 
 in_stages = pytest.mark.parametrize("stage", [0, 3])
 Act = Callable[[Run], Any]
@@ -70,9 +70,9 @@ def test_settings() -> None:
     settings_say(r"shares = \[0.5, 0.4\] sums to 0.9; shares must sum to 1", batch=4, shares=[0.5, 0.4])
     settings_say("shares has 3 numbers for 2 ranks; give one for each", batch=4, shares=[0.5, 0.25, 0.25])
     settings_say("stage is 4; use 0, 1, 2, 3", batch=4, stage=4)
-    settings_say('"bf17" is no precision; did you mean "bf16"', batch=4, precision="bf17")
-    settings_say("clip_norm is 0; give a number above 0", batch=4, clip_norm=0)
-    settings_say("clip_norm is True; give a number above 0", batch=4, clip_norm=True)
+    settings_say('unknown precision "bf17"; did you mean "bf16"', batch=4, precision="bf17")
+    settings_say("max_grad_norm is 0; give a number above 0", batch=4, max_grad_norm=0)
+    settings_say("max_grad_norm is True; give a number above 0", batch=4, max_grad_norm=True)
     settings_say("stage is True; use 0, 1, 2, 3", batch=4, stage=True)
     settings_say("unit_bytes is -1; give a number of bytes above 0", batch=4, unit_bytes=-1)
     settings_say(r"shares is 1.0; give a list with a number for each rank", batch=4, shares=1.0)
@@ -102,7 +102,7 @@ def test_a_model_that_does_not_learn() -> None:
         model = nn.Linear(6, 3).requires_grad_(False)
         run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15))
 
-    all_say("no parameter that learns; set requires_grad on some", act)
+    all_say("no trainable parameter; set requires_grad on some", act)
 
 
 def test_a_model_that_has_no_shape_yet() -> None:
@@ -127,7 +127,9 @@ def test_a_loss_that_is_no_scalar() -> None:
 
     all_say("the loss has the shape [3]; give run.backward a scalar, such as loss.mean()", act)
     all_say("the loss has the shape float", lambda run: loop(run, lambda loss: run.backward(float(loss.detach()))))  # type: ignore[arg-type]
-    all_say("does not depend on any parameter", lambda run: loop(run, lambda loss: run.backward(loss.detach())))
+    all_say(
+        "does not depend on any trainable parameter", lambda run: loop(run, lambda loss: run.backward(loss.detach()))
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -176,13 +178,38 @@ def test_steps_in_the_wrong_order() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = StepLR(optimizer, 1)
 
-        def back(loss: torch.Tensor) -> None:
-            run.backward(loss)
+        _, optimizer, loader, scheduler = prepared(run, model, optimizer, scheduler)
+        for batch in loader:
+            run.backward(squared(model, batch))
             scheduler.step()
 
-        loop(run, back, model, optimizer, scheduler)
-
     all_say("scheduler.step came before optimizer.step", early, {"batch": [3, 2]})
+
+
+@pytest.mark.parametrize("batch", [[5], [3, 2], [5, 0]])
+def test_stepping_what_was_given_to_prepare(batch: list[int]) -> None:
+    """It would step in every micro-batch."""
+
+    def optimizer(run: Run) -> None:
+        model = Perceptron().double()
+        given = torch.optim.SGD(model.parameters(), 0.1)
+        for each in prepared(run, model, given)[2]:
+            run.backward(squared(model, each))
+            given.step()
+
+    def scheduler(run: Run) -> None:
+        model = Perceptron().double()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        given = StepLR(sgd, 1)
+        _, stepper, loader, _ = prepared(run, model, sgd, given)
+        for each in loader:
+            run.backward(squared(model, each))
+            stepper.step()
+            given.step()
+
+    if 0 not in batch:  # a rank without data waits for the others, and tells that they left
+        all_say("called on the optimizer that was given to run.prepare", optimizer, {"batch": batch})
+    all_say("called on the scheduler that was given to run.prepare", scheduler, {"batch": batch})
 
 
 class Lars(torch.optim.Optimizer):
@@ -238,7 +265,7 @@ def test_inside_of_a_global_batch(stage: int) -> None:
                 run.backward(squared(model, batch))
                 call(run, model)
 
-        all_say(f"run.{name} was called inside of a global batch", act, stage=stage)
+        all_say(f"run.{name} was called inside a global batch", act, stage=stage)
 
 
 @in_stages
@@ -250,7 +277,7 @@ def test_leaving_the_loop_inside_of_a_global_batch(stage: int) -> None:
                 run.backward(squared(model, batch))
                 break
 
-    all_say("was left inside of a global batch; leave it when `not run.in_batch`", act, stage=stage)
+    all_say("was left inside a global batch; leave it when `not run.in_batch`", act, stage=stage)
 
 
 @in_stages
@@ -272,14 +299,14 @@ def test_a_scheduler_that_needs_a_figure_on_a_rank_without_data() -> None:
         model = Perceptron().double()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = ReduceLROnPlateau(optimizer)
-        model, optimizer, loader, _ = prepared(run, model, optimizer, scheduler)
+        model, optimizer, loader, scheduler = prepared(run, model, optimizer, scheduler)
         for batch in loader:
             found = squared(model, batch)
             run.backward(found)
             optimizer.step()
             scheduler.step(float(found.detach()))
 
-    all_say("ReduceLROnPlateau steps by a figure, which a rank without data does not have", act, THREE)
+    all_say("ReduceLROnPlateau steps by a metric, which a rank without data does not have", act, THREE)
 
 
 def test_learning_rates_that_differ() -> None:
@@ -332,7 +359,7 @@ def test_models_that_stage_3_cannot_run() -> None:
 
     all_say("one.weight runs twice in one pass, and stage 3 gathers its parameters once", trains(Twice), stage=3)
     all_say("one.weight is used outside of its module", trains(Elsewhere), stage=3, unit_bytes=64)
-    all_say("the first loss is not a number", trains(Before), stage=3, unit_bytes=64)
+    all_say("the first loss is NaN", trains(Before), stage=3, unit_bytes=64)
     all_say("which torch.compile does not see; use stage 2", trains(compiled), stage=3)
 
 
@@ -348,8 +375,8 @@ def test_running_the_model_again_in_stage_3() -> None:
         model, *_ = prepared(run)
         run.evaluate(model, vectors(9), lambda model, batch: {"loss": squared(model, batch) + squared(model, batch)})
 
-    all_say("runs after run.backward, inside of a global batch, where other ranks do not", act, stage=3)
-    all_say("measure ran the model 2 times for a batch", measures, stage=3)
+    all_say("runs after run.backward inside a global batch, where other ranks do not", act, stage=3)
+    all_say("the metric function ran the model 2 times for a batch", measures, stage=3)
 
 
 def test_state_dicts_of_what_is_cut() -> None:
@@ -389,7 +416,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_that_come_twice(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "has_room", lambda group, units: True)
+    monkeypatch.setattr(base, "can_overlap", lambda group, units: True)
     all_say("got a gradient twice in one backward pass", lambda run: loop(run, None, Tied().double()), stage=stage)
 
 
@@ -419,7 +446,7 @@ def test_changes_after_prepare() -> None:
             run.backward(squared(model, batch))
             optimizer.step()
 
-    all_say("frozen.weight began to learn after run.prepare", thaw)
+    all_say("frozen.weight became trainable after run.prepare", thaw)
     all_say("a param group was added after run.prepare", add)
     all_say("run.prepare was called twice", lambda run: (prepared(run), prepared(run)))
     all_say("nothing is prepared yet", lambda run: run.backward(torch.ones(())))
@@ -428,8 +455,8 @@ def test_changes_after_prepare() -> None:
 def test_a_model_that_is_cast_after_prepare() -> None:
     def act(run: Run) -> None:
         model = nn.Linear(6, 3).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        _, _, loader = run.prepare(model, optimizer, vectors(10))
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, optimizer, loader = run.prepare(model, optimizer, vectors(10))
         model.float().double()
         next(iter(loader))
 
@@ -445,18 +472,18 @@ def test_an_optimizer_that_was_made_after_prepare() -> None:
             run.backward(nn.functional.cross_entropy(model(inputs), targets))
             other.step()
 
-    all_say("call it on the one that was prepared", act, stage=0)
+    all_say("than the one that run.prepare returned", act, stage=0)
 
 
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("num_workers", 'it is called "workers" here'),
-        ("collate_fn", 'it is called "collate" here'),
+        ("num_worker", 'did you mean "num_workers"?'),
+        ("collate", 'did you mean "collate_fn"?'),
         ("shufle", 'did you mean "shuffle"?'),
     ],
 )
-def test_settings_of_the_loader_that_there_are_not(setting: str, says: str) -> None:
+def test_unknown_loading_settings_name_the_nearest(setting: str, says: str) -> None:
     def act(run: Run) -> None:
         model = nn.Linear(6, 3).double()
         more: Any = {setting: 1}

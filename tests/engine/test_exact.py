@@ -26,10 +26,10 @@ from support.runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 
-from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.memory.arena import ALIGNMENT
-from mimatrix.engine import prepare as preparing
 from mimatrix.engine.run import Run
+from mimatrix.engine.zero import stages
 from mimatrix.planner.split import Split
 
 STEPS = 5
@@ -107,8 +107,8 @@ def check(kind: type[nn.Module], cut: Cut, stage: int, optimizer: str, data: lis
         plain_rounds(reference, stepper, batches, loss, Split.of(cut.batches, list(cut.micro)), scheduler)
         losses = None
     else:
-        clip = more.get("clip_norm")
-        losses = plain_run(reference, stepper, batches, loss, scheduler=scheduler, clip_norm=clip)
+        clip = more.get("max_grad_norm")
+        losses = plain_run(reference, stepper, batches, loss, scheduler=scheduler, max_grad_norm=clip)
     models = [made(kind) for _ in cut.batches]
     optimizers = [OPTIMIZERS[optimizer](model) for model in models]
 
@@ -143,7 +143,7 @@ def test_perceptron(cut: Cut, optimizer: str, stage: int) -> None:
 @pytest.mark.parametrize("cut", BY_HAND, ids=str)
 def test_transformer_with_tokens_and_clipping(cut: Cut, stage: int) -> None:
     data = sentences(STEPS * sum(cut.batches))
-    check(Transformer, cut, stage, "adamw", data, by_tokens, clip_norm=0.5)
+    check(Transformer, cut, stage, "adamw", data, by_tokens, max_grad_norm=0.5)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -154,19 +154,19 @@ def test_residual_with_batch_norm(cut: Cut, stage: int) -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("cut", BY_HAND, ids=str)
-def test_gradients_read_in_place_or_not(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero0_with_and_without_shared_grads(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 0 has two ways; which one is taken depends on processors and sizes."""
-    monkeypatch.setattr(preparing, "reads_in_place", lambda *_: reads)
+    monkeypatch.setattr(stages, "can_share_grads", lambda *_: reads)
     count = STEPS * sum(cut.batches)
     check(Perceptron, cut, 0, "adamw", vectors(count), squared)
-    check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, clip_norm=0.5)
+    check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, max_grad_norm=0.5)
     check(Residual, cut, 0, "adamw", pictures(count), squared)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("pages", [24, 28])
-def test_an_arena_that_holds_only_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STAGE_BYTES, "host", 128)
+def test_an_arena_with_room_for_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_BYTES, "host", 128)
     data = sentences(STEPS * sum(BY_HAND[2].batches))
     check(Transformer, BY_HAND[2], stage, "adamw", data, by_tokens, arena_bytes=pages * ALIGNMENT)
 
@@ -179,6 +179,6 @@ def test_any_cut(stage: int, cut: Cut, optimizer: str, model: str) -> None:
     if model == "mlp":
         check(Perceptron, cut, stage, optimizer, vectors(count), squared)
     elif model == "tokens":
-        check(Transformer, cut, stage, optimizer, sentences(count), by_tokens, clip_norm=0.5)
+        check(Transformer, cut, stage, optimizer, sentences(count), by_tokens, max_grad_norm=0.5)
     else:
         check(Residual, cut, stage, optimizer, pictures(count), squared)

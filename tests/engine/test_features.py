@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from mimatrix.engine.run import Run
-from mimatrix.engine.zero import sharding
-from mimatrix.engine.zero import zero0_shared as reading
+from mimatrix.engine.zero import base, zero0_shared
+from mimatrix.engine.zero.zero0 import Zero0
 from mimatrix.engine.zero.zero3 import Zero3
 
 in_stages = pytest.mark.parametrize("stage", STAGES)
@@ -154,7 +154,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("stage", range(3))
-def test_a_module_in_two_places(stage: int) -> None:
+def test_tied_modules_train_exactly(stage: int) -> None:
     check(Case(lambda: Shared().double(), vectors(STEPS * 5), squared), stage)
 
 
@@ -178,7 +178,7 @@ def backbone() -> nn.Module:
     ).double()
 
 
-def test_frozen_parameters_go_on_the_way_back_too() -> None:
+def test_zero3_reshards_frozen_units_in_backward() -> None:
     """In stage 3 no more than a few units are here at the same time."""
     most: list[int] = []
 
@@ -187,14 +187,14 @@ def test_frozen_parameters_go_on_the_way_back_too() -> None:
         model[1:-1].requires_grad_(False)
         learning = [each for each in model.parameters() if each.requires_grad]
         _, optimizer, loader = run.prepare(model, torch.optim.SGD(learning, 0.1), vectors(10))
-        cut = run._ready().cycle.sharding
+        cut = run._prepared().strategy
         assert isinstance(cut, Zero3)
         first: Any = model[0]
-        first.weight.register_hook(lambda _: most.append(cut.buffers.bytes["units in flight"]))
+        first.weight.register_hook(lambda _: most.append(cut.memory()["units in flight"]))
         for batch in loader:
             run.backward(squared(model, batch))
             optimizer.step()
-        assert cut.buffers.bytes["units in flight"] == 0
+        assert cut.memory()["units in flight"] == 0
 
     in_runs(2, each, stage=3, batch=[3, 2], unit_bytes=64)
     assert max(most) < 6 * 6 * 7 * 8
@@ -264,7 +264,7 @@ def test_parameters_without_gradient_keep_value_and_state(stage: int) -> None:
 @in_stages
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_epochs_with_a_partial_last_batch(drop_last: bool, stage: int) -> None:
-    case = Case(mlp, vectors(12), squared, epochs=2, loading=(("drop_last", drop_last),), clip_norm=0.3)
+    case = Case(mlp, vectors(12), squared, epochs=2, loading=(("drop_last", drop_last),), max_grad_norm=0.3)
     check(case, stage, THREE if drop_last else PAIR)
 
 
@@ -317,30 +317,30 @@ def per_token(model: nn.Module, batch: Any) -> torch.Tensor:
 @in_stages
 def test_weights_by_tokens_with_some_that_have_none(stage: int) -> None:
     data = [(x, -1 if number % 3 == 0 else y) for number, (x, y) in enumerate(vectors(STEPS * 5))]
-    case = Case(mlp, data, per_token, weight=tokens, clip_norm=0.2)
+    case = Case(mlp, data, per_token, weight=tokens, max_grad_norm=0.2)
     check(case, stage, THREE)
     check(case, stage, ALONE | {"micro_batch": 1})
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_beside_the_backward_pass_and_after_it(overlaps: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "has_room", lambda group, units: overlaps)
-    monkeypatch.setattr(reading, "has_room", lambda group, units: True)  # so that nothing is read in place
-    check(Case(mlp, vectors(STEPS * 5), squared, clip_norm=0.5), stage)
+def test_grads_are_reduced_in_backward_or_after_it(overlaps: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "can_overlap", lambda group, units: overlaps)
+    monkeypatch.setattr(zero0_shared, "can_overlap", lambda group, units: True)  # so that nothing is read in place
+    check(Case(mlp, vectors(STEPS * 5), squared, max_grad_norm=0.5), stage)
     check(Case(lambda: Crossed().double(), named(STEPS * 5), by_name), stage)
 
 
-def test_gradients_are_read_where_they_were_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero0_shares_grads_only_with_torch_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's optimizers only: another one might change what it sees."""
-    monkeypatch.setattr(reading, "has_room", lambda group, units: False)
+    monkeypatch.setattr(zero0_shared, "can_overlap", lambda group, units: False)
 
     def each(run: Run, kind: Any) -> type:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
         run.prepare(model, kind(model.parameters(), lr=0.1), vectors(10))
-        return type(run._ready().cycle.sharding)
+        return type(run._prepared().strategy)
 
-    kinds: dict[Any, type] = {torch.optim.SGD: reading.Zero0SharedGrads, Lion: sharding.Zero0}
+    kinds: dict[Any, type] = {torch.optim.SGD: zero0_shared.Zero0SharedGrads, Lion: Zero0}
     for kind, expected in kinds.items():
         found = in_runs(2, partial(each, kind=kind), stage=0, global_batch=5, unit_bytes=10_000)
         assert found == [expected] * 2
@@ -398,7 +398,7 @@ def beside(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @in_stages
-def test_a_loss_beside_the_output(stage: int) -> None:
+def test_a_loss_stored_on_a_module(stage: int) -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), Mixed(), Mixed(), Mixed(), nn.Linear(6, 3)).double()
 
@@ -429,7 +429,7 @@ def test_batch_norms_of_any_number_of_dimensions(stage: int) -> None:
 
 
 @in_stages
-def test_batch_norms_in_eval_mode_do_not_meet(stage: int) -> None:
+def test_batch_norms_in_eval_mode_are_not_synchronised(stage: int) -> None:
     def frozen() -> nn.Module:
         model = Normed().double()
         model.flat.eval()
@@ -439,7 +439,7 @@ def test_batch_norms_in_eval_mode_do_not_meet(stage: int) -> None:
     check(Case(frozen, vectors(STEPS * 5), squared), stage)
 
 
-def test_batch_norms_of_each_rank_alone() -> None:
+def test_batch_norms_unsynchronised() -> None:
     case = Case(lambda: Normed().double(), vectors(STEPS * 5), squared)
     found = on_ranks(case, 1, {"batch": [2, 3]}, sync_batchnorm=False)
     weights = [{name: value for name, value in each.state.items() if "running" not in name} for each in found]
@@ -467,7 +467,7 @@ def test_checkpointed_and_compiled_batch_norms() -> None:
 @pytest.mark.parametrize(
     "optimizer_of", [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9)]
 )
-def test_parameters_may_lie_channels_last(stage: int, optimizer_of: Any) -> None:
+def test_channels_last_parameters(stage: int, optimizer_of: Any) -> None:
     def model_of() -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(2)

@@ -29,7 +29,7 @@ class Trained:
 
     def __init__(self, run: Run, folder: Path, asked_at: int | None, by: int) -> None:
         self.code: int | None = None
-        run.leave_when(lambda: run.rank == by and asked_at is not None and run.step >= asked_at, folder)
+        run.enable_preemption(lambda: run.rank == by and asked_at is not None and run.step >= asked_at, folder)
         model = Perceptron().double()
         # Ranks are threads here, and share one chance.
         model.load_state_dict(WEIGHTS)
@@ -37,7 +37,7 @@ class Trained:
         slower = torch.optim.lr_scheduler.MultiStepLR(made, [3, 9, 12], 0.5)
         _, optimizer, loader, scheduler = run.prepare(model, made, DATA, slower, loss=squared)
         self.began = run.step
-        self.phases = {run.phase}
+        self.phases = {run.status.phase}
         try:
             for _ in run.epochs(EPOCHS):
                 for batch in loader:
@@ -47,7 +47,7 @@ class Trained:
                     optimizer.zero_grad()
                     scheduler.step()
                     run.log(loss=loss)
-                    self.phases.add(run.phase)
+                    self.phases.add(run.status.phase)
             self.state = run.full_state_dict(model)
         except SystemExit as left:
             self.code = int(left.code or 0)
@@ -100,7 +100,7 @@ def test_a_job_saves_where_it_will_look(tmp_path: Path, monkeypatch: pytest.Monk
 
     def each(run: Run, folder: Path | None) -> int:
         if folder:
-            run.leave_when(lambda: False, folder)
+            run.enable_preemption(lambda: False, folder)
         model = Perceptron().double()
         made = adamw(model)
         _, optimizer, loader = run.prepare(model, made, DATA, loss=squared)

@@ -34,7 +34,7 @@ def measured(stage: int, shares: tuple[float, ...], limit: int = 0) -> tuple[int
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", range(4))
-def test_a_rank_keeps_what_its_stage_says(stage: int) -> None:
+def test_each_zero_stage_holds_only_what_it_shards(stage: int) -> None:
     code, said, errors = measured(stage, SHARES)
     assert code == 0, errors
     for share, each in zip(SHARES, said, strict=True):
@@ -47,7 +47,7 @@ def test_a_rank_keeps_what_its_stage_says(stage: int) -> None:
         assert each["counted"]["optimizer"] == pytest.approx(optimizer, rel=0.01)
 
 
-def test_a_model_whose_state_exceeds_a_rank_trains_in_stage_3() -> None:
+def test_zero3_trains_a_model_whose_state_exceeds_one_rank() -> None:
     shares, model = (0.4, 0.3, 0.3), 32 * UNIT
     limit = int(2.6 * model)
     code, said, errors = measured(3, shares, limit)

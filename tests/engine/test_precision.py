@@ -18,7 +18,7 @@ def singles(count: int) -> list[Any]:
     return [(x.float(), y) for x, y in vectors(count)]
 
 
-CASE = Case(Perceptron, singles(STEPS * 5), squared, tolerance=1e-5, clip_norm=1.0)
+CASE = Case(Perceptron, singles(STEPS * 5), squared, tolerance=1e-5, max_grad_norm=1.0)
 
 
 MIXED = {0: "bf16", 1: "fp16", "cpu": "fp32"}
@@ -27,7 +27,7 @@ MIXED = {0: "bf16", 1: "fp16", "cpu": "fp32"}
 @pytest.mark.parametrize(
     ("precision", "stage"), [("bf16", 0), ("fp16", 1), ("fp16", 2), ("bf16", 3), (MIXED, 0), (MIXED, 3)]
 )
-def test_low_precision(precision: Any, stage: int) -> None:
+def test_16_bit_precision_in_every_stage(precision: Any, stage: int) -> None:
     expected, found = in_one(CASE), on_ranks(CASE, stage, THREE, precision=precision)
     for each in found:
         same(each.state, found[0].state, 0)
@@ -37,7 +37,7 @@ def test_low_precision(precision: Any, stage: int) -> None:
     assert any(not torch.equal(found[0].state[name], value) for name, value in expected.state.items())
 
 
-def test_alone() -> None:
+def test_16_bit_precision_in_a_single_process() -> None:
     found = on_ranks(CASE, 0, {"batch": [5], "micro_batch": 2}, precision="bf16")
     same(found[0].state, in_one(CASE).state, 2e-2)
 
@@ -57,11 +57,11 @@ class Watched(nn.Module):
 
 
 @in_stages
-def test_it_computes_in_bf16_with_masters_in_32(stage: int) -> None:
+def test_bf16_computes_with_fp32_parameters(stage: int) -> None:
     def each(run: Run) -> None:
         model = Watched()
-        optimizer = torch.optim.AdamW(model.parameters())
-        *_, loader = run.prepare(model, optimizer, singles(10))
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+        _, optimizer, loader = run.prepare(model, optimizer, singles(10))
         for inputs, targets in loader:
             run.backward(nn.functional.cross_entropy(model(inputs)["y"], targets))
             optimizer.step()
@@ -82,7 +82,7 @@ def test_it_computes_in_bf16_with_masters_in_32(stage: int) -> None:
 
 
 @in_stages
-def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
+def test_loss_scale_skips_the_step_on_all_ranks_after_an_overflow_on_one(stage: int) -> None:
     """The scale is halved, and the next good step goes on as if the bad one had not been."""
     good = singles(STEPS * 5)
     bad = [(torch.full((6,), 1e30) if number == 8 else x, y) for number, (x, y) in enumerate(good)]
@@ -92,12 +92,12 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(stage: int) -> None:
 
     def each(run: Run) -> dict[str, torch.Tensor]:
         model, optimizer = made[run.rank]
-        _, _, loader = run.prepare(model, optimizer, bad, shuffle=False)
+        _, optimizer, loader = run.prepare(model, optimizer, bad, shuffle=False)
         for batch in loader:
             run.backward(squared(model, batch))
             optimizer.step()
             if not run.in_batch:
-                scales.append((run.rank, run.step, run._ready().cycle.scale.value))
+                scales.append((run.rank, run.step, run._prepared().global_step.scale.value))
         return run.full_state_dict(model)
 
     found = in_runs(2, each, stage=stage, precision={1: "fp16"}, **PAIR)

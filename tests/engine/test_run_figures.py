@@ -72,7 +72,7 @@ def test_evaluation_is_exact_in_the_middle_of_training(stage: int) -> None:
 
     def each(run: Run) -> list[float]:
         model, optimizer = made()
-        _, _, loader = run.prepare(model, optimizer, data, shuffle=False)
+        _, optimizer, loader = run.prepare(model, optimizer, data, shuffle=False)
         found = [run.evaluate(model, held_out, measure)["loss"]]
         for batch in loader:
             run.backward(squared(model, batch))
@@ -102,7 +102,7 @@ def test_logs_are_means_by_weight_of_each_step(when: str) -> None:
 
     def each(run: Run) -> list[tuple[int, dict[str, float]]]:
         model, optimizer = made()
-        _, _, loader = run.prepare(model, optimizer, data, shuffle=False)
+        _, optimizer, loader = run.prepare(model, optimizer, data, shuffle=False)
         for _ in run.epochs(1):
             for batch in loader:
                 weight = float((batch[2] + 1).sum())
@@ -131,8 +131,8 @@ def test_logs_are_means_by_weight_of_each_step(when: str) -> None:
 def test_stats_show_who_is_slow(stage: int) -> None:
     def each(run: Run) -> list[Any]:
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-        optimizer = torch.optim.AdamW(model.parameters())
-        _, _, loader = run.prepare(model, optimizer, vectors(20), loss=squared)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+        _, optimizer, loader = run.prepare(model, optimizer, vectors(20), loss=squared)
         time.sleep(0.1)
         for batch in loader:
             if run.rank == 1:
@@ -171,8 +171,10 @@ def test_state_dicts(stage: int) -> None:
 
     def each(run: Run) -> None:
         model, _ = made()
-        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
-        _, _, loader = run.prepare(model, optimizer, data, shuffle=False)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            [each for each in model.parameters() if each.requires_grad], 0.1
+        )
+        _, optimizer, loader = run.prepare(model, optimizer, data, shuffle=False)
         for batch in loader:
             run.backward(squared(model, batch))
             optimizer.step()
@@ -194,7 +196,7 @@ def test_leaving_the_loop_at_the_end_of_a_batch(cut: dict[str, Any], stage: int)
     def each(run: Run) -> tuple[int, int, list[float], dict[str, torch.Tensor]]:
         model, optimizer = made()
         halving = StepLR(optimizer, 1, 0.5)
-        _, _, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
         for _ in run.epochs(3):
             for batch in loader:
                 found = squared(model, batch)
@@ -229,7 +231,7 @@ def test_leaving_the_loop_at_the_end_of_a_batch(cut: dict[str, Any], stage: int)
 def test_a_loader_that_is_kept_does_not_keep_others_waiting() -> None:
     def each(run: Run) -> list[int]:
         model, optimizer = made()
-        _, _, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
+        _, optimizer, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
         kept = []
         for _ in run.epochs(2):
             kept.append(iter(loader))
@@ -249,7 +251,7 @@ def test_learning_rates_set_by_hand(stage: int) -> None:
 
     def each(run: Run) -> dict[str, torch.Tensor]:
         model, optimizer = made()
-        _, _, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
+        _, optimizer, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
         for batch in loader:
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (run.step + 1)
@@ -282,9 +284,9 @@ def test_rates_where_ranks_come_and_go(how: str, stage: int) -> None:
     def each(run: Run) -> dict[str, torch.Tensor]:
         model, optimizer = made()
         halving = StepLR(optimizer, 1, 0.5)
-        _, _, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
         for number, micro in changes.items():
-            run._ready().feed.change(Split(micro), DataPosition(0, number))
+            run._prepared().source.change_split(Split(micro), DataPosition(0, number))
         for batch in loader:
             set_rates(optimizer, run.step, "before a step")
             run.backward(squared(model, batch))
@@ -315,13 +317,13 @@ def test_schedulers_by_epoch_and_by_a_figure() -> None:
     def each(run: Run) -> list[float]:
         model, optimizer = made()
         plateau = ReduceLROnPlateau(optimizer, patience=0)
-        _, _, loader, _ = run.prepare(model, optimizer, vectors(15), plateau)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(15), plateau)
         for _ in run.epochs(3):
             for batch in loader:
                 run.backward(squared(model, batch))
                 optimizer.step()
             run.evaluate(model, vectors(5), lambda model, batch: {"loss": squared(model, batch)})
-            plateau.step(1.0)
+            scheduler.step(1.0)
         return [group["lr"] for group in optimizer.param_groups]
 
     for rates in in_runs(3, each, stage=2, **THREE):

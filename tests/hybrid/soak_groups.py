@@ -1,4 +1,4 @@
-"""Kill a group, a service, or two, again and again while four groups learn: `python tests/hybrid/soak_groups.py`.
+"""Kill a group, a server, or two, again and again while four groups train: `python tests/hybrid/soak_groups.py`.
 
 After each kill the others must end by themselves, with as many versions of every shard as pushes were acknowledged (one
 more, if the killed group was told of one no more), and with the accuracy of a run that nobody was killed in.
@@ -23,15 +23,16 @@ from scipy.stats import t as student
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.hybrid_tasks import digits, train_together
+
 import mimatrix
-from bench.hybrid.data import digits
-from bench.hybrid.town import Wanted, together
 from mimatrix.worker.ports import free_port
 
 GROUPS, BATCH = 4, 64
 KINDS = ("a group", "a service", "a service and the next")
 _APART_S = 0.7
-"""Between two kills: shards that lie once have a mirror again by then."""
+"""Between two kills: shards that lie once have a replica again by then."""
 _BEGUN_S, _ENDED_S = 90.0, 120.0
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "mimatrix", "bench.hybrid.data"])
+    context.set_forkserver_preload(["torch", "mimatrix", "support.hybrid_tasks"])
     torch.set_num_threads(1)
     began, wrong, losses = time.monotonic(), [], []
     for kill in range(wanted.kills):
@@ -51,7 +52,7 @@ def main() -> None:
             problem, accuracy = one(context, Path(name), seed, what)
         wrong += [f"kill {kill + 1} ({what}): {problem}"] if problem else []
         if accuracy is not None:
-            losses.append(together(Wanted("digits", seed, batch=BATCH)) - accuracy)
+            losses.append(train_together(digits(seed), seed, BATCH) - accuracy)
         sys.stdout.write(f"kill {kill + 1}, {what}: {problem or 'well'}\n")
         sys.stdout.flush()
     error = statistics.stdev(losses) / len(losses) ** 0.5
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def one(context: Any, folder: Path, seed: int, what: str) -> tuple[str, float | None]:
-    """What went wrong, and the accuracy of whoever ended last."""
+    """What went wrong, and the accuracy of the group that ended last."""
     chance, port = random.Random(seed), free_port("127.0.0.1")
     groups: list[BaseProcess] = [
         context.Process(target=learn, args=(folder, number, port, seed)) for number in range(GROUPS)
@@ -130,9 +131,10 @@ def learn(folder: Path, number: int, port: int, seed: int) -> None:
     net = task.model(seed)
     sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
     model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train))
-    member: Any = run._outer
-    link = member._link
-    push = link.push
+    outer: Any = run._world.outer
+    leader = outer._joined.leader
+    client = leader._client
+    push = client.push
 
     with (folder / f"{number}.pushes").open("w") as note:
 
@@ -142,15 +144,14 @@ def learn(folder: Path, number: int, port: int, seed: int) -> None:
             note.flush()
             return found
 
-        link.push = noted
+        client.push = noted
         for _ in run.epochs(task.epochs):
             for inputs, targets in loader:
                 run.backward(nn.functional.cross_entropy(model(inputs), targets))
                 optimizer.step()
                 optimizer.zero_grad()
-        if member._under_way:
-            member._under_way.result(60)
-        at, versions = time.monotonic(), link.pull().versions
+        leader.flush()
+        at, versions = time.monotonic(), client.pull().versions
         run.close()
     found = {"at": at, "versions": versions, "accuracy": task.accuracy(model)}
     (folder / f"{number}.json").write_text(json.dumps(found))

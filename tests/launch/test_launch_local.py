@@ -136,7 +136,7 @@ def test_a_lost_worker_is_started_again_with_all_others(loss: str) -> None:
 GROUPS = """
 import os, sys, time
 count, rank, (lives, code, gate) = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], sys.argv[1:]
-print("begins", count, os.environ["MASTER_PORT"], os.environ["MIMATRIX_MEETING"])
+print("begins", count, os.environ["MASTER_PORT"], os.environ["MIMATRIX_RENDEZVOUS"])
 if rank == "2" and int(count) < int(lives):
     sys.exit(int(code))
 while rank == "0" and not os.path.exists(gate):

@@ -129,12 +129,12 @@ def test_a_group_that_is_alone_on_its_node_returns(ground: Ground, tmp_path: Pat
     (tmp_path / "word").touch()
     code = (
         "import os, sys, time\n"
-        "print('life', os.environ['MIMATRIX_RETURNS'], flush=True)\n"
+        "print('life', os.environ['MIMATRIX_REJOINS'], flush=True)\n"
         "if os.environ['RANK'] == '1': sys.exit(3)\n"
         "time.sleep(600)"
     )
     team = spread(ground, code, ("left", "right"))
-    environment = {**team.environment, "MIMATRIX_MEETING": str(tmp_path / "word")}
+    environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(tmp_path / "word")}
     ground.launcher.start(replace(team, groups=((0,), (1,)), returns=9, environment=environment))
     eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return")
     ground.launcher.end(team.name)

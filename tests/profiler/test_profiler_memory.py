@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from mimatrix.profiler.memory import OutOfMemory, catch_oom
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MB = 1_000_000
+CPU = torch.device("cpu")
 # So that the C library gives every tensor pages of its own, and loses nothing between them.
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -32,7 +36,7 @@ def said_by(script: str, *words: str, attempts: int = 1, own_pages: bool = False
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_readings_are_what_tensors_hold() -> None:
+def test_peak_readings_match_what_tensors_hold() -> None:
     found = said_by("readings.py", own_pages=True)
     for rows in found.values():
         for read, saved, held in rows:
@@ -44,14 +48,14 @@ def test_readings_are_what_tensors_hold() -> None:
     assert all(0.6 <= rows[-1][1] / rows[-1][2] <= 1.5 for rows in found.values()), found
 
 
-def test_readings_hold_what_the_c_library_loses() -> None:
+def test_peak_readings_include_fragmentation() -> None:
     for rows in said_by("readings.py").values():
         for read, _, held in rows:
             assert 0.9 * held - 1 * MB <= read <= 2.2 * held + 4 * MB, rows
 
 
 @pytest.mark.parametrize("megabytes", [40, pytest.param(120, marks=pytest.mark.long)])
-def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
+def test_out_of_memory_is_caught_and_memory_released(megabytes: int) -> None:
     most = 0
     for _ in range(3):
         # Of torch's libraries not all look whether they were given the memory that they asked for.
@@ -67,7 +71,21 @@ def test_an_overflow_is_caught_and_cleaned_up(megabytes: int) -> None:
     pytest.fail(f"no more than {most} bytes of {megabytes} MB were used")
 
 
-def test_not_even_one_sample_fits() -> None:
+def test_one_sample_that_does_not_fit_is_refused() -> None:
     found = said_by("overflowing.py", "40", "1024")
     assert "cpu (cpu) lacks at least " in found["error"]
     assert found["error"].endswith("leave it out")
+
+
+def test_out_of_memory_is_told_from_other_errors() -> None:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    for text, lacking in (("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 << 20), ("bad_alloc", 0)):
+        found = catch_oom(lambda text=text: fail(RuntimeError(text)), CPU)  # type: ignore[misc]
+        assert isinstance(found, OutOfMemory)
+        assert found.lacking_bytes == lacking
+    assert isinstance(catch_oom(lambda: fail(MemoryError()), CPU), OutOfMemory)
+    with pytest.raises(RuntimeError, match="shapes"):
+        catch_oom(lambda: fail(RuntimeError("shapes do not fit")), CPU)
+    assert catch_oom(lambda: 3, CPU) == 3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.servers import Server, server
+from support.workers import process_of
 
-from bench.monitoring.house import process_of
 from mimatrix.wire.messages import ENDED, JobState
 
 pytestmark = pytest.mark.timeout(180)

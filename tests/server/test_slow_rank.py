@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.servers import Server, server
-
-from bench.monitoring.house import process_of
+from support.workers import process_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 

@@ -10,8 +10,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
-from bench.server.browsing import CHROMIUM
-from bench.server.browsing import browser as browser
+from support.chromium import CHROMIUM
+from support.chromium import browser as browser
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 # Machines that test are busy ones.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.server import postgresql as own
+from support import postgresql as own
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ class Case:
     loss: Callable[[nn.Module, Any], torch.Tensor]
     optimizer: Callable[[Parameters], Optimizer] = adamw
     scheduler: Callable[[Optimizer], Any] | None = None
-    clip_norm: float | None = None
+    max_grad_norm: float | None = None
     weight: Callable[[Any], float] | None = None
     epochs: int = 1
     tolerance: float = 1e-10
@@ -75,7 +75,9 @@ def in_one(case: Case) -> Ended:
     scheduler = case.scheduler(optimizer) if case.scheduler else None
     losses = []
     for _ in range(case.epochs):
-        losses += plain_run(model, optimizer, case.batches(), case.loss, scheduler=scheduler, clip_norm=case.clip_norm)
+        losses += plain_run(
+            model, optimizer, case.batches(), case.loss, scheduler=scheduler, max_grad_norm=case.max_grad_norm
+        )
     return Ended(model.state_dict(), losses, [float(group["lr"]) for group in optimizer.param_groups])
 
 
@@ -86,7 +88,7 @@ def on_ranks(case: Case, stage: int, cut: dict[str, Any], **settings: Any) -> li
     def each(run: Run) -> Ended:
         return looped(run, case, *made[run.rank])
 
-    more = {"unit_bytes": UNIT_BYTES, "clip_norm": case.clip_norm, **cut, **settings}
+    more = {"unit_bytes": UNIT_BYTES, "max_grad_norm": case.max_grad_norm, **cut, **settings}
     return in_runs(len(cut["batch"]), each, stage=stage, **more)
 
 
@@ -96,16 +98,16 @@ def looped(run: Run, case: Case, model: nn.Module, optimizer: Optimizer) -> Ende
     prepared: Any = run.prepare(
         model, optimizer, case.data, *given, loss=case.loss, **{"shuffle": False, **dict(case.loading)}
     )
-    loader = prepared[2]
+    _, optimizer, loader, *schedulers = prepared
     for _ in run.epochs(case.epochs):
         for batch in loader:
-            found = case.loss(model, batch)
-            run.backward(found, weight=case.weight(batch) if case.weight else None)
+            loss = case.loss(model, batch)
+            run.backward(loss, weight=case.weight(batch) if case.weight else None)
             optimizer.step()
             optimizer.zero_grad()
-            if given:
-                given[0].step()
-            run.log(loss=found)
+            for scheduler in schedulers:
+                scheduler.step()
+            run.log(loss=loss)
     lr = [float(group["lr"]) for group in optimizer.param_groups]
     return Ended(run.full_state_dict(model), [means["loss"] for _, means in run.history], lr)
 

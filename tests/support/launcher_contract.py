@@ -196,14 +196,14 @@ class LauncherContract:
         gate, word = tmp_path / "gate", tmp_path / "word"
         code = (
             "import os, sys, time\n"
-            "lives = 'life ' + os.environ.get('MIMATRIX_RETURNS', '0')\n"
+            "lives = 'life ' + os.environ.get('MIMATRIX_REJOINS', '0')\n"
             f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
             "print(lives)\n"
             "if os.environ['RANK'] == '1' and lives < 'life 2': sys.exit(3)\n"
             f"while not os.path.exists({str(gate)!r} + lives[5]): time.sleep(0.01)\n"
         )
         team = ground.team(code, ranks=2)
-        environment = {**team.environment, "MIMATRIX_MEETING": str(word)}
+        environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(word)}
         ground.launcher.start(replace(team, groups=((0,), (1,)), returns=2, environment=environment))
         word.touch()
         gate.touch()

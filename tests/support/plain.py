@@ -20,7 +20,7 @@ def plain_run(
     loss: Loss,
     *,
     scheduler: Any = None,
-    clip_norm: float | None = None,
+    max_grad_norm: float | None = None,
 ) -> list[float]:
     """Steps on whole global batches; the loss of each."""
     losses = []
@@ -28,8 +28,8 @@ def plain_run(
         optimizer.zero_grad()
         found = loss(model, batch)
         found.backward()  # type: ignore[no-untyped-call]
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], max_grad_norm)
         optimizer.step()
         if scheduler:
             scheduler.step()

@@ -1,4 +1,4 @@
-"""Ranks as threads (quick) and as processes (real)."""
+"""Ranks as threads of this process."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from mimatrix.comm import C10dBackend, Endpoint, Group
-from mimatrix.comm.memory import WindowKind
+from mimatrix.comm.memory.base import WindowKind
 from mimatrix.comm.memory.in_process import InProcessWindows
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ ARENA_BYTES = 32 << 20
 
 
 def together(size: int, each: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
-    """Run `each(rank)` on as many threads; their results, or the first error."""
+    """Run `each(rank)` on a thread per rank; return their results, or raise the first error."""
     results: list[T | None] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 
@@ -44,7 +44,7 @@ def in_groups(
     hosts: Sequence[str] | None = None,
     kinds: Callable[[], dict[str, WindowKind]] | None = None,
     timeout_s: float = 20.0,
-    native: bool = False,
+    with_gloo: bool = False,
 ) -> list[T]:
     """Run `each(group)` on threads that are the ranks of one group: over windows in this process, and Gloo if asked."""
     store, shared = HashStore(), InProcessWindows()
@@ -52,10 +52,10 @@ def in_groups(
     def rank_alone(rank: int) -> T:
         chosen = kinds() if kinds else {"host": shared}
         host = hosts[rank] if hosts else "here"
-        endpoint = Endpoint(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
+        endpoint = Endpoint.join(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
         try:
-            gloo = {"cpu": C10dBackend(_gloo(store, rank, size), rank, size, timeout_s)} if native else None
-            return each(Group(endpoint, "all", range(size), natives=gloo, timeout_s=timeout_s, tune=False))
+            gloo = {"cpu": C10dBackend(_gloo(store, rank, size), rank, size, timeout_s)} if with_gloo else None
+            return each(Group.create(endpoint, "all", range(size), backends=gloo, timeout_s=timeout_s, tune=False))
         finally:
             endpoint.close()
 

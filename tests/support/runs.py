@@ -8,10 +8,11 @@ from torch._C._distributed_c10d import HashStore
 
 from mimatrix.comm import Endpoint, Group
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.work import CollectiveThread
+from mimatrix.engine.mode import Membership
 from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
+from mimatrix.engine.world import World
 from support.ranks import together
 
 T = TypeVar("T")
@@ -33,25 +34,29 @@ def in_runs(
 
     def rank_alone(rank: int) -> T:
         if ranks == 1:
-            return each(Run(Settings(quiet=True, **settings), outer=outer(0)))
-        endpoint = Endpoint(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
-        workers: list[CollectiveThread] = []
+            return each(Run(Membership(World.join(Settings(quiet=True, **settings), outer=outer(0)))))
+        endpoint = Endpoint.join(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
+        groups: list[Group] = []
 
         def group(name: str) -> Group:
-            if name != "reduce":
-                workers.append(CollectiveThread())
-            worker = workers[-1] if name != "reduce" else None
-            return Group(endpoint, name, range(ranks), timeout_s=timeout_s, worker=worker)
+            is_main = name == "reduce"
+            created = Group.create(endpoint, name, range(ranks), timeout_s=timeout_s, own_thread=not is_main)
+            if not is_main:
+                groups.append(created)
+            return created
 
         try:
             given = {**settings, **(own(rank) if own else {})}
-            return each(Run(Settings(quiet=True, **given), group, rank=rank, ranks=ranks, outer=outer(rank)))
+            world = World.join(
+                Settings(quiet=True, **given), rank=rank, world_size=ranks, new_group=group, outer=outer(rank)
+            )
+            return each(Run(Membership(world)))
         except BaseException as error:
             causes.append(error)
             raise
         finally:
-            for worker in workers:
-                worker.close()
+            for each_group in groups:
+                each_group.thread.close()
             endpoint.close()
 
     with torch.random.fork_rng():

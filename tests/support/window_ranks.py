@@ -1,6 +1,6 @@
-"""A rank of the windows' contract, here or in another process. What goes in and out is plain, so that JSON carries it.
+"""A rank of the windows' contract, in this process or another. Arguments and results are plain JSON.
 
-As a program it reads lines of `[kind, deed, arguments]` and answers `{"done": ...}` or `{"raised": ..., "said": ...}`.
+It reads lines of `[kind, action, arguments]` and answers `{"done": ...}` or `{"raised": ..., "said": ...}`.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from mimatrix.comm.memory import PeerWindow, Window, WindowKind
+from mimatrix.comm.memory.base import PeerWindow, Window, WindowKind
 from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
 from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlPeer, NixlWindows, PendingRead
 from mimatrix.core import errors
 
-PATIENCE_S = 20.0
+ANSWER_S = 20.0
 READ_S = 3.0
 KINDS: dict[str, Callable[[], WindowKind]] = {
     "mapped": MemfdWindows,
@@ -33,12 +33,12 @@ KINDS: dict[str, Callable[[], WindowKind]] = {
 
 
 class Rank(Protocol):
-    """Whoever can be told to do something."""
+    """A rank that performs actions on windows."""
 
-    def do(self, deed: str, *arguments: object) -> Any: ...
+    def do(self, action: str, *arguments: object) -> Any: ...
 
 
-class Here:
+class InProcessRank:
     """A rank in this process."""
 
     def __init__(self, kind: WindowKind) -> None:
@@ -49,8 +49,8 @@ class Here:
         self._pending: PendingRead | None = None
         self._count = 0
 
-    def do(self, deed: str, *arguments: object) -> Any:
-        return getattr(self, deed)(*arguments)
+    def do(self, action: str, *arguments: object) -> Any:
+        return getattr(self, action)(*arguments)
 
     def allocate(self, size: int) -> int:
         self._count += 1
@@ -87,13 +87,13 @@ class Here:
         return into.numpy().tobytes().hex()
 
     def digest(self, peer: int, start: int, stop: int, window: int = 0) -> str:
-        """Of what is read into a window of this rank, or into other memory."""
+        """Return a digest of what is read into a window of this rank, or into other memory."""
         into = self._windows[window].bytes[: stop - start] if window else torch.empty(stop - start, dtype=torch.uint8)
         self._peers[peer].read(start, stop, into)
         return _digest(into)
 
     def digest_in_pieces(self, peer: int, size: int, pieces: int, window: int = 0) -> str:
-        """As many reads in flight as there are pieces, waited for last to first."""
+        """Read all pieces at once, wait for the last one first, and return a digest."""
         into = self._windows[window].bytes[:size] if window else torch.empty(size, dtype=torch.uint8)
         ends = [size * piece // pieces for piece in range(pieces + 1)]
         reads = [self._nixl(peer).start_read(start, stop, into[start:stop]) for start, stop in pairwise(ends)]
@@ -109,7 +109,7 @@ class Here:
         self._pending.wait(time.monotonic() + seconds)
 
     def hold(self, peer: int, start: int, stop: int) -> bool:
-        """Keep a view, if there is one."""
+        """Keep a view; return whether the window has one."""
         view = self._peers[peer].view(start, stop)
         if view is not None:
             self._views[peer] = view
@@ -123,7 +123,7 @@ class Here:
         self._peers.pop(peer).close()
 
     def open_and_close(self, handle: str, times: int) -> list[int]:
-        """How many descriptors are open before and after."""
+        """Return how many descriptors are open before and after."""
         return self._counted(lambda: self._visit(handle), times)
 
     def allocate_and_withdraw(self, times: int) -> list[int]:
@@ -134,12 +134,12 @@ class Here:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def in_shm(self) -> list[str]:
-        """What of /dev/shm this process has mapped or open."""
+        """Return the files of /dev/shm that this process has mapped or open."""
         mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
         return [path for path in [*mapped, *_descriptors()] if path.startswith("/dev/shm")]
 
     def busy_s(self, seconds: float) -> float:
-        """The processor time that doing nothing takes."""
+        """Return the CPU time that an idle process takes."""
         before = time.process_time()
         time.sleep(seconds)
         return time.process_time() - before
@@ -149,20 +149,20 @@ class Here:
         peer.read(0, 16, torch.empty(16, dtype=torch.uint8))
         peer.close()
 
-    def _counted(self, deed: Callable[[], None], times: int) -> list[int]:
-        deed()
+    def _counted(self, action: Callable[[], None], times: int) -> list[int]:
+        action()
         before = len(_descriptors())
         for _ in range(times):
-            deed()
+            action()
         return [before, len(_descriptors())]
 
     def _nixl(self, peer: int) -> NixlPeer:
-        found = self._peers[peer]
-        assert isinstance(found, NixlPeer)
-        return found
+        window = self._peers[peer]
+        assert isinstance(window, NixlPeer)
+        return window
 
 
-class Program:
+class RankProcess:
     """This file running in another process, within `prefix` (as in `ip netns exec x`)."""
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
@@ -173,25 +173,25 @@ class Program:
         )
         self._rest = b""
 
-    def tell(self, kind: str, deed: str, *arguments: object) -> None:
+    def tell(self, kind: str, action: str, *arguments: object) -> None:
         assert self.process.stdin
-        self.process.stdin.write(json.dumps([kind, deed, arguments]).encode() + b"\n")
+        self.process.stdin.write(json.dumps([kind, action, arguments]).encode() + b"\n")
         self.process.stdin.flush()
 
-    def ask(self, kind: str, deed: str, *arguments: object) -> Any:
-        self.tell(kind, deed, *arguments)
-        answer = json.loads(self._line(time.monotonic() + PATIENCE_S))
+    def ask(self, kind: str, action: str, *arguments: object) -> Any:
+        self.tell(kind, action, *arguments)
+        answer = json.loads(self._line(time.monotonic() + ANSWER_S))
         if "raised" in answer:
             raise cast(type[Exception], getattr(errors, answer["raised"], AssertionError))(answer["said"])
         return answer["done"]
 
     def end(self) -> None:
-        """Let it finish; kill it where it does not."""
+        """Let it finish; kill it if it does not."""
         with self.process as process:
             assert process.stdin
             process.stdin.close()
             try:
-                process.wait(PATIENCE_S)
+                process.wait(ANSWER_S)
             finally:
                 process.kill()
 
@@ -201,21 +201,21 @@ class Program:
         while b"\n" not in self._rest:
             patience = max(0.0, deadline - time.monotonic())
             heard = os.read(source, 1 << 20) if select.select([source], [], [], patience)[0] else None
-            assert heard is not None, f"no answer in {PATIENCE_S} s"
-            assert heard, f"the other process ended with {self.process.wait(PATIENCE_S)}"
+            assert heard is not None, f"no answer in {ANSWER_S} s"
+            assert heard, f"the other process ended with {self.process.wait(ANSWER_S)}"
             self._rest += heard
         line, self._rest = self._rest.split(b"\n", 1)
         return line
 
 
-class Elsewhere:
+class ProcessRank:
     """A rank in another process."""
 
-    def __init__(self, program: Program, kind: str) -> None:
+    def __init__(self, program: RankProcess, kind: str) -> None:
         self._program, self._kind = program, kind
 
-    def do(self, deed: str, *arguments: object) -> Any:
-        return self._program.ask(self._kind, deed, *arguments)
+    def do(self, action: str, *arguments: object) -> Any:
+        return self._program.ask(self._kind, action, *arguments)
 
 
 def _digest(memory: torch.Tensor) -> str:
@@ -237,13 +237,13 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    ranks: dict[str, Here] = {}
+    ranks: dict[str, InProcessRank] = {}
     for line in sys.stdin:
-        kind, deed, arguments = json.loads(line)
+        kind, action, arguments = json.loads(line)
         if kind not in ranks:
-            ranks[kind] = Here(KINDS[kind]())
+            ranks[kind] = InProcessRank(KINDS[kind]())
         try:
-            answer = {"done": ranks[kind].do(deed, *arguments)}
+            answer = {"done": ranks[kind].do(action, *arguments)}
         except Exception as error:  # noqa: BLE001 (whatever it is, the test is told)
             answer = {"raised": type(error).__name__, "said": str(error)}
         print(json.dumps(answer), file=answers, flush=True)

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import torch
+from support.hybrid_tasks import digits
 from torch import nn
 
 import mimatrix
-from bench.hybrid.data import digits
 
 BATCH, NOTED, PATIENCE_S = 64, 4, 120.0
 WORK = 16
@@ -67,7 +67,7 @@ for _ in run.epochs(epochs):
                 now = {name: value.detach().clone() for name, value in net.state_dict().items()}
                 noted.append((time.monotonic() - began, now))
 ended = time.monotonic() - began
-stats, pushing = run.stats(), run.pushing
+stats, pushing = run.stats(), run.status.pushes
 whole = max(1e-9, sum(each.seconds for each in stats))
 found: dict[str, object] = {"seconds": ended, "steps": steps}
 if pushing:

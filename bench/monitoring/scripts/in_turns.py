@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mimatrix.engine.observers import OBSERVERS
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import mimatrix
-from mimatrix.engine.observers import OBSERVERS
 
 STEPS = 200
 out, turns = Path(sys.argv[1]), int(sys.argv[2])

@@ -1,1 +1,1 @@
-"""Control connections: who is there, who is late, and who is to blame."""
+"""Control connections: which ranks are connected, which are late, and which one blocks the others."""

@@ -1,4 +1,4 @@
-"""A rank's line to the coordinator: who was lost, what went wrong, and permission to go on between hosts."""
+"""A rank's connection to the coordinator: which ranks were lost, what failed, and synchronisation between hosts."""
 
 import socket
 import threading
@@ -8,17 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, connected
+from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, connect
 from mimatrix.core.errors import MismatchError, PeerLost, WorldError
 
-_MOMENT_S = 0.2
+_CONNECT_S = 30.0
+_NEWS_S = 0.2
+"""How long news of a lost rank may be on its way."""
 _VERDICT_S = 3.0
-"""How long the coordinator may take to find out who holds everybody up."""
+"""How long the coordinator may take to find the rank that blocks the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitStatus:
-    """For whom a rank waits (None: for anybody), where, and since when by the monotonic clock."""
+    """Which rank this one waits for (None: any), in which round of which call, since when (monotonic clock)."""
 
     rank: int | None
     call: object
@@ -27,122 +29,105 @@ class WaitStatus:
 
 
 class ControlClient:
-    """One for each rank. A thread of its own reads; whoever waits asks `check` now and then."""
+    """The client of one rank. A thread of its own reads; ranks that wait call `check` from time to time."""
 
-    def __init__(self, rank: int, hosts: list[str], address: str, port: int, generation: int, token: str) -> None:
+    def __init__(self, rank: int, hosts: list[str], stream: socket.socket, generation: int) -> None:
         self.rank, self.hosts = rank, hosts
         self.sent, self.received = 0, 0
         self.waiting: WaitStatus | None = None
-        self._generation = generation
+        self._stream, self._generation = stream, generation
         self._lost: dict[int, str] = {}
         self._faults: list[tuple[set[int], WorldError]] = []
-        self._said: dict[tuple[str, int], list[Any]] = {}
+        self._arrivals: dict[tuple[str, int], list[Any]] = {}
         self._changed = threading.Condition()
-        self._stream = connected(address, port, timeout_s=30)
-        self._stream.settimeout(None)
-        self._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
-        threading.Thread(target=self._listen, name="mimatrix-control", daemon=True).start()
+
+    @classmethod
+    def connect(
+        cls, rank: int, hosts: list[str], address: str, port: int, generation: int, token: str
+    ) -> "ControlClient":
+        """Connect to the coordinator, greet it with the job's token, and start to listen."""
+        stream = connect(address, port, timeout_s=_CONNECT_S)
+        stream.settimeout(None)
+        client = cls(rank, hosts, stream, generation)
+        client._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
+        threading.Thread(target=client._listen, name="mimatrix-control", daemon=True).start()
+        return client
 
     @property
     def waits_for(self) -> int | None:
-        """Whom this rank waits for now, if it knows."""
+        """The rank that this one waits for now, if it is a particular one."""
         waiting = self.waiting
         return waiting.rank if waiting else None
 
     def begin_waiting(self, rank: int | None, call: object, number: int) -> None:
-        """From now on another rank is waited for, or anybody, in a round of a call."""
+        """Record that this rank now waits for another (None: for any) in round `number` of a call."""
         self.waiting = WaitStatus(rank, call, number, time.monotonic())
 
     def end_waiting(self) -> None:
-        """It goes on."""
+        """Record that this rank does not wait any more."""
         self.waiting = None
 
-    def arrive(self, group: str, ticket: int, members: Collection[int], said: object) -> None:
-        """Say that this rank has come as far as `ticket`; `said` reaches the others with their permission to go."""
-        self._send(MessageType.ARRIVE, {"group": group, "ticket": ticket, "members": list(members), "said": said})
+    def arrive(self, group: str, ticket: int, members: Collection[int], payload: object) -> None:
+        """Announce that this rank has reached `ticket`; members that wait for it receive `payload`."""
+        body = {"group": group, "ticket": ticket, "members": list(members), "payload": payload}
+        self._send(MessageType.ARRIVE, body)
 
-    def gone_on(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
-        """What all said when everyone had arrived; None if that has not happened within `timeout_s`."""
+    def wait_arrivals(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
+        """Return the payloads of all members once all have reached `ticket`, or None after `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: (group, ticket) in self._said, timeout_s)
-            return self._said.pop((group, ticket), None)
+            self._changed.wait_for(lambda: (group, ticket) in self._arrivals, timeout_s)
+            return self._arrivals.pop((group, ticket), None)
 
     def check(self, peer: int, members: Collection[int], doing: str) -> None:
-        """Raise if there is a `trouble`."""
-        if found := self.trouble(peer, members, doing):
-            raise found
+        """Raise the `failure`, if there is one."""
+        if failure := self.failure(peer, members, doing):
+            raise failure
 
-    def trouble(self, peer: int, members: Collection[int], doing: str) -> WorldError | None:
-        """Whether somebody found a mismatch, a member was lost, or the `peer` waited for has left.
+    def failure(self, peer: int, members: Collection[int], doing: str) -> WorldError | None:
+        """Return an error if a rank reported a mismatch, a member was lost, or the awaited `peer` has left.
 
-        A peer may have done all that is expected of it and then left: look once more at what it did, after this.
+        A peer may have finished all that is expected of it and left since: look at its progress once more after this.
         """
         for ranks, error in self._faults.copy():
             if ranks <= set(members):
                 return error
-        for rank, why in self._lost.copy().items():
-            # One that left in good order may have been done already; only who waits for it misses it.
-            if rank == peer or (rank in members and rank != self.rank and why != LEFT):
-                return PeerLost(f"{self.name(rank)} was lost in {doing}: {why}", rank)
+        for rank, reason in self._lost.copy().items():
+            # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
+            if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
+                return PeerLost(f"{self.describe(rank)} was lost in {doing}: {reason}", rank)
         return None
 
-    def late(
+    def report_timeout(
         self, peer: int, members: Collection[int], doing: str, waited_s: float, arrival: tuple[str, int] | None = None
     ) -> NoReturn:
-        """A deadline has passed: have the coordinator find who is to blame, then raise.
+        """Have the coordinator find the rank that is to blame for a timeout, then raise.
 
-        `arrival` is the group and ticket waited for, where it is the coordinator that gives the permission.
+        `arrival` is the group and ticket that this rank waits for, if it waits for the coordinator.
         """
         complaint = {"waits_for": peer, "waited_s": waited_s, "arrival": arrival, "members": list(members)}
         self._complain(complaint, peer, members, doing)
-        raise PeerLost(f"{self.name(0)} was lost in {doing}: its coordinator does not answer", 0)
+        raise PeerLost(f"{self.describe(0)} was lost in {doing}: its coordinator does not answer", 0)
 
-    def explain(self, members: Collection[int], doing: str, waited_s: float) -> None:
-        """Something inside torch failed without saying why: raise if a member turns out to be lost, or to be silent."""
+    def diagnose(self, members: Collection[int], doing: str, waited_s: float) -> None:
+        """Raise if a member is lost or does not answer, after torch failed without saying why."""
         complaint = {"waits_for": None, "waited_s": waited_s, "arrival": None, "members": list(members)}
         self._complain(complaint, -1, members, doing)
 
-    def _complain(self, complaint: dict[str, Any], peer: int, members: Collection[int], doing: str) -> None:
-        """Send a complaint and raise the verdict, if there is one in time."""
-        until = time.monotonic() + _MOMENT_S
-        self._until_verdict(until, peer, members, doing)
-        with suppress(OSError):
-            self._send(MessageType.LATE, complaint)
-        self._until_verdict(until + _VERDICT_S, peer, members, doing)
-
-    def _until_verdict(self, until: float, peer: int, members: Collection[int], doing: str) -> None:
-        while time.monotonic() < until:
-            self.check(peer, members, doing)
-            with self._changed:
-                self._changed.wait(0.02)
-
-    def name(self, rank: int) -> str:
-        """`rank 3 on hostname`."""
-        return f"rank {rank} on {self.hosts[rank]}"
-
-    def fault(self, text: str, ranks: Collection[int]) -> NoReturn:
-        """Two ranks ask for different things: tell everyone, then raise."""
-        self._tell_of({"text": text, "ranks": sorted(ranks), "failed": None})
+    def report_mismatch(self, text: str, ranks: Collection[int]) -> NoReturn:
+        """Tell all ranks that two of them make different calls, then raise."""
+        self._report({"text": text, "ranks": sorted(ranks), "failed": None})
         raise MismatchError(text)
 
-    def failed(self, members: Collection[int], doing: str, error: BaseException) -> None:
-        """Something went wrong on this rank in the middle of a collective: those who wait for it must know."""
+    def report_failure(self, members: Collection[int], doing: str, error: BaseException) -> None:
+        """Tell the members that this rank failed within a collective, so that they do not wait for it."""
         if isinstance(error, WorldError):
-            return  # they know, or will be told by whoever knows
-        text = f"{self.name(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
-        self._tell_of({"text": text, "ranks": sorted(members), "failed": self.rank})
+            return  # they are told by the rank that noticed it
+        text = f"{self.describe(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
+        self._report({"text": text, "ranks": sorted(members), "failed": self.rank})
 
-    def _tell_of(self, body: dict[str, Any]) -> None:
-        self._blame(body)
-        with suppress(OSError):
-            self._send(MessageType.FAULT, body)
-
-    def _blame(self, body: dict[str, Any]) -> None:
-        text, rank = str(body["text"]), body["failed"]
-        error = MismatchError(text) if rank is None else PeerLost(text, rank)
-        with self._changed:
-            self._faults.append((set(body["ranks"]), error))
-            self._changed.notify_all()
+    def describe(self, rank: int) -> str:
+        """Return `rank 3 on hostname`."""
+        return f"rank {rank} on {self.hosts[rank]}"
 
     def close(self) -> None:
         """Say goodbye."""
@@ -150,40 +135,66 @@ class ControlClient:
             self._send(MessageType.BYE, {})
             self._stream.shutdown(socket.SHUT_WR)
 
-    def _send(self, kind: MessageType, body: dict[str, Any]) -> None:
+    def _complain(self, complaint: dict[str, Any], peer: int, members: Collection[int], doing: str) -> None:
+        """Send a complaint and raise the coordinator's verdict, if it comes in time."""
+        until = time.monotonic() + _NEWS_S
+        self._check_until(until, peer, members, doing)
+        with suppress(OSError):
+            self._send(MessageType.LATE, complaint)
+        self._check_until(until + _VERDICT_S, peer, members, doing)
+
+    def _check_until(self, until: float, peer: int, members: Collection[int], doing: str) -> None:
+        while time.monotonic() < until:
+            self.check(peer, members, doing)
+            with self._changed:
+                self._changed.wait(0.02)
+
+    def _report(self, body: dict[str, Any]) -> None:
+        self._add_fault(body)
+        with suppress(OSError):
+            self._send(MessageType.FAULT, body)
+
+    def _add_fault(self, body: dict[str, Any]) -> None:
+        text, rank = str(body["text"]), body["failed"]
+        error = MismatchError(text) if rank is None else PeerLost(text, rank)
+        with self._changed:
+            self._faults.append((set(body["ranks"]), error))
+            self._changed.notify_all()
+
+    def _send(self, message_type: MessageType, body: dict[str, Any]) -> None:
         self.sent += 1
-        self._stream.sendall(ControlMessage(kind, self._generation, body).frame())
+        self._stream.sendall(ControlMessage(message_type, self._generation, body).encode())
 
     def _listen(self) -> None:
-        inbox = Decoder(self._generation)
-        why = "its connection closed"
+        decoder = Decoder(self._generation)
+        reason = "its connection closed"
         try:
             while data := self._stream.recv(1 << 16):
-                for message in inbox.feed(data):
+                for message in decoder.feed(data):
                     self.received += 1
-                    self._take(message)
+                    self._handle(message)
         except (OSError, WorldError) as error:
-            why = str(error)
-        # The coordinator lives beside rank 0.
-        self._lose(0, why)
+            reason = str(error)
+        # The coordinator runs in the process of rank 0.
+        self._lose(0, reason)
         self._stream.close()
 
-    def _take(self, message: ControlMessage) -> None:
+    def _handle(self, message: ControlMessage) -> None:
         body = message.body
-        match message.kind:
+        match message.type:
             case MessageType.GO:
                 with self._changed:
-                    self._said[body["group"], body["ticket"]] = body["said"]
+                    self._arrivals[body["group"], body["ticket"]] = body["payloads"]
                     self._changed.notify_all()
             case MessageType.LOST:
-                self._lose(body["rank"], body["why"])
+                self._lose(body["rank"], body["reason"])
             case MessageType.FAULT:
-                self._blame(body)
+                self._add_fault(body)
             case MessageType.PROBE:
                 with suppress(OSError):
                     self._send(MessageType.STATE, {"waits_for": self.waits_for})
 
-    def _lose(self, rank: int, why: str) -> None:
+    def _lose(self, rank: int, reason: str) -> None:
         with self._changed:
-            self._lost.setdefault(rank, why)
+            self._lost.setdefault(rank, reason)
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""The coordinator: a thread beside rank 0 that knows who is there, and lets ranks of several hosts go on together.
+"""The coordinator: a thread of rank 0 that knows which ranks are connected, and synchronises ranks of several hosts.
 
-It carries no model data. For each synchronisation a rank sends it one message and gets one back, however many ranks
-there are; its own load grows with them and is counted apart. When a rank vanishes it tells everyone who it was. When a
-rank complains that another did not come, it follows who waits for whom to the one that waits for nobody.
+It carries no model data. For each synchronisation a rank sends it one message and receives one, however many ranks
+there are; its own load grows with them and is counted apart. When a rank vanishes, it tells all others which one. When
+a rank complains that another did not come, it follows who waits for whom to the one that waits for no other.
 """
 
 import secrets
@@ -24,37 +24,43 @@ _SEND_S = 1.0
 
 @dataclass(slots=True)
 class _Member:
-    """One connection and the rank behind it."""
+    """One connection and the rank at its other end; -1 until that has greeted."""
 
     stream: socket.socket
-    inbox: Decoder
+    decoder: Decoder
     rank: int = -1
     host: str = ""
 
 
 class Coordinator:
-    """Runs on its own thread until closed."""
+    """Serves the ranks of one generation on a thread of its own until closed."""
 
-    def __init__(self, address: str, generation: int) -> None:
-        self._listener = close_in_children(socket.create_server((address, 0), backlog=1024))
-        self.port: int = self._listener.getsockname()[1]
+    def __init__(self, listener: socket.socket, generation: int) -> None:
+        self._listener, self._generation = listener, generation
+        self.port: int = listener.getsockname()[1]
         self.token = secrets.token_hex(16)
         """What a rank has to show; published in the job's store, so that only its ranks know it."""
         self.received, self.sent = 0, 0
-        self._generation = generation
         self._members: dict[int, _Member] = {}
         self._arrivals: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
         self._search: WaitGraphSearch | None = None
-        self._gone: dict[int, str] = {}
-        self._poller = selectors.DefaultSelector()
-        self._poller.register(self._listener, selectors.EVENT_READ)
+        self._lost: dict[int, str] = {}
+        self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mimatrix-coordinator", daemon=True)
-        self._thread.start()
 
-    def close(self, patience_s: float = 5.0) -> None:
-        """Stop once all ranks have said goodbye, or when patience ends."""
-        until = time.monotonic() + patience_s
+    @classmethod
+    def start(cls, address: str, generation: int) -> "Coordinator":
+        """Listen on a free port of `address`, start the thread, and return the coordinator."""
+        listener = close_in_children(socket.create_server((address, 0), backlog=1024))
+        coordinator = cls(listener, generation)
+        coordinator._selector.register(listener, selectors.EVENT_READ)
+        coordinator._thread.start()
+        return coordinator
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop once all ranks have said goodbye, or after `timeout_s`."""
+        until = time.monotonic() + timeout_s
         while self._members and time.monotonic() < until:
             time.sleep(0.005)
         self._closing.set()
@@ -62,133 +68,136 @@ class Coordinator:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            for key, _ in self._poller.select(timeout=0.05):
+            for key, _ in self._selector.select(timeout=0.05):
                 if key.fileobj is self._listener:
-                    self._welcome()
+                    self._accept()
                 else:
-                    self._hear(key.data)
-            self._look_after_search()
-        # All that ever called and is still there, strangers and the listener included.
-        for key in list(self._poller.get_map().values()):
+                    self._receive(key.data)
+            self._check_search()
+        # All connections that are still open, those of strangers and the listener included.
+        for key in list(self._selector.get_map().values()):
             cast(socket.socket, key.fileobj).close()
-        self._poller.close()
+        self._selector.close()
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         stream = close_in_children(self._listener.accept()[0])
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._poller.register(stream, selectors.EVENT_READ, _Member(stream, Decoder(self._generation)))
+        self._selector.register(stream, selectors.EVENT_READ, _Member(stream, Decoder(self._generation)))
 
-    def _hear(self, member: _Member) -> None:
+    def _receive(self, member: _Member) -> None:
         try:
             data = member.stream.recv(1 << 16)
             if not data:
                 self._drop(member, "its connection closed")
                 return
-            for message in member.inbox.feed(data):
+            for message in member.decoder.feed(data):
                 self.received += 1
-                self._take(member, message)
+                self._handle(member, message)
         except OSError as error:
             self._drop(member, f"its connection broke ({error.strerror})")
         except WorldError as error:
             self._drop(member, str(error))
 
-    def _take(self, member: _Member, message: ControlMessage) -> None:
+    def _handle(self, member: _Member, message: ControlMessage) -> None:
         body = message.body
-        if member.rank < 0 and not (message.kind is MessageType.HELLO and body.get("token") == self.token):
-            raise WorldError("somebody who is no rank of this job called; the connection is closed")
-        match message.kind:
+        if member.rank < 0 and not (message.type is MessageType.HELLO and body.get("token") == self.token):
+            raise WorldError("a process that is not a rank of this job connected; its connection is closed")
+        match message.type:
             case MessageType.HELLO:
-                self._join(member, int(body["rank"]), str(body["host"]))
+                self._on_hello(member, int(body["rank"]), str(body["host"]))
             case MessageType.ARRIVE:
-                self._arrive(member.rank, body)
+                self._on_arrive(member.rank, body)
             case MessageType.LATE:
-                self._complain(body)
+                self._on_late(body)
             case MessageType.STATE:
-                self._hear_of(member.rank, body["waits_for"])
+                self._on_state(member.rank, body["waits_for"])
             case MessageType.FAULT:
-                self._tell_all(MessageType.FAULT, body)
+                self._send_all(MessageType.FAULT, body)
             case MessageType.BYE:
-                self._drop(member, "")
+                self._drop(member, LEFT)
             case _:
-                raise WorldError(f"a control message of kind {message.kind.name} came from a rank; it is refused")
+                raise WorldError(
+                    f"a rank sent {message.type.name}, which only the coordinator sends; check its version"
+                )
 
-    def _join(self, member: _Member, rank: int, host: str) -> None:
+    def _on_hello(self, member: _Member, rank: int, host: str) -> None:
         member.rank, member.host = rank, host
         self._members[rank] = member
-        for lost, why in self._gone.items():
-            self._tell(member, MessageType.LOST, {"rank": lost, "why": why})
+        for lost, reason in self._lost.items():
+            self._send_to(member, MessageType.LOST, {"rank": lost, "reason": reason})
 
-    def _arrive(self, rank: int, body: dict[str, Any]) -> None:
-        """All ranks of a group at the same ticket: they may go, each with what the others said."""
-        key = str(body["group"]), int(body["ticket"])
-        arrived = self._arrivals.setdefault(key, {})
+    def _on_arrive(self, rank: int, body: dict[str, Any]) -> None:
+        """Once all members of a group have reached the same ticket, let them go, each with the payloads of all."""
+        group, ticket = str(body["group"]), int(body["ticket"])
+        arrived = self._arrivals.setdefault((group, ticket), {})
         arrived[rank] = body
         if len(arrived) == len(body["members"]):
-            del self._arrivals[key]
-            said = [arrived[each].get("said") for each in body["members"]]
-            for each in body["members"]:
-                if each in self._members:
-                    self._tell(self._members[each], MessageType.GO, {"group": key[0], "ticket": key[1], "said": said})
+            del self._arrivals[group, ticket]
+            payloads = [arrived[member].get("payload") for member in body["members"]]
+            for member in body["members"]:
+                if member in self._members:
+                    answer = {"group": group, "ticket": ticket, "payloads": payloads}
+                    self._send_to(self._members[member], MessageType.GO, answer)
 
-    def _complain(self, body: dict[str, Any]) -> None:
-        """Somebody's deadline has passed: start to look for the one to blame, unless that is known or under way."""
-        known = any(why != LEFT and rank in body["members"] for rank, why in self._gone.items())
-        if self._search or known:
+    def _on_late(self, body: dict[str, Any]) -> None:
+        """Start to search for the rank that blocks the others, unless it is known or a search is under way."""
+        is_known = any(reason != LEFT and rank in body["members"] for rank, reason in self._lost.items())
+        if self._search or is_known:
             return
         suspect = body["waits_for"]
         if body["arrival"]:
             group, ticket = body["arrival"]
             arrived = self._arrivals.get((group, ticket), {})
-            members: list[int] = next((each["members"] for each in arrived.values()), [])
+            members: list[int] = next((arrival["members"] for arrival in arrived.values()), [])
             suspect = next((rank for rank in members if rank not in arrived), suspect)
         suspects = list(self._members) if suspect is None else [suspect]
-        self._search = WaitGraphSearch(float(body["waited_s"]), known=suspect is not None)
+        self._search = WaitGraphSearch(waited_s=float(body["waited_s"]), has_suspect=suspect is not None)
         self._act_on(self._search.start(suspects, time.monotonic()))
 
-    def _hear_of(self, rank: int, waits_for: int | None) -> None:
+    def _on_state(self, rank: int, waits_for: int | None) -> None:
         if self._search:
             self._act_on(self._search.answer(rank, waits_for, time.monotonic()))
 
-    def _look_after_search(self) -> None:
+    def _check_search(self) -> None:
         if self._search:
             self._act_on(self._search.overdue(time.monotonic()))
         if self._search and self._search.is_over(time.monotonic()):
             self._search = None
 
-    def _act_on(self, found: Culprit | Query | None) -> None:
-        match found:
-            case Culprit(rank, why):
+    def _act_on(self, outcome: Culprit | Query | None) -> None:
+        match outcome:
+            case Culprit(rank, reason):
                 self._search = None
-                self._lose(rank, why)
+                self._lose(rank, reason)
             case Query(ranks):
                 for rank in ranks:
                     if rank in self._members:
-                        self._tell(self._members[rank], MessageType.PROBE, {})
+                        self._send_to(self._members[rank], MessageType.PROBE, {})
             case None:
                 pass
 
-    def _drop(self, member: _Member, why: str) -> None:
+    def _drop(self, member: _Member, reason: str) -> None:
         with suppress(KeyError):
-            self._poller.unregister(member.stream)
+            self._selector.unregister(member.stream)
         member.stream.close()
         if self._members.get(member.rank) is member:
             del self._members[member.rank]
-            self._lose(member.rank, why or LEFT)
+            self._lose(member.rank, reason)
 
-    def _lose(self, rank: int, why: str) -> None:
-        self._gone[rank] = why
-        self._tell_all(MessageType.LOST, {"rank": rank, "why": why})
+    def _lose(self, rank: int, reason: str) -> None:
+        self._lost[rank] = reason
+        self._send_all(MessageType.LOST, {"rank": rank, "reason": reason})
 
-    def _tell_all(self, kind: MessageType, body: dict[str, Any]) -> None:
-        self._send(self._members.values(), ControlMessage(kind, self._generation, body))
+    def _send_all(self, message_type: MessageType, body: dict[str, Any]) -> None:
+        self._send(self._members.values(), ControlMessage(message_type, self._generation, body))
 
-    def _tell(self, member: _Member, kind: MessageType, body: dict[str, Any]) -> None:
-        self._send([member], ControlMessage(kind, self._generation, body))
+    def _send_to(self, member: _Member, message_type: MessageType, body: dict[str, Any]) -> None:
+        self._send([member], ControlMessage(message_type, self._generation, body))
 
     def _send(self, members: Iterable[_Member], message: ControlMessage) -> None:
-        frame = message.frame()
+        frame = message.encode()
         for member in list(members):
-            # Frames are small and a rank always reads them: a stream that is full belongs to one that has stopped.
+            # Frames are small and a rank always reads them: a full stream belongs to a process that was stopped.
             with suppress(OSError):
                 member.stream.settimeout(_SEND_S)
                 member.stream.sendall(frame)

@@ -1,1 +1,1 @@
-"""Executors: a schedule's moves on tensors."""
+"""Executors: they run the moves of a schedule on tensors."""

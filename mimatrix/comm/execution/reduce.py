@@ -1,4 +1,4 @@
-"""Sums over tensors that lie in several ranks' memory: in pieces that stay in cache, rounded once."""
+"""Reductions over tensors in several ranks' memory: in pieces that stay in cache, rounded once."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ import torch
 PIECE_BYTES = 256 << 10
 """Target and one source of this size fit a core's second-level cache together."""
 
-_LOW = (torch.float16, torch.bfloat16)
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _Combine = Callable[..., torch.Tensor]
 _COMBINE: dict[str, _Combine] = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -15,30 +15,30 @@ _COMBINE: dict[str, _Combine] = {"sum": torch.add, "avg": torch.add, "max": torc
 def reduce_into(
     target: torch.Tensor,
     sources: Sequence[torch.Tensor],
-    op: str,
+    reduce_op: str,
     divisor: int = 1,
     first: torch.Tensor | None = None,
 ) -> None:
-    """`target` becomes the combination of `first` (by default itself) with all `sources`, divided by `divisor`.
+    """Store in `target` the combination of `first` (by default itself) with all `sources`, divided by `divisor`.
 
-    Low-precision sums are kept in float32 until the end.
+    Sums of low precision are accumulated in float32.
     """
     own = target if first is None else first
-    if len(sources) == 1 and divisor == 1 and target.dtype not in _LOW:
-        _COMBINE[op](own, sources[0], out=target)
+    if len(sources) == 1 and divisor == 1 and target.dtype not in _LOW_PRECISION:
+        _COMBINE[reduce_op](own, sources[0], out=target)
         return
     if first is not None:
         target.copy_(first)
-    # A GPU has its own ideas of cache, and every piece would be a kernel more.
+    # On a GPU every piece would be one more kernel.
     step = max(1, len(target) if target.is_cuda else PIECE_BYTES // target.element_size())
     for start in range(0, len(target), step):
         piece = target[start : start + step]
-        _reduce_piece(piece, [source[start : start + step] for source in sources], op, divisor)
+        _reduce_piece(piece, [source[start : start + step] for source in sources], reduce_op, divisor)
 
 
-def _reduce_piece(target: torch.Tensor, sources: Sequence[torch.Tensor], op: str, divisor: int) -> None:
-    combine = _COMBINE[op]
-    total = target.float() if target.dtype in _LOW and op in ("sum", "avg") else target
+def _reduce_piece(target: torch.Tensor, sources: Sequence[torch.Tensor], reduce_op: str, divisor: int) -> None:
+    combine = _COMBINE[reduce_op]
+    total = target.float() if target.dtype in _LOW_PRECISION and reduce_op in ("sum", "avg") else target
     for source in sources:
         combine(total, source, out=total)
     if divisor != 1:

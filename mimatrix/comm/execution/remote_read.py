@@ -1,4 +1,4 @@
-"""The executor on windows that are not mapped: reads several at a time into the own arena, then adds."""
+"""The executor on windows that are not mapped: several reads in flight into the own arena, then reductions."""
 
 import time
 from collections import deque
@@ -10,44 +10,45 @@ import torch
 
 from mimatrix.comm.calls import CallSignature
 from mimatrix.comm.control.client import ControlClient
-from mimatrix.comm.execution.one_sided import OneSidedExecutor, Sync
+from mimatrix.comm.execution.one_sided import OneSidedExecutor
 from mimatrix.comm.execution.program import ProgramStep, Read
 from mimatrix.comm.execution.reduce import reduce_into
 from mimatrix.comm.memory.arena import Arena, Slot
+from mimatrix.comm.sync import Sync
 from mimatrix.core.errors import PeerLost, WorldError
 
-_IN_FLIGHT = 8
+_MAX_IN_FLIGHT = 8
 
 
 class RemoteReadWork(Protocol):
-    """A read under way."""
+    """A read in flight."""
 
     def wait(self, deadline: float | None = None) -> None:
-        """Until it is done; `deadline` is a moment of time.monotonic."""
+        """Wait until the bytes are there; `deadline` is a time of the monotonic clock."""
         ...
 
 
 class RemoteWindow(Protocol):
-    """A peer's window whose bytes have to be fetched."""
+    """A peer's window whose bytes are copied over a network."""
 
     def start_read(self, start: int, stop: int, into: torch.Tensor) -> RemoteReadWork:
-        """Begin to fetch bytes [start, stop)."""
+        """Start to copy bytes [start, stop) into a tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """What to fetch for one take from one peer, and where to."""
+class _PeerRead:
+    """The part of a `Read` that comes from one peer, and where it goes."""
 
-    take: Read
+    read: Read
     peer: int
     into: torch.Tensor
 
 
 class RemoteReadExecutor(OneSidedExecutor):
-    """Runs programs where peers' memory is behind a network."""
+    """Runs programs for one rank whose peers are on other hosts."""
 
-    sees_peers = False
+    maps_peers = False
 
     def __init__(
         self,
@@ -59,75 +60,75 @@ class RemoteReadExecutor(OneSidedExecutor):
         timeout_s: float,
     ) -> None:
         super().__init__(arena, [None] * len(windows), sync)
-        self._far, self._members, self._control, self._timeout_s = windows, members, control, timeout_s
+        self._windows, self._members, self._control, self._timeout_s = windows, members, control, timeout_s
         self._scratch: Slot | None = None
 
     def _step(self, step: ProgramStep, call: CallSignature, offset: int) -> None:
-        flying: deque[tuple[_Read, RemoteReadWork]] = deque()
+        in_flight: deque[tuple[_PeerRead, RemoteReadWork]] = deque()
         addends: dict[Read, list[torch.Tensor]] = {}
-        for read in self._reads(step, call, offset):
-            if len(flying) == _IN_FLIGHT:
-                self._land(*flying.popleft(), call, offset, addends)
-            flying.append((read, self._start(read, call)))
-        while flying:
-            self._land(*flying.popleft(), call, offset, addends)
+        for peer_read in self._peer_reads(step, call, offset):
+            if len(in_flight) == _MAX_IN_FLIGHT:
+                self._finish(*in_flight.popleft(), call, offset, addends)
+            in_flight.append((peer_read, self._start(peer_read, call)))
+        while in_flight:
+            self._finish(*in_flight.popleft(), call, offset, addends)
 
-    def _reads(self, step: ProgramStep, call: CallSignature, offset: int) -> Iterator[_Read]:
-        """In the order of the schedule: copies straight to their place, addends side by side into scratch memory."""
+    def _peer_reads(self, step: ProgramStep, call: CallSignature, offset: int) -> Iterator[_PeerRead]:
+        """Yield the reads in the schedule's order: copies go to their place, addends into scratch memory."""
         size, at = call.dtype.itemsize, 0
-        room = self._room(sum((take.stop - take.start) * len(take.sources) for take in step.takes if take.adds) * size)
-        for take in step.takes:
-            length = (take.stop - take.start) * size
-            for peer in take.sources:
-                if take.adds:
-                    yield _Read(take, peer, room[at : at + length])
+        needed = sum((read.stop - read.start) * len(read.sources) for read in step.reads if read.adds) * size
+        scratch = self._scratch_bytes(needed)
+        for read in step.reads:
+            length = (read.stop - read.start) * size
+            for peer in read.sources:
+                if read.adds:
+                    yield _PeerRead(read, peer, scratch[at : at + length])
                     at += length
                 else:
-                    place = offset + take.start * size
-                    yield _Read(take, peer, self._arena.window.bytes[place : place + length])
+                    start = offset + read.start * size
+                    yield _PeerRead(read, peer, self._arena.window.bytes[start : start + length])
 
-    def _start(self, read: _Read, call: CallSignature) -> RemoteReadWork:
-        window, size = self._far[read.peer], call.dtype.itemsize
+    def _start(self, peer_read: _PeerRead, call: CallSignature) -> RemoteReadWork:
+        window, size = self._windows[peer_read.peer], call.dtype.itemsize
         assert window
-        there = self.sync.offset_of(read.peer)
+        read, offset = peer_read.read, self.sync.offset_of(peer_read.peer)
         try:
-            return window.start_read(there + read.take.start * size, there + read.take.stop * size, read.into)
+            return window.start_read(offset + read.start * size, offset + read.stop * size, peer_read.into)
         except WorldError as error:
-            self._lost(read.peer, call, error)
+            self._raise_lost(peer_read.peer, call, error)
             raise
 
-    def _land(
+    def _finish(
         self,
-        read: _Read,
-        reading: RemoteReadWork,
+        peer_read: _PeerRead,
+        work: RemoteReadWork,
         call: CallSignature,
         offset: int,
         addends: dict[Read, list[torch.Tensor]],
     ) -> None:
-        """Wait for a read; when it was the last of a sum, add."""
-        self._control.begin_waiting(self._members[read.peer], call, 0)
+        """Wait for a read; if it was the last of a sum, add up."""
+        read = peer_read.read
+        self._control.begin_waiting(self._members[peer_read.peer], call, 0)
         try:
-            reading.wait(time.monotonic() + self._timeout_s)
+            work.wait(time.monotonic() + self._timeout_s)
         except WorldError as error:
-            self._lost(read.peer, call, error)
+            self._raise_lost(peer_read.peer, call, error)
             raise
         self._control.end_waiting()
-        if not read.take.adds:
+        if not read.adds:
             return
-        have = addends.setdefault(read.take, [])
-        have.append(read.into.view(call.dtype))
-        if len(have) == len(read.take.sources):
-            size = call.dtype.itemsize
-            target = self._view(-1, offset + read.take.start * size, offset + read.take.stop * size, call.dtype)
-            reduce_into(target, have, call.op, self._divisor(read.take, call))
+        arrived = addends.setdefault(read, [])
+        arrived.append(peer_read.into.view(call.dtype))
+        if len(arrived) == len(read.sources):
+            reduce_into(self._target(read, call, offset), arrived, call.reduce_op, self._divisor(read, call))
 
-    def _lost(self, peer: int, call: CallSignature, error: WorldError) -> None:
-        """The transport knows no ranks: say which one it was."""
+    def _raise_lost(self, peer: int, call: CallSignature, error: WorldError) -> None:
+        """Raise an error that names the lost rank, which the transport does not know."""
         if not isinstance(error, PeerLost):
-            self._control.late(self._members[peer], self._members, f"{call} ({error})", self._timeout_s)
+            self._control.report_timeout(self._members[peer], self._members, f"{call} ({error})", self._timeout_s)
 
-    def _room(self, size: int) -> torch.Tensor:
-        """Registered memory for addends; grows with what is asked for."""
+    def _scratch_bytes(self, size: int) -> torch.Tensor:
+        """Return registered memory for addends, which grows with what is needed."""
         if self._scratch is None or self._scratch.size < size:
             if self._scratch:
                 self._scratch.free()

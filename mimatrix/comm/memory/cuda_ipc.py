@@ -1,10 +1,10 @@
 """CUDA IPC for GPU ranks of a host, also for ranks that share one GPU under MPS.
 
 The memory is allocated and exported with the CUDA runtime directly: torch's own sharing keeps reference counts in
-files, which a crash would leave behind. When the owner dies the driver gives the memory back.
+files, which a crash would leave behind. When the owner dies, the driver frees the memory.
 
-CUDA lets a handle be opened whose memory was freed or whose owner is dead. So every window has a lifeline, a small
-window in mapped memory that is opened first: it tells whether the owner is there and still offers the window.
+CUDA opens handles whose memory was freed or whose owner is dead. So every window has a lifeline, a small window in
+mapped memory that is opened first: it shows whether the owner is alive and still offers the window.
 """
 
 import base64
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from mimatrix.comm.memory.mapped_view import MappedView, check_size
+from mimatrix.comm.memory.base import MappedView, check_size
 from mimatrix.comm.memory.memfd import MemfdWindow, MemfdWindows
 from mimatrix.core.errors import UserError, WorldError
 
@@ -24,24 +24,24 @@ _BLOCK_BYTES = 2 << 20
 
 
 class CudaIpcWindows:
-    """Windows in the memory of one GPU. CUDA opens a handle once in a process, and never an own one: both are kept."""
+    """Windows in the memory of one GPU. CUDA opens a handle once per process, and never an own one: both are cached."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise UserError("there is no GPU here that torch can use; use windows in mapped memory")
+            raise UserError("torch finds no GPU here; use windows in mapped memory")
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self._lifelines = MemfdWindows()
         self._own: dict[str, CudaIpcWindow] = {}
         self._opened: dict[str, _Mapping] = {}
 
     def allocate(self, size: int) -> "CudaIpcWindow":
-        """A new window of `size` bytes, all zero."""
+        """Return a new window of `size` bytes, all zero."""
         window = CudaIpcWindow(self.device, size, self._lifelines.allocate(1))
         self._own[window.handle()] = window
         return window
 
     def open(self, handle: str) -> MappedView:
-        """A peer's window."""
+        """Open a peer's window by its handle."""
         if handle in self._own:
             return MappedView(self._own[handle].bytes) if self._own[handle].bytes.numel() else _refuse("it is closed")
         _, lifeline = handle.split("|")
@@ -58,7 +58,7 @@ class CudaIpcWindow:
         check_size(size)
         self._device, self._size, self._lifeline = device, size, lifeline
         self._address = ctypes.c_void_p()
-        # Smaller ones would share a block of the driver's, which a peer can map only once.
+        # Smaller ones would share a block of the driver, which a peer can map only once.
         room = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
@@ -70,14 +70,14 @@ class CudaIpcWindow:
         torch.cuda.synchronize(device)
 
     def handle(self) -> str:
-        """The export handle and the size."""
+        """Return the size, the export handle and the lifeline."""
         exported = _IpcHandle()
         with torch.cuda.device(self._device):
             _check(_runtime().cudaIpcGetMemHandle(ctypes.byref(exported), self._address), "exporting a window")
         return f"{self._size}:{base64.b64encode(bytes(exported.reserved)).decode()}|{self._lifeline.handle()}"
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._lifeline.close()
         if self._address:
             torch.cuda.synchronize(self._device)
@@ -96,7 +96,7 @@ class CudaIpcPeer(MappedView):
         mapping.users += 1
 
     def close(self) -> None:
-        """Let go of it; the last one unmaps it."""
+        """Close it; the last one to close unmaps the memory."""
         super().close()
         if self._mapping:
             self._mapping.users -= 1
@@ -106,7 +106,7 @@ class CudaIpcPeer(MappedView):
 
 
 class _Mapping:
-    """A peer's memory, opened once for all who look at it."""
+    """A peer's memory, opened once for all that use it."""
 
     def __init__(self, device: torch.device, handle: str) -> None:
         size, exported = handle.split("|")[0].split(":")
@@ -123,14 +123,14 @@ class _Mapping:
         self.bytes = _as_tensor(self._address, int(size), device)
 
     def close(self) -> None:
-        """Unmap it, when nothing uses it any more."""
+        """Unmap the memory."""
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             _runtime().cudaIpcCloseMemHandle(self._address)
 
 
-def _refuse(why: str) -> NoReturn:
-    raise WorldError(f"the window on a GPU cannot be opened: {why}; is its rank still there?")
+def _refuse(reason: str) -> NoReturn:
+    raise WorldError(f"the window on a GPU cannot be opened: {reason}; is its rank still there?")
 
 
 class _IpcHandle(ctypes.Structure):
@@ -138,7 +138,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _Memory:
-    """Lets torch see an address as a tensor, without a copy and without owning it."""
+    """An address that torch can use as a tensor, without copying or owning it."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -151,7 +151,7 @@ def _as_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> tor
 
 @lru_cache(maxsize=1)
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch itself has loaded."""
+    """Return the CUDA runtime that torch itself has loaded."""
     major = str(torch.version.cuda).split(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
@@ -165,4 +165,4 @@ def _error(code: int) -> str:
 
 def _check(code: int, doing: str) -> None:
     if code:
-        raise WorldError(f"{doing} on the GPU failed: {_error(code)}")
+        raise WorldError(f"{doing} on the GPU failed: {_error(code)}; check nvidia-smi")

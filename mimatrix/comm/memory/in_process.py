@@ -1,26 +1,26 @@
-"""Windows among threads of one process: ranks as threads, for tests."""
+"""Windows among threads of one process, whose ranks are threads."""
 
 import secrets
 
 import torch
 
-from mimatrix.comm.memory.mapped_view import MappedView, check_size
+from mimatrix.comm.memory.base import MappedView, check_size
 from mimatrix.core.errors import WorldError
 
 
 class InProcessWindows:
-    """All ranks share this object; a handle is a key in it."""
+    """The windows of all ranks, which share this object; a handle is a key in it."""
 
     def __init__(self) -> None:
         self._windows: dict[str, torch.Tensor] = {}
 
     def allocate(self, size: int) -> "InProcessWindow":
-        """A new window of `size` bytes, all zero."""
+        """Return a new window of `size` bytes, all zero."""
         check_size(size)
         return InProcessWindow(self._windows, torch.zeros(size, dtype=torch.uint8))
 
     def open(self, handle: str) -> MappedView:
-        """A peer's window."""
+        """Open a peer's window by its handle."""
         if handle not in self._windows:
             raise WorldError(f"the window {handle} cannot be opened; is its rank still there?")
         return MappedView(self._windows[handle])
@@ -34,10 +34,10 @@ class InProcessWindow:
         self.bytes = windows[self._key] = memory
 
     def handle(self) -> str:
-        """The key."""
+        """Return the key of the window."""
         return self._key
 
     def close(self) -> None:
-        """Withdraw it."""
+        """Withdraw the window."""
         self._windows.pop(self._key, None)
         self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Storages that were made elsewhere, as DDP's buckets are, shared so that peers read them in place.
+"""Storages that torch allocated, such as DDP's buckets, shared so that peers read them in place.
 
-Torch moves a storage into shared memory without anyone noticing: every tensor over it follows. Peers find it beside the
-rank's window, at a place past `BEYOND`, and map it when they first read there.
+torch moves a storage into shared memory transparently: every tensor over it follows. Peers address it next to the
+rank's window, at offsets from `STORAGE_SPACE` on, and map it when they first read there.
 """
 
 import os
@@ -12,88 +12,96 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-BEYOND = 1 << 48
-"""Places are offsets in the window; the bits above these name a storage beside it."""
-NUMBERS = 256
-"""Storages at a time; what comes above this in a name counts how often the number was used."""
+STORAGE_SPACE = 1 << 48
+"""Smaller offsets are in the window itself; the bits above number a shared storage."""
+MAX_STORAGES = 256
+"""Storages at a time. The part of a number above this counts how often its slot was used."""
+_MIN_BYTES = 1 << 18
+"""Smaller storages are not worth sharing."""
+
+
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is all of a large storage on the host, as buckets are."""
+    is_flat = tensor.dim() == 1 and tensor.is_contiguous()
+    return is_flat and _MIN_BYTES <= tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedStorage:
     storage: StorageWeakRef
     pointer: int
-    name: int
+    number: int
     fd: int
 
     def is_over(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this is still where the storage lies."""
+        """Whether the storage is still at this memory."""
         return not _is_gone(self.storage) and self.pointer == storage.data_ptr()
 
 
 class SharedStorages:
-    """The storages beside one window. `offer` lets peers have a file by its name here, `withdraw` no longer."""
+    """The shared storages next to one window. `offer` publishes a file under a number, `withdraw` ends that."""
 
     def __init__(self, offer: Callable[[int, int, int], object], withdraw: Callable[[int], object]) -> None:
         self._offer, self._withdraw = offer, withdraw
-        self._lent: dict[int, _SharedStorage] = {}
+        self._shared: dict[int, _SharedStorage] = {}
         self._seen: dict[int, StorageWeakRef] = {}
-        self._names = list(range(NUMBERS - 1, 0, -1))
+        self._numbers = list(range(MAX_STORAGES - 1, 0, -1))
         self._lock = threading.Lock()
         self.refused = ""
-        """Why the last one could not be shared; nothing is tried after that."""
+        """Why sharing failed; nothing is tried after that."""
 
-    def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Share it when it comes for the second time, if there is room: what comes once is not worth the move."""
+    def share(self, storage: torch.UntypedStorage) -> None:
+        """Share a storage at its second use, if there is room: one that is used once is not worth the move."""
         with self._lock:
             self._sweep()
-            if storage._cdata in self._lent or self.refused or not self._names or storage.is_shared():
+            if storage._cdata in self._shared or self.refused or not self._numbers or storage.is_shared():
                 return
             if storage._cdata not in self._seen:
-                self._seen[storage._cdata] = _watched(storage)
+                self._seen[storage._cdata] = _weak_ref(storage)
                 return
             del self._seen[storage._cdata]
             try:
                 shared, size = storage._share_fd_cpu_()
-            except RuntimeError as error:  # /dev/shm is too small, say
+            except RuntimeError as error:  # for example because /dev/shm is too small
                 self.refused = str(error).splitlines()[0]
                 return
-            name, fd = self._names.pop(), os.dup(shared)
-            self._lent[storage._cdata] = _SharedStorage(_watched(storage), storage.data_ptr(), name, fd)
-            self._offer(name, fd, size)
+            number, fd = self._numbers.pop(), os.dup(shared)
+            self._shared[storage._cdata] = _SharedStorage(_weak_ref(storage), storage.data_ptr(), number, fd)
+            self._offer(number, fd, size)
 
-    def place_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Where peers find its first byte, if it was adopted."""
+    def offset_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the offset at which peers find a storage's first byte, or None if it is not shared."""
         with self._lock:
-            found = self._lent.get(storage._cdata)
-            return found.name * BEYOND if found and found.is_over(storage) else None
+            shared = self._shared.get(storage._cdata)
+            return shared.number * STORAGE_SPACE if shared and shared.is_over(storage) else None
 
     def __len__(self) -> int:
-        """How many there are now."""
-        return sum(not _is_gone(lent.storage) for lent in self._lent.values())
+        """Return how many storages are shared now."""
+        return sum(not _is_gone(shared.storage) for shared in self._shared.values())
 
     def close(self) -> None:
-        """Lend nothing any more."""
+        """Withdraw all storages."""
         with self._lock:
-            for key in list(self._lent):
-                self._take_back(key)
+            for key in list(self._shared):
+                self._remove(key)
 
     def _sweep(self) -> None:
-        """Take back what nobody here has any more."""
-        for key in [key for key, lent in self._lent.items() if _is_gone(lent.storage)]:
-            name = self._take_back(key) + NUMBERS
-            if name * BEYOND < 1 << 64:
-                self._names.append(name)
+        """Withdraw storages that do not exist any more, and reuse their numbers."""
+        for key in [key for key, shared in self._shared.items() if _is_gone(shared.storage)]:
+            number = self._remove(key) + MAX_STORAGES
+            if number * STORAGE_SPACE < 1 << 64:
+                self._numbers.append(number)
         self._seen = {key: storage for key, storage in self._seen.items() if not _is_gone(storage)}
 
-    def _take_back(self, key: int) -> int:
-        lent = self._lent.pop(key)
-        self._withdraw(lent.name)
-        os.close(lent.fd)
-        return lent.name
+    def _remove(self, key: int) -> int:
+        shared = self._shared.pop(key)
+        self._withdraw(shared.number)
+        os.close(shared.fd)
+        return shared.number
 
 
-def _watched(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """A storage, without keeping it; while this is kept, no other has its `_cdata`."""
+def _weak_ref(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Return a weak reference; while it exists, no other storage has the same `_cdata`."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 

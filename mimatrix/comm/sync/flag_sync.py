@@ -1,8 +1,8 @@
-"""Synchronisation in mapped memory: every rank publishes how far it has come, and waits only for those it reads from.
+"""Synchronisation in mapped memory: every rank publishes its progress, and waits only for those it reads from.
 
-A rank's page holds a counter and the headers of its last calls. The counter grows by one with each round and with each
-call, on all ranks alike, so that one number says which round of which call a rank has finished. That is also how a slot
-is known to be free again: its readers have come past the round in which they read it.
+A rank's page holds a counter and the headers of its last calls. The counter grows by one with each round and each call,
+on all ranks alike, so one number says which round of which call a rank has finished. It also tells when a slot is free
+again: once its readers are past the round in which they read it.
 """
 
 import os
@@ -12,33 +12,31 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from mimatrix.comm.calls import PACKED_BYTES, CallHeader, CallSignature, disagreement, offset_if_same
+from mimatrix.comm.calls import PACKED_BYTES, CallHeader, CallSignature, describe_mismatch, offset_if_same
 from mimatrix.comm.control.client import ControlClient
+from mimatrix.comm.sync import Release
 from mimatrix.core.errors import WorldError
 
 PAGE_BYTES = 4096
 _HEADERS = 8
 _HEADER_AT, _HEADER_BYTES = 64, 64
-_SPINS, _YIELDS, _LOOKS = 100, 2000, 20
+_SPINS, _YIELDS, _YIELDS_PER_CHECK = 100, 2000, 20
 _BUSY_S = 20e-6
-"""Of processor time: another thread of this process computes."""
-_LONGEST_SLEEP_S = 2e-4
-
-Release = tuple[tuple[int, int, int], ...]
-"""What must have happened before a slot may be written again: (peer, the count that it must have reached, the call)."""
+"""CPU time of other threads after which this process counts as computing."""
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 2e-4
 
 
 class FlagSync:
-    """The pages of one group's members, as one rank sees them. `members[i]` is the rank in the job of member i."""
+    """A `Sync` over the mapped pages of a group's members. `members[i]` is the rank in the job of member i."""
 
     def __init__(
-        self, me: int, pages: Sequence[memoryview], members: Sequence[int], control: ControlClient, timeout_s: float
+        self, rank: int, pages: Sequence[memoryview], members: Sequence[int], control: ControlClient, timeout_s: float
     ) -> None:
-        self._me, self._pages, self._members = me, pages, members
+        self._rank, self._pages, self._members = rank, pages, members
         self._counts = [page[:8].cast("Q") for page in pages]
         self._control, self._timeout_s = control, timeout_s
         self._fence = threading.Lock()
-        self._number, self._base, self._next = -1, 0, 1  # a page starts at zero: nothing announced
+        self._number, self._base, self._next = -1, 0, 1  # a new page is zero: nothing is announced
         self._call: CallSignature | None = None
         self._calls: list[tuple[int, CallSignature | None]] = [(-1, None)] * _HEADERS
         self._packed = [b""] * _HEADERS
@@ -47,12 +45,11 @@ class FlagSync:
         self._offsets: dict[int, int] = {}
         self._unread: deque[Release] = deque()
         self.waited_s = 0.0
-        """How long this rank has waited for others, all calls together."""
 
     def begin(self, call: CallSignature, offset: int, rounds: int) -> None:
-        """The data of this call lie ready at `offset`."""
+        """Announce a call whose data lie at `offset` of the arena."""
         if self._broken:
-            raise WorldError(f"this group is broken: {self._broken}; make it anew")
+            raise WorldError(f"this group is broken: {self._broken}; create a new one")
         if len(self._unread) == _HEADERS - 1:
             # The header that is about to be overwritten may still be unread by a slow peer.
             self.wait_released(self._unread.popleft())
@@ -61,68 +58,69 @@ class FlagSync:
         self._call, self._round = call, 0
         self._calls[self._number % _HEADERS] = (self._number, call)
         self._offsets.clear()
-        packed = self._packed[self._number % _HEADERS] = call.packed(self._number, offset)
-        self._pages[self._me][_header_at(self._number)] = packed
+        packed = self._packed[self._number % _HEADERS] = call.pack(self._number, offset)
+        self._pages[self._rank][_header_at(self._number)] = packed
         self._publish(self._base)
 
     def wait(self, number: int, peers: Collection[int]) -> None:
-        """Until each of `peers` has finished the rounds before `number`."""
+        """Wait until each of `peers` has finished the rounds before `number`."""
         self._round = number
         for peer in peers:
             if self._counts[peer][0] < self._base + number:
-                self._wait(peer, self._base + number)
+                self._wait_for(peer, self._base + number)
             if peer not in self._offsets:
-                self._offsets[peer] = self._checked(peer)
+                self._offsets[peer] = self._check_header(peer)
 
     def offset_of(self, peer: int) -> int:
-        """Where a peer that was waited for has its data of this call."""
+        """Return where a peer that was waited for has its data of this call."""
         return self._offsets[peer]
 
     def finish(self, number: int) -> None:
-        """Say that this rank has done its round `number`: what it wrote may be read."""
+        """Announce that this rank has finished round `number`: peers may read what it wrote."""
         self._publish(self._base + number + 1)
 
     def end(self, readers: Sequence[tuple[int, int]]) -> Release:
-        """When the data of this call may be overwritten; `readers` are peers and the last round in which they read."""
+        """End the call; `readers` are the peers that read its data, each with the last round in which it does."""
         release = tuple((peer, self._base + number + 1, self._number) for peer, number in readers)
         self._unread.append(release)
         return release
 
     def fail(self, error: BaseException) -> None:
-        """Say that this rank cannot go on in the middle of a call; it makes no further one in this group."""
+        """Announce that this rank cannot finish its call; it makes no further call in this group."""
         self._broken = f"{self._call} ended with {type(error).__name__}: {error}"
-        self._control.failed(self._members, f"{self._call}, round {self._round}", error)
+        self._control.report_failure(self._members, f"{self._call}, round {self._round}", error)
 
     def wait_released(self, release: Release) -> None:
-        """Until all its readers have let go."""
+        """Wait until all readers have released the data."""
         for peer, count, number in release:
             if self._counts[peer][0] < count:
-                self._wait(peer, count)
-            # One that is only read from, as the root of a broadcast, looks at what its readers asked for here.
+                self._wait_for(peer, count)
+            # A rank that is only read from, such as the root of a broadcast, compares its readers' calls here.
             self._compare(peer, number)
 
     def _publish(self, count: int) -> None:
-        # Taking a lock is a memory barrier: what was written before it is seen before the count.
+        # Taking a lock is a memory barrier: peers see what was written before they see the count.
         with self._fence:
-            self._counts[self._me][0] = count
+            self._counts[self._rank][0] = count
 
-    def _wait(self, peer: int, count: int) -> None:
-        """Spin a little, then let others run, then sleep: ranks may outnumber cores."""
+    def _wait_for(self, peer: int, count: int) -> None:
+        """Spin a little, then yield, then sleep: ranks may outnumber cores."""
         started = time.perf_counter()
-        if not self._soon(self._counts[peer], count):
+        if not self._spin(self._counts[peer], count):
             self._sleep(peer, count)
         self.waited_s += time.perf_counter() - started
 
-    def _soon(self, counts: memoryview, count: int) -> bool:
+    def _spin(self, counts: memoryview, count: int) -> bool:
+        """Return whether the count was reached within a moment."""
         for _ in range(_SPINS):
             if counts[0] >= count:
                 return True
-        before = _others_s()
+        before = _other_threads_s()
         for number in range(1, _YIELDS + 1):
             os.sched_yield()
             if counts[0] >= count:
                 return True
-            if number % _LOOKS == 0 and _others_s() - before > _BUSY_S:
+            if number % _YIELDS_PER_CHECK == 0 and _other_threads_s() - before > _BUSY_S:
                 return False
         return False
 
@@ -130,39 +128,39 @@ class FlagSync:
         counts, started = self._counts[peer], time.monotonic()
         doing = f"{self._call}, call number {self._number}, round {self._round}, since {time.strftime('%H:%M:%S')}"
         self._control.begin_waiting(self._members[peer], self._call, self._round)
-        pause = 20e-6
+        pause = _SHORTEST_SLEEP_S
         while True:
-            trouble = self._control.trouble(self._members[peer], self._members, doing)
+            failure = self._control.failure(self._members[peer], self._members, doing)
             if counts[0] >= count:
                 break
-            if trouble:
-                raise trouble
-            waited = time.monotonic() - started
-            if waited > self._timeout_s:
-                self._control.late(self._members[peer], self._members, doing, waited)
+            if failure:
+                raise failure
+            waited_s = time.monotonic() - started
+            if waited_s > self._timeout_s:
+                self._control.report_timeout(self._members[peer], self._members, doing, waited_s)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP_S)
         self._control.end_waiting()
 
-    def _checked(self, peer: int) -> int:
-        """Where a peer's data of this call lie, if it asks for the same."""
+    def _check_header(self, peer: int) -> int:
+        """Return where a peer's data of this call lie, and raise if it makes another call."""
         offset = offset_if_same(self._packed[self._number % _HEADERS], self._raw_header(peer, self._number))
         if offset is not None:
             return offset
-        found = self._header(peer, self._number)
-        if found.number != self._number:
-            self._disagree(peer, self._number, found)
+        header = self._header(peer, self._number)
+        if header.number != self._number:
+            self._raise_mismatch(peer, self._number, header)
         self._compare(peer, self._number)
-        return found.offset
+        return header.offset
 
     def _compare(self, peer: int, number: int) -> None:
-        """Raise if a peer asked for something else in that call; where its header is gone, it was read before."""
+        """Raise if a peer made another call; if its header was overwritten, it was compared before."""
         if offset_if_same(self._packed[number % _HEADERS], self._raw_header(peer, number)) is not None:
             return
-        known, call = self._calls[number % _HEADERS]
-        found = self._header(peer, number)
-        if known == number == found.number and call and not found.agrees(call):
-            self._disagree(peer, number, found)
+        call_number, call = self._calls[number % _HEADERS]
+        header = self._header(peer, number)
+        if call_number == number == header.number and call and not header.matches(call):
+            self._raise_mismatch(peer, number, header)
 
     def _header(self, peer: int, number: int) -> CallHeader:
         return CallHeader.unpack(self._raw_header(peer, number))
@@ -170,20 +168,20 @@ class FlagSync:
     def _raw_header(self, peer: int, number: int) -> bytes:
         return bytes(self._pages[peer][_header_at(number)])
 
-    def _disagree(self, peer: int, number: int, found: CallHeader) -> NoReturn:
+    def _raise_mismatch(self, peer: int, number: int, header: CallHeader) -> NoReturn:
         call = self._calls[number % _HEADERS][1]
         assert call
-        ranks = self._members[self._me], self._members[peer]
-        mine, theirs = map(self._control.name, ranks)
-        self._control.fault(disagreement(number, mine, call, theirs, found), ranks)
+        ranks = self._members[self._rank], self._members[peer]
+        own, other = map(self._control.describe, ranks)
+        self._control.report_mismatch(describe_mismatch(number, own, call, other, header), ranks)
 
 
 def _header_at(number: int) -> slice:
-    """Where the header of a call is in a page."""
+    """Return where the header of a call is in a page."""
     start = _HEADER_AT + _HEADER_BYTES * (number % _HEADERS)
     return slice(start, start + PACKED_BYTES)
 
 
-def _others_s() -> float:
-    """Processor time of this process's other threads. One that waits must not take it from one that computes."""
+def _other_threads_s() -> float:
+    """Return the CPU time of this process's other threads: a thread that waits must not take it from them."""
     return time.process_time() - time.thread_time()

@@ -1,9 +1,8 @@
-"""What the described cluster tells about plans: schedules fitted to it, and what the simulator expects of them.
+"""What a described cluster says about algorithms: schedules fitted to it, and the simulator's times.
 
 MIMATRIX_CLUSTER names the description; its device number i is the job's rank i.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,16 +21,17 @@ from mimatrix.collectives import (
     shares_by_bandwidth,
 )
 from mimatrix.comm.tuning.choice import AlgorithmChoice
+from mimatrix.core import environment
 from mimatrix.core.errors import UnsuitedError
 from mimatrix.netsim import Costs, replay
 
-_UNLIKE = 1.1
-_HOPELESS = 1.25
-"""A plan that the simulator finds this many times slower than the best is not even measured."""
+_UNEVEN_RATIO = 1.1
+_HOPELESS_RATIO = 1.25
+"""A choice that the simulator finds this many times slower than the best is not measured."""
 
 
 class Forecast:
-    """Predictions for a job whose rank i is device i of `cluster`. A round costs `costs.sync_s` beside its data."""
+    """Predictions for a job whose rank i is device i of `cluster`. Each round adds `costs.sync_s`."""
 
     def __init__(self, cluster: Cluster, costs: Costs = Costs(sync_s=200e-6)) -> None:  # noqa: B008 (a value)
         self._cluster, self._costs = cluster, costs
@@ -43,50 +43,50 @@ class Forecast:
 
     @cached_property
     def _rates(self) -> list[float]:
-        everyone = range(len(self._cluster.device_names))
-        return [float(rate) for rate in nic_rates(self._fabric, everyone)]
+        devices = range(len(self._cluster.device_names))
+        return [float(rate) for rate in nic_rates(self._fabric, devices)]
 
-    def by_bandwidth(self, plan: AlgorithmChoice) -> AlgorithmChoice | None:
-        """The same plan with shares by bandwidth, where NICs are unlike."""
-        if not np.isfinite(self._rates).all() or max(self._rates) < _UNLIKE * min(self._rates):
+    def by_bandwidth(self, choice: AlgorithmChoice) -> AlgorithmChoice | None:
+        """Return the choice with shares by bandwidth, or None if all NICs are alike."""
+        if not np.isfinite(self._rates).all() or max(self._rates) < _UNEVEN_RATIO * min(self._rates):
             return None
-        return replace(plan, shares=shares_by_bandwidth(self._rates, plan.segments).shares)
+        return replace(choice, shares=shares_by_bandwidth(self._rates, choice.segments).shares)
 
-    def suits(self, plan: AlgorithmChoice, collective: Collective) -> bool:
-        """Whether the algorithm can run on this network."""
+    def suits(self, choice: AlgorithmChoice, collective: Collective) -> bool:
+        """Return whether the algorithm can run on this network."""
         try:
-            self.schedule(plan, collective)
+            self.schedule(choice, collective)
         except UnsuitedError:
             return False
         return True
 
-    def schedule(self, plan: AlgorithmChoice, collective: Collective) -> Schedule:
-        """The algorithm fitted to the network (a ring's order, HDRM's mapping), in the job's own ranks."""
-        key = (plan, collective)
+    def schedule(self, choice: AlgorithmChoice, collective: Collective) -> Schedule:
+        """Return the algorithm fitted to the network (a ring's order, HDRM's mapping), in the ranks of the job."""
+        key = (choice, collective)
         if key not in self._schedules:
-            wishes = Wishes(segments=plan.segments, shares=plan.shares or "equal")
-            fitted = fit(plan.algorithm, self._fabric, collective, wishes)
+            wishes = Wishes(segments=choice.segments, shares=choice.shares or "equal")
+            fitted = fit(choice.algorithm, self._fabric, collective, wishes)
             self._schedules[key] = relabelled(fitted.schedule, fitted.placement)
         return self._schedules[key]
 
-    def seconds(self, plan: AlgorithmChoice, collective: Collective, size: int) -> float:
-        """How long it should take."""
-        return replay(self.schedule(plan, collective), self._cluster, None, size, costs=self._costs).seconds
+    def seconds(self, choice: AlgorithmChoice, collective: Collective, size: int) -> float:
+        """Return the predicted time for a message of `size` bytes."""
+        return replay(self.schedule(choice, collective), self._cluster, None, size, costs=self._costs).seconds
 
     def worth_trying(
-        self, plans: Sequence[AlgorithmChoice], collective: Collective, size: int
+        self, choices: Sequence[AlgorithmChoice], collective: Collective, size: int
     ) -> list[AlgorithmChoice]:
-        """Without those that are hopeless by the simulator; the native collective stays, whatever it may be."""
-        ours = [plan for plan in plans if plan.path != "native"]
-        expected = {plan: self.seconds(plan, collective, size) for plan in ours}
-        limit = _HOPELESS * min(expected.values(), default=0.0)
-        return [plan for plan in plans if plan.path == "native" or expected[plan] <= limit]
+        """Return the choices without those that the simulator finds hopeless; it cannot judge the c10d collective."""
+        simulated = [choice for choice in choices if choice.transport != "c10d"]
+        expected_s = {choice: self.seconds(choice, collective, size) for choice in simulated}
+        limit_s = _HOPELESS_RATIO * min(expected_s.values(), default=0.0)
+        return [choice for choice in choices if choice.transport == "c10d" or expected_s[choice] <= limit_s]
 
 
-def forecast_for(members: Sequence[int], ranks: int) -> Forecast | None:
-    """A forecast for these ranks of a job, if they are all of it and its cluster is described."""
-    named = os.environ.get("MIMATRIX_CLUSTER", "")
-    if not named or not Path(named).is_file() or tuple(members) != tuple(range(ranks)):
+def forecast_for(members: Sequence[int], world_size: int) -> Forecast | None:
+    """Return a forecast if these ranks are all of the job and its cluster is described, otherwise None."""
+    file = environment.CLUSTER.get()
+    if not file or not Path(file).is_file() or tuple(members) != tuple(range(world_size)):
         return None
-    cluster = load_cluster(named)
-    return Forecast(cluster) if len(cluster.device_names) == ranks else None
+    cluster = load_cluster(file)
+    return Forecast(cluster) if len(cluster.device_names) == world_size else None

@@ -1,6 +1,6 @@
-"""The tuner: measures a few plans at the first use of a size, and all ranks agree on the fastest.
+"""The tuner: at the first use of a size it measures a few candidates, and all ranks agree on the fastest.
 
-Its table is kept in a file for the next job on the same machines, and says why: every candidate with its time.
+Its table is cached in a file for the next job on the same machines, and holds the time of every candidate.
 """
 
 import hashlib
@@ -8,198 +8,230 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
 from mimatrix import __version__
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.c10d import C10dBackend
 from mimatrix.comm.calls import CollectiveOp
-from mimatrix.comm.execution.staging import STAGE_BYTES
+from mimatrix.comm.endpoint import Endpoint
+from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.memory.arena import Slot, slot_bytes
-from mimatrix.comm.tuning.choice import AlgorithmChoice, candidates
-from mimatrix.comm.tuning.choice import Transport as DataPath
+from mimatrix.comm.tuning.choice import AlgorithmChoice, Transport, candidates
+from mimatrix.comm.tuning.forecast import Forecast
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError
+from mimatrix.core.files import write_atomic
 
-if TYPE_CHECKING:
-    from mimatrix.comm.group import Group
-
+Table = dict[str, dict[str, float]]
+"""Seconds of every candidate, by size class."""
+_VERSION = 1
+"""Of the cache file."""
 _ROUNDS = 5
 _BUDGET_S = 20.0
-"""Beyond this no further round is measured."""
-_WORTH_ANOTHER_LOOK = 1.5
-"""A plan that was this many times slower than the best so far is not measured again."""
-_LARGEST = 256 << 20
-"""Larger messages take the plan of this size: they behave alike, and measuring them would take long."""
+"""No further round starts after this much measuring."""
+_RETRY_RATIO = 1.5
+"""A choice that was this many times slower than the best so far is not measured again."""
+_MAX_BYTES = 256 << 20
+"""Larger messages use the choice of this size: they behave alike, and measuring them would take long."""
+
+
+class TunedGroup(Protocol):
+    """What the tuner needs of the ranks that it measures."""
+
+    rank: int
+    world_size: int
+    members: tuple[int, ...]
+    endpoint: Endpoint
+    forecast: Forecast | None
+    cpu_backend: C10dBackend | None
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """The transports that can carry data."""
+        ...
+
+    def execute(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
+        """Run a collective in place on a tensor."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SizeClass:
-    """Messages that are tuned together: of the same power of two of bytes, in the same place."""
+    """Messages that are tuned together: of the same power of two of bytes, in the same memory."""
 
     collective: Collective
-    where: str
-    """The kind of windows that fits them."""
+    window_kind: str
     device: str
-    placed: bool
-    """In the arena, so that nothing is staged."""
+    is_placed: bool
+    """Whether the tensor is in the arena, so that it is not staged."""
     bits: int
 
     @classmethod
-    def of(cls, collective: Collective, tensor: torch.Tensor, where: str, device: str, *, placed: bool) -> "SizeClass":
-        """The class of a tensor, as measured on a kind of device."""
-        size = min(tensor.numel() * tensor.element_size(), _LARGEST)
-        return cls(collective, where, device, placed, max(6, size.bit_length()))
+    def of(
+        cls, collective: Collective, tensor: torch.Tensor, window_kind: str, device: str, *, is_placed: bool
+    ) -> "SizeClass":
+        """Return the class of a tensor that is measured on a kind of device."""
+        size = min(tensor.nbytes, _MAX_BYTES)
+        return cls(collective, window_kind, device, is_placed, max(6, size.bit_length()))
 
     @property
     def bytes(self) -> int:
-        """The least message of the class."""
+        """The size of the smallest message of the class."""
         return 1 << (self.bits - 1)
 
     def __str__(self) -> str:
-        place = f"in the {self.where} arena" if self.placed else f"on {self.device}"
+        place = f"in the {self.window_kind} arena" if self.is_placed else f"on {self.device}"
         return f"{self.collective.value} of 2^{self.bits - 1} bytes and more {place}"
 
 
 class Tuner:
-    """One for each group that has a native backend."""
+    """The choices of one group that has a c10d backend.
 
-    def __init__(self, group: "Group") -> None:
-        self._group = group
-        self._plans: dict[SizeClass, AlgorithmChoice] = {}
-        self.table: dict[str, dict[str, float]] = {}
-        """Seconds of every candidate, by size class: why a plan was chosen."""
-        self._file = cache_folder() / f"{fingerprint(group)}.json"
-        self._only = ""
-        """`MIMATRIX_PATH`: plans of this path alone are tried, where there are any; to find out what is to blame."""
-        self._named: AlgorithmChoice | None = None
-        """Where it names a plan (`messages ring`): what all-reduces run as."""
-        self._load()
+    `requested` is what MIMATRIX_TRANSPORT names: a transport, whose candidates alone are tried if there are any, or a
+    transport and an algorithm for all-reduces, as in `send_recv ring`.
+    """
 
-    def known(self, key: SizeClass) -> AlgorithmChoice | None:
-        """The plan for such messages, if they were measured before, now or by an earlier job."""
-        if key not in self._plans and str(key) in self.table:
-            self._settle(key)
-        return self._plans.get(key)
+    def __init__(self, group: TunedGroup, table: Table, file: Path, requested: str) -> None:
+        self._group, self._file = group, file
+        self._choices: dict[SizeClass, AlgorithmChoice] = {}
+        self.table = table
+        """Seconds of every candidate by size class: why a choice was made."""
+        self._fixed = AlgorithmChoice.parse(requested) if " " in requested else None
+        self._only = self._fixed.transport if self._fixed else requested
+        if self._only not in ("", *get_args(Transport)):
+            raise UserError(
+                f'{environment.TRANSPORT.name} is "{requested}"; use {", ".join(get_args(Transport))}, or leave it out'
+            )
 
-    def plan(self, key: SizeClass) -> AlgorithmChoice:
-        """The fastest plan for such messages; measured now if it never was."""
-        if self.known(key) is None:
-            self.table[str(key)] = self._measured(key, list(self.candidates(key).values()))
+    @classmethod
+    def load(cls, group: TunedGroup, name: str) -> "Tuner":
+        """Return a tuner with the cached table and the environment of member 0, the same on all members."""
+        key, file = f"mimatrix/tuned/{name}", cache_folder() / f"{fingerprint(group)}.json"
+        if group.rank == 0:
+            group.endpoint.store.set(key, json.dumps([_read_table(file), environment.TRANSPORT.get()]))
+        table, requested = json.loads(group.endpoint.store.get(key))
+        return cls(group, table, file, requested)
+
+    def cached_choice(self, key: SizeClass) -> AlgorithmChoice | None:
+        """Return the choice for a class that was measured before, now or by an earlier job; otherwise None."""
+        if key not in self._choices and str(key) in self.table:
+            self._select(key)
+        return self._choices.get(key)
+
+    def choose(self, key: SizeClass) -> AlgorithmChoice:
+        """Return the fastest choice for a class; measure it if it was not measured before."""
+        if self.cached_choice(key) is None:
+            self.table[str(key)] = self._measure(key, list(self.candidates(key).values()))
             self._save()
-            self._settle(key)
-        return self._plans[key]
-
-    def _settle(self, key: SizeClass) -> None:
-        """Take the fastest, unless the candidates have changed since it was measured."""
-        known, times = self.candidates(key), self.table[str(key)]
-        if set(times) == set(known):
-            self._plans[key] = known[min(times, key=lambda name: times[name])]
+            self._select(key)
+        return self._choices[key]
 
     def candidates(self, key: SizeClass) -> dict[str, AlgorithmChoice]:
-        """What is, or would be, measured for such messages."""
-        group, named = self._group, self._named
-        if named and named.path in group.paths and key.collective is Collective.ALL_REDUCE:
-            return {str(named): named}
-        # What passes through stages is cut to their size before any algorithm sees it.
-        seen = key.bytes if key.placed or "messages" in group.paths else min(key.bytes, STAGE_BYTES[key.where])
-        plans = list(candidates(key.collective, seen, group.size, group.paths))
+        """Return what is, or would be, measured for a class."""
+        group, fixed = self._group, self._fixed
+        if fixed and fixed.transport in group.transports and key.collective is Collective.ALL_REDUCE:
+            return {str(fixed): fixed}
+        # Staged tensors are cut into chunks before any algorithm sees them.
+        is_whole = key.is_placed or "send_recv" in group.transports
+        size = key.bytes if is_whole else min(key.bytes, CHUNK_BYTES[key.window_kind])
+        choices = list(candidates(key.collective, size, group.world_size, group.transports))
         forecast = group.forecast
-        if forecast and "messages" in group.paths and key.collective is Collective.ALL_REDUCE:
-            uneven = [forecast.by_bandwidth(plan) for plan in plans if plan.segments > 1]
-            plans += [plan for plan in (*uneven, AlgorithmChoice("messages", "hdrm")) if plan]
-            possible = [plan for plan in plans if plan.path == "native" or forecast.suits(plan, key.collective)]
-            plans = forecast.worth_trying(possible, key.collective, key.bytes)
-        return {str(plan): plan for plan in plans if plan.path == self._only} or {str(plan): plan for plan in plans}
+        if forecast and "send_recv" in group.transports and key.collective is Collective.ALL_REDUCE:
+            uneven = [forecast.by_bandwidth(choice) for choice in choices if choice.segments > 1]
+            choices += [choice for choice in (*uneven, AlgorithmChoice("send_recv", "hdrm")) if choice]
+            possible = [
+                choice for choice in choices if choice.transport == "c10d" or forecast.suits(choice, key.collective)
+            ]
+            choices = forecast.worth_trying(possible, key.collective, key.bytes)
+        requested = [choice for choice in choices if choice.transport == self._only]
+        return {str(choice): choice for choice in requested or choices}
 
-    def _measured(self, key: SizeClass, plans: list[AlgorithmChoice]) -> dict[str, float]:
-        """Interleaved, the least of a few rounds; a round counts as long as its slowest rank took."""
-        native = self._group.native
-        assert native
-        count = key.bytes // 4 // self._group.size * self._group.size
-        slot = self._slot(key.where, 4 * count) if key.placed else None
+    def _select(self, key: SizeClass) -> None:
+        """Take the fastest, unless the candidates have changed since they were measured."""
+        choices, times = self.candidates(key), self.table[str(key)]
+        if set(times) == set(choices):
+            self._choices[key] = choices[min(times, key=lambda name: times[name])]
+
+    def _measure(self, key: SizeClass, choices: list[AlgorithmChoice]) -> dict[str, float]:
+        """Return the shortest of a few interleaved rounds; a round counts as long as its slowest rank took."""
+        backend = self._group.cpu_backend
+        assert backend
+        count = key.bytes // 4 // self._group.world_size * self._group.world_size
+        slot = self._allocate(key.window_kind, 4 * count) if key.is_placed else None
         tensor = slot.tensor(torch.float32, count) if slot else torch.empty(count, device=key.device)
         tensor.zero_()
-        best, spent = dict.fromkeys(plans, float("inf")), 0.0
+        op = CollectiveOp(key.collective, tensor.dtype)
+        best, spent_s = dict.fromkeys(choices, float("inf")), 0.0
         for number in range(_ROUNDS + 1):
-            near = min(best.values()) * _WORTH_ANOTHER_LOOK
-            trying = [plan for plan in plans if number < 2 or best[plan] <= near]
-            took = native.slowest(
-                [self._timed(CollectiveOp(key.collective, tensor.dtype), tensor, plan) for plan in trying]
-            )
-            spent += sum(took)
-            # The first round warms up, and counts only where there is no time for another.
-            if number or spent > _BUDGET_S:
-                best |= {plan: min(best[plan], seconds) for plan, seconds in zip(trying, took, strict=True)}
-            if spent > _BUDGET_S:
+            limit_s = min(best.values()) * _RETRY_RATIO
+            tried = [choice for choice in choices if number < 2 or best[choice] <= limit_s]
+            took_s = backend.max_over_ranks([self._time(op, tensor, choice) for choice in tried])
+            spent_s += sum(took_s)
+            # The first round warms up, and counts only if there is no time for another.
+            if number or spent_s > _BUDGET_S:
+                best |= {choice: min(best[choice], seconds) for choice, seconds in zip(tried, took_s, strict=True)}
+            if spent_s > _BUDGET_S:
                 break
         if slot:
             slot.free()
-        return {str(plan): took for plan, took in best.items()}
+        return {str(choice): seconds for choice, seconds in best.items()}
 
-    def _slot(self, where: str, size: int) -> Slot | None:
-        """A place in the arena where every rank has one left, or none on any: a full arena is measured from outside."""
-        native, arena = self._group.native, self._group.endpoint.arenas[where]
-        assert native
-        full = native.slowest([float(arena.largest_free < slot_bytes(size))])
-        return None if any(full) else arena.allocate(size)
+    def _allocate(self, window_kind: str, size: int) -> Slot | None:
+        """Return a slot if the arenas of all ranks have room, otherwise None on all ranks: then it is staged."""
+        backend, arena = self._group.cpu_backend, self._group.endpoint.arenas[window_kind]
+        assert backend
+        is_full = backend.max_over_ranks([float(arena.largest_free_bytes < slot_bytes(size))])
+        return None if any(is_full) else arena.allocate(size)
 
-    def _timed(self, kind: CollectiveOp, tensor: torch.Tensor, plan: AlgorithmChoice) -> float:
+    def _time(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> float:
         started = time.perf_counter()
-        self._group.perform(kind, tensor, plan)
+        self._group.execute(op, tensor, choice)
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
         return time.perf_counter() - started
 
-    def _load(self) -> None:
-        """Member 0 reads the file and tells the others, so that all know the same; also the path that it was told."""
-        group = self._group
-        key = f"mimatrix/tuned/{group.name}"
-        if group.me == 0:
-            group.endpoint.store.set(key, json.dumps([_sound(self._file), os.environ.get("MIMATRIX_PATH", "")]))
-        self.table, asked = json.loads(group.endpoint.store.get(key))
-        self._named = AlgorithmChoice.parse(asked) if " " in asked else None
-        self._only = self._named.path if self._named else asked
-        if self._only not in ("", *get_args(DataPath)):
-            raise UserError(f'MIMATRIX_PATH is "{asked}"; use {", ".join(get_args(DataPath))}, or leave it out')
-
     def _save(self) -> None:
-        if self._group.me == 0:
+        if self._group.rank == 0:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                partial = self._file.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps(self.table, indent=1))
-                partial.replace(self._file)
+                write_atomic(self._file, json.dumps({"version": _VERSION, "table": self.table}, indent=1))
             except OSError:
-                return  # a cache that cannot be written is measured anew
+                return  # without a cache the next job measures again
 
 
-def fingerprint(group: "Group") -> str:
-    """Alike for groups that are alike: machines, ranks on each, kinds of windows, versions."""
-    hosts = [group.endpoint.places[rank].host for rank in group.members]
+def fingerprint(group: TunedGroup) -> str:
+    """Return a hash of the machines, the ranks on each, the transports and the versions."""
+    hosts = [group.endpoint.locations[rank].host for rank in group.members]
     layout = [hosts.index(host) for host in hosts]
-    cluster = os.environ.get("MIMATRIX_CLUSTER", "")
-    described = Path(cluster).read_text() if cluster and Path(cluster).is_file() else ""
-    facts = [layout, group.paths, platform.machine(), os.cpu_count(), torch.__version__, __version__, described]
+    cluster = environment.CLUSTER.get()
+    description = Path(cluster).read_text() if cluster and Path(cluster).is_file() else ""
+    facts = [layout, group.transports, platform.machine(), os.cpu_count(), torch.__version__, __version__, description]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:
-    """Where tables stay from run to run."""
-    base = os.environ.get("MIMATRIX_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    """Return the directory in which tables are cached from job to job."""
+    base = environment.CACHE.get() or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "mimatrix" / "tuner"
 
 
-def _sound(file: Path) -> dict[str, dict[str, float]]:
-    """What a table says that can be believed: a file may be cut off, or somebody else's."""
+def _read_table(file: Path) -> Table:
+    """Return the valid entries of a cached table: a file may be cut off, or of another program or version."""
     try:
-        found = json.loads(file.read_text())
+        content: Any = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return {key: times for key, times in found.items() if _are_times(times)} if isinstance(found, dict) else {}
+    match content:
+        case {"version": version, "table": dict(table)} if version == _VERSION:
+            return {key: times for key, times in table.items() if _are_times(times)}
+    return {}
 
 
 def _are_times(times: object) -> bool:
-    return isinstance(times, dict) and all(isinstance(each, int | float) for each in times.values())
+    return isinstance(times, Mapping) and all(isinstance(seconds, int | float) for seconds in times.values())

@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, how it is written, and how it is loaded on other ranks."""
+"""Checkpoints: what is saved, how it is written, and how any number of ranks loads it."""

@@ -1,4 +1,4 @@
-"""Small values as JSON and back, exactly: hyper-parameters, what schedulers keep, an optimizer's counters."""
+"""Small values as JSON and back, exactly: hyper-parameters, the state of schedulers, counters of an optimizer."""
 
 import base64
 import pickle
@@ -11,60 +11,60 @@ from mimatrix.core.errors import UserError
 
 
 def pack(value: Any) -> Any:
-    """A value that JSON can hold. What JSON does not know is a dict with one entry that says what it is."""
+    """Return a value that JSON can hold. A type that JSON lacks becomes a dict with one entry that names the type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [pack(each) for each in value]
+        return [pack(item) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [pack(each) for each in value]}
+        return {"tuple": [pack(item) for item in value]}
     if isinstance(value, dict):
         if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {"dict": {key: pack(each) for key, each in value.items()}}
+            return {"dict": {key: pack(item) for key, item in value.items()}}
         kind = "counter" if isinstance(value, Counter) else "pairs"
-        return {kind: [[pack(key), pack(each)] for key, each in value.items()]}
+        return {kind: [[pack(key), pack(item)] for key, item in value.items()]}
     if isinstance(value, torch.Tensor) and not value.is_complex():
-        return {"tensor": value.detach().tolist(), "dtype": name_of(value.dtype)}
-    return {"pickle": _pickled(value)}
+        return {"tensor": value.detach().tolist(), "dtype": dtype_name(value.dtype)}
+    return {"pickle": _pickle_base64(value)}
 
 
 def unpack(packed: Any) -> Any:
-    """What `pack` was given; tensors come back on the CPU."""
+    """Return what `pack` was given; tensors come back on the CPU."""
     if isinstance(packed, list):
-        return [unpack(each) for each in packed]
+        return [unpack(item) for item in packed]
     if not isinstance(packed, dict):
         return packed
     if "tensor" in packed:
-        return torch.tensor(packed["tensor"], dtype=dtype_of(packed["dtype"]))
-    ((kind, inside),) = packed.items()
+        return torch.tensor(packed["tensor"], dtype=parse_dtype(packed["dtype"]))
+    ((kind, content),) = packed.items()
     if kind == "tuple":
-        return tuple(unpack(each) for each in inside)
+        return tuple(unpack(item) for item in content)
     if kind == "pickle":
-        # Only what nobody could foresee comes this way; the index of torch.distributed.checkpoint is a pickle, too.
-        return pickle.loads(base64.b64decode(inside))  # noqa: S301
+        # Only types that are not listed here; the index of torch.distributed.checkpoint is a pickle, too.
+        return pickle.loads(base64.b64decode(content))  # noqa: S301
     if kind == "dict":
-        return {key: unpack(each) for key, each in inside.items()}
-    pairs = {unpack(key): unpack(each) for key, each in inside}
+        return {key: unpack(item) for key, item in content.items()}
+    pairs = {unpack(key): unpack(item) for key, item in content}
     return Counter(pairs) if kind == "counter" else pairs
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """`float32`."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, e.g. `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The type with this name."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the dtype with this name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
-def _pickled(value: Any) -> str:
+def _pickle_base64(value: Any) -> str:
     try:
         return base64.b64encode(pickle.dumps(value)).decode()
     except Exception as error:
         kind = type(value).__name__
         raise UserError(
-            f"a {kind} cannot be written into a checkpoint ({error}); keep numbers in optimizers and schedulers"
+            f"a {kind} cannot be written to a checkpoint ({error}); keep only numbers in optimizers and schedulers"
         ) from error

@@ -1,4 +1,4 @@
-"""Random states: of torch, of the device, of Python, and of NumPy where it is in use."""
+"""RNG states in checkpoints: of torch, of the device, of Python, and of NumPy if it is in use."""
 
 import base64
 import hashlib
@@ -9,42 +9,46 @@ from typing import Any
 
 import torch
 
+from mimatrix.profiler.rng_state import RngState, get_rng_state, set_rng_state
 
-def now(device: torch.device) -> torch.Tensor:
-    """The random states of this rank, as bytes."""
-    found: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": random.getstate()}
-    if device.type == "cuda":
-        found["cuda"] = _text(torch.cuda.get_rng_state(device))
+
+def save_rng_state(device: torch.device) -> torch.Tensor:
+    """Return the RNG states of this rank as bytes."""
+    state = get_rng_state(device)
+    fields: dict[str, Any] = {"torch": _to_text(state.cpu), "python": state.python}
+    if state.cuda is not None:
+        fields["cuda"] = _to_text(state.cuda)
+    if state.numpy is not None:
+        name, keys, *rest = state.numpy
+        fields["numpy"] = [name, [int(key) for key in keys], *rest]
+    return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def load_rng_state(saved: torch.Tensor, device: torch.device) -> None:
+    """Continue from what `save_rng_state` returned; a kind of device that was not in use then keeps its state."""
+    fields = json.loads(bytes(saved.numpy()))
+    version, keys, gauss = fields["python"]
+    state = RngState(
+        _to_bytes(fields["torch"]),
+        (version, tuple(keys), gauss),
+        _to_bytes(fields["cuda"]) if "cuda" in fields else None,
+        tuple(fields["numpy"]) if "numpy" in fields else None,
+    )
+    set_rng_state(state, device)
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Seed every generator for this rank and step, if the saved states belong to other ranks."""
+    derived = int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:8], "little")
+    torch.manual_seed(derived)
+    random.seed(derived)
     if numpy := sys.modules.get("numpy"):
-        name, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [name, [int(key) for key in keys], *rest]
-    return torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
+        numpy.random.seed(derived % 2**32)
 
 
-def restore(states: torch.Tensor, device: torch.device) -> None:
-    """Go on from what `now` gave; a kind of device that was not in use then keeps what it has."""
-    found = json.loads(bytes(states.numpy()))
-    torch.set_rng_state(_bytes(found["torch"]))
-    version, keys, gauss = found["python"]
-    random.setstate((version, tuple(keys), gauss))
-    if device.type == "cuda" and "cuda" in found:
-        torch.cuda.set_rng_state(_bytes(found["cuda"]), device)
-    if "numpy" in found and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(found["numpy"])
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def start_anew(seed: int, step: int, rank: int) -> None:
-    """Where the old states fit no rank: states of their own for every rank and step."""
-    drawn = int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:8], "little")
-    torch.manual_seed(drawn)
-    random.seed(drawn)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(drawn % 2**32)
-
-
-def _text(states: torch.Tensor) -> str:
-    return base64.b64encode(states.numpy().tobytes()).decode()
-
-
-def _bytes(text: str) -> torch.Tensor:
+def _to_bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

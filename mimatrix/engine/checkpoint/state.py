@@ -1,12 +1,12 @@
-"""What of a run is in a checkpoint: this rank's part of every tensor, flat and copied, and the facts beside them.
+"""What a checkpoint contains: this rank's part of every tensor, flat and copied, and metadata.
 
-Tensors have no shape on disk and no owner: each is `count` elements, of which any rank writes and reads any run. So
-what was saved in one stage, by so many ranks with such shares, is read in any other.
+Tensors have neither shape nor owner on disk: each is `count` elements, and any rank may write and read any run of them.
+So a checkpoint saved in one stage, by some number of ranks with some shares, can be loaded in any other.
 
     model.<name>              a parameter or a buffer
-    optimizer.<name>.<key>    what the optimizer keeps for each element of a parameter
-    random.<rank>             the random states of a rank
-    outer...                  what groups share that do not wait for each other
+    optimizer.<name>.<key>    per-element optimizer state of a parameter
+    random.<rank>             the RNG states of a rank
+    outer...                  the state that groups share in hybrid mode
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,31 +21,31 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix import __version__
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint import rng_state as chance
-from mimatrix.engine.checkpoint.json_codec import name_of, pack
+from mimatrix.engine.checkpoint import rng_state
+from mimatrix.engine.checkpoint.json_codec import dtype_name, pack
+from mimatrix.engine.checkpoint.outer_state import OuterCheckpoint, OuterState
 from mimatrix.engine.checkpoint.storage import TensorSlice
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.modules.precision import LossScale
-from mimatrix.engine.outer_optimizer import OuterOptimizer, OuterState
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
-from mimatrix.engine.zero.sharding import Zero0, Zero1
-from mimatrix.engine.zero.single import SingleProcess
-from mimatrix.engine.zero.units import Unit, UnitParam
+from mimatrix.engine.zero.strategy import ShardingStrategy
+from mimatrix.engine.zero.units import Unit, UnitParam, persistent_buffers
 from mimatrix.planner.split import Split
 
 Metadata = dict[str, Any]
+"""Everything in a checkpoint but its tensors, as JSON."""
 
 
 class HasLRScheduler(Protocol):
-    """A scheduler, and how often it was called."""
+    """An LR scheduler, and how often it was stepped."""
 
     scheduler: LRScheduler
     calls: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a run stands and how it is cut."""
+    """Where a run is in its training, and how batches and states are split over ranks."""
 
     step: int
     position: DataPosition
@@ -53,15 +53,15 @@ class Progress:
     shares: Shares
     seed: int
     idle: tuple[int, ...] = ()
-    """Ranks that had no data in the last global batch."""
+    """The ranks without data in the last global batch."""
 
     @property
     def leader(self) -> int:
-        """The rank that gives what all have alike: one that had data, since others are behind in the loop."""
+        """The rank that writes what all ranks share: one that had data, since others lag behind in the loop."""
         return next(rank for rank in range(self.split.ranks) if rank not in self.idle)
 
     def to_json(self) -> Metadata:
-        """For people and for `run.load`."""
+        """Return the progress as JSON, for people and for `run.load`."""
         return {
             "step": self.step,
             "position": self.position.to_json(),
@@ -72,142 +72,124 @@ class Progress:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """What a checkpoint is of, as one rank has it."""
+    """Everything that a checkpoint covers, as one rank holds it."""
 
     model: nn.Module
-    sharding: Zero0 | SingleProcess
-    binding: ShardedOptimizer
+    strategy: ShardingStrategy
+    optimizer: ShardedOptimizer
     scale: LossScale
-    schedulers: Sequence[HasLRScheduler]
+    lr_schedulers: Sequence[HasLRScheduler]
     rank: int
-    ranks: int
+    world_size: int
     device: torch.device
-    outer: OuterOptimizer | None = None
+    outer: OuterCheckpoint | None = None
 
-    def pieces(self) -> Iterator["OwnedElements"]:
-        """All parameters, each with what this rank has to write of it; tied ones once."""
-        for unit in self.sharding.units:
-            part = self._part(unit)
-            for piece in unit.pieces:
-                start, stop = (min(max(end, piece.start), piece.stop) - piece.start for end in (part.start, part.stop))
-                yield OwnedElements(unit, piece, start, stop)
-
-    def _part(self, unit: Unit) -> range:
-        if isinstance(self.sharding, Zero1):
-            return self.sharding.held[unit].part
-        # Everybody has all of it: each writes as much as the others.
-        sizes = Shares.equal(self.ranks).cut(unit.count)
-        return range(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
-
-    @property
-    def cuts(self) -> bool:
-        """Whether a rank has only its slices of the optimizer's state."""
-        return isinstance(self.sharding, Zero1)
+    def owned_elements(self) -> Iterator["OwnedElements"]:
+        """Yield all parameters with the elements that this rank writes; tied ones once."""
+        for unit in self.strategy.units:
+            owned = self.strategy.owned_range(unit)
+            for param in unit.params:
+                start, stop = (
+                    min(max(end, param.start), param.stop) - param.start for end in (owned.start, owned.stop)
+                )
+                yield OwnedElements(unit, param, start, stop)
 
     def values(self, owned: "OwnedElements") -> torch.Tensor:
-        """The elements of a parameter that this rank writes."""
-        if isinstance(self.sharding, Zero1):
-            held = self.sharding.held[owned.unit]
-            offset = owned.piece.start - held.part.start
-            return (
-                held.owned[offset + owned.start : offset + owned.stop] if owned.start < owned.stop else held.owned[:0]
-            )
-        return owned.piece.parameter.detach().reshape(-1)[owned.start : owned.stop]
+        """Return the elements of a parameter that this rank writes."""
+        shard = self.strategy.owned_values(owned.unit)
+        if shard is None:
+            return owned.param.parameter.detach().reshape(-1)[owned.start : owned.stop]
+        offset = owned.param.start - self.strategy.owned_range(owned.unit).start
+        return shard[offset + owned.start : offset + owned.stop] if owned.start < owned.stop else shard[:0]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedElements:
-    """Elements [start, stop) of a parameter, perhaps none."""
+    """Elements [start, stop) of a parameter; may be empty."""
 
     unit: Unit
-    piece: UnitParam
+    param: UnitParam
     start: int
     stop: int
 
     @property
     def names(self) -> list[str]:
-        """All that the model has for it; torch.compile's wrapper is none of the model's."""
-        return [name.replace("_orig_mod.", "") for name in self.piece.names]
+        """All names of the parameter in the model, without the prefix that torch.compile adds."""
+        return [name.replace("_orig_mod.", "") for name in self.param.names]
 
     @property
     def count(self) -> int:
-        """Elements of all of it."""
-        return self.piece.shape.numel()
+        """The number of elements of the whole parameter."""
+        return self.param.shape.numel()
 
 
 @dataclass(frozen=True, slots=True)
 class StagedCheckpoint:
-    """One rank's part of a checkpoint, copied: training may go on."""
+    """One rank's part of a checkpoint, copied, so that training can continue."""
 
     step: int
     parts: dict[str, TensorSlice]
-    facts: Metadata
-    outside: Callable[[], OuterState]
-    """Fetches what groups share; or raises what went wrong when it was marked, where all ranks can hear of it."""
+    metadata: Metadata
+    outer: Callable[[], OuterState]
+    """Fetches the state that groups share; or raises what failed when it was marked, in the thread that writes, where
+    the failure reaches all ranks."""
 
 
-def staged(subject: TrainState, standing: Progress, *, late: bool) -> StagedCheckpoint:
-    """Copy this rank's part. The leader also gives what all have alike.
+def take_snapshot(train_state: TrainState, progress: Progress, *, late: bool) -> StagedCheckpoint:
+    """Copy this rank's part; the leader also copies what all ranks share.
 
-    `late`: the others were here before, so that only what nothing but a step changes may come from this rank.
+    Args:
+        train_state: What to copy.
+        progress: Where the run is.
+        late: Whether other ranks took theirs before, so that this one may only give what changes in a step alone.
     """
-    leads = subject.rank == standing.leader and not late
+    leads = train_state.rank == progress.leader and not late
     parts: dict[str, TensorSlice] = {}
-    facts: Metadata = {"late": late, "state": {}, "groups": group_names(subject)}
-    counted = _per_element(subject)
-    for owned in subject.pieces():
+    metadata: Metadata = {"late": late, "state": {}, "groups": param_group_names(train_state)}
+    element_keys = _per_element_keys(train_state)
+    for owned in train_state.owned_elements():
         name = owned.names[0]
         if owned.start < owned.stop:
-            parts[f"model.{name}"] = TensorSlice(_copied(subject.values(owned)), owned.start, owned.count)
-        described = dict(_state(subject, owned, counted, parts, leads))
-        if described:
-            facts["state"][name] = described
-    parts[f"random.{subject.rank}"] = _whole(chance.now(subject.device))
+            parts[f"model.{name}"] = TensorSlice(_copy_flat(train_state.values(owned)), owned.start, owned.count)
+        optimizer_state = dict(_snapshot_optimizer_state(train_state, owned, element_keys, parts, leads))
+        if optimizer_state:
+            metadata["state"][name] = optimizer_state
+    parts[f"random.{train_state.rank}"] = _whole_tensor(rng_state.save_rng_state(train_state.device))
     if leads:
-        facts["common"] = _common(subject, standing)
-        for name, buffer in persistent_buffers(subject.model).items():
+        metadata["common"] = _shared_metadata(train_state, progress)
+        for name, buffer in persistent_buffers(train_state.model).items():
             if buffer.numel():
-                parts[f"model.{name}"] = _whole(_copied(buffer))
-    return StagedCheckpoint(standing.step, parts, facts, _marked(subject.outer))
+                parts[f"model.{name}"] = _whole_tensor(_copy_flat(buffer))
+    return StagedCheckpoint(progress.step, parts, metadata, _mark_outer(train_state.outer))
 
 
-def merged(said: Sequence[Metadata], step: int) -> Metadata:
-    """The facts of all ranks, in their order, as one."""
-    found: Metadata | None = next((facts["common"] for facts in said if "common" in facts), None)
-    if found is None:
-        who = next((rank for rank, facts in enumerate(said) if facts["late"]), 0)
-        raise UserError(f"rank {who} did not call run.save at step {step}, and others did; call it on all ranks")
-    for number, group in enumerate(found["groups"]):
-        known = {name for facts in said for name in facts["groups"][number]}
-        group["names"] = [name for name in found["parameters"] if name in known]
-    outside = [facts["outer"] for facts in said if facts.get("outer")]
-    states = {name: state for facts in said for name, state in facts["state"].items()}
-    return found | {"state": states} | ({"outer": outside[0]} if outside else {})
+def merge_metadata(by_rank: Sequence[Metadata], step: int) -> Metadata:
+    """Merge the metadata of all ranks, given in their order."""
+    merged: Metadata | None = next((metadata["common"] for metadata in by_rank if "common" in metadata), None)
+    if merged is None:
+        missing = next((rank for rank, metadata in enumerate(by_rank) if metadata["late"]), 0)
+        raise UserError(f"rank {missing} did not call run.save at step {step}, and others did; call it on all ranks")
+    for number, group in enumerate(merged["groups"]):
+        members = {name for metadata in by_rank for name in metadata["groups"][number]}
+        group["names"] = [name for name in merged["parameters"] if name in members]
+    outer = [metadata["outer"] for metadata in by_rank if metadata.get("outer")]
+    states = {name: state for metadata in by_rank for name, state in metadata["state"].items()}
+    return merged | {"state": states} | ({"outer": outer[0]} if outer else {})
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a model's state, by all their names."""
-    found = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[(f"{prefix}.{name}" if prefix else name).replace("_orig_mod.", "")] = buffer
-    return found
+def describe_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Metadata:
+    """Describe a tensor, for comparing it with a saved one."""
+    return {"shape": list(tensor.shape if shape is None else shape), "dtype": dtype_name(tensor.dtype)}
 
 
-def described(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Metadata:
-    """What a tensor has to be to be the same one."""
-    return {"shape": list(tensor.shape if shape is None else shape), "dtype": name_of(tensor.dtype)}
-
-
-def _marked(outer: OuterOptimizer | None) -> Callable[[], OuterState]:
+def _mark_outer(outer: OuterCheckpoint | None) -> Callable[[], OuterState]:
     if outer is None:
         return OuterState
     try:
         return outer.mark()
-    except Exception as error:  # noqa: BLE001 (raised by what is returned)
+    except Exception as error:  # noqa: BLE001 (raised by the returned function)
         return partial(_raise, error)
 
 
@@ -215,87 +197,91 @@ def _raise(error: Exception) -> OuterState:
     raise error
 
 
-def _common(subject: TrainState, standing: Progress) -> Metadata:
-    """What is the same on every rank."""
+def _shared_metadata(train_state: TrainState, progress: Progress) -> Metadata:
+    """Describe what is the same on every rank."""
     parameters = {
-        owned.names[0]: {**described(owned.piece.parameter, owned.piece.shape), "names": owned.names}
-        for owned in subject.pieces()
+        owned.names[0]: {**describe_tensor(owned.param.parameter, owned.param.shape), "names": owned.names}
+        for owned in train_state.owned_elements()
     }
-    optimizer = subject.binding.optimizer
+    optimizer = train_state.optimizer.optimizer
     return {
-        **standing.to_json(),
-        "ranks": subject.ranks,
-        "stage": subject.sharding.stage,
+        **progress.to_json(),
+        "ranks": train_state.world_size,
+        "stage": train_state.strategy.stage,
         "versions": {"mimatrix": __version__, "torch": str(torch.__version__)},
         "optimizer": type(optimizer).__name__,
-        "groups": [{"settings": pack(_settings(group))} for group in optimizer.param_groups],
-        "schedulers": [_scheduler(each) for each in subject.schedulers],
-        "loss_scale": {"value": subject.scale.value, "good": subject.scale.good, "on": subject.scale.on},
+        "groups": [{"settings": pack(_group_settings(group))} for group in optimizer.param_groups],
+        "schedulers": [_describe_scheduler(synced) for synced in train_state.lr_schedulers],
+        "loss_scale": {"value": train_state.scale.value, "good": train_state.scale.good, "on": train_state.scale.on},
         "parameters": parameters,
-        "buffers": {name: described(buffer) for name, buffer in persistent_buffers(subject.model).items()},
+        "buffers": {name: describe_tensor(buffer) for name, buffer in persistent_buffers(train_state.model).items()},
     }
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _scheduler(each: HasLRScheduler) -> Metadata:
-    # `step` is the run's own, put in the place of the class's.
-    state = {name: value for name, value in each.scheduler.state_dict().items() if name != "step"}
-    return {"class": type(each.scheduler).__name__, "calls": each.calls, "state": pack(state)}
+def _describe_scheduler(synced: HasLRScheduler) -> Metadata:
+    state = pack(synced.scheduler.state_dict())
+    return {"class": type(synced.scheduler).__name__, "calls": synced.calls, "state": state}
 
 
-def group_names(subject: TrainState) -> list[list[str]]:
-    """Of each param group the parameters of which this rank owns anything."""
-    leaves = subject.binding.leaves
+def param_group_names(train_state: TrainState) -> list[list[str]]:
+    """Return, for each param group, the names of the parameters of which this rank owns elements."""
+    leaves = train_state.optimizer.shard_params
     names = {
-        leaves[owned.piece.parameter]: owned.names[0] for owned in subject.pieces() if owned.piece.parameter in leaves
+        leaves[owned.param.parameter]: owned.names[0]
+        for owned in train_state.owned_elements()
+        if owned.param.parameter in leaves
     }
-    return [[names[leaf] for leaf in group["params"]] for group in subject.binding.optimizer.param_groups]
+    return [[names[leaf] for leaf in group["params"]] for group in train_state.optimizer.optimizer.param_groups]
 
 
-def _per_element(subject: TrainState) -> set[str]:
-    """The keys under which the optimizer keeps something for each element.
+def _per_element_keys(train_state: TrainState) -> set[str]:
+    """Return the keys of optimizer state that has one value per element.
 
-    Where a parameter is a single number, the shape of what is kept for it does not tell; other parameters do.
+    For a parameter that is a scalar, shapes do not tell; the other parameters do.
     """
-    states = [(leaf, subject.binding.optimizer.state.get(leaf, {})) for leaf in subject.binding.leaves.values()]
+    states = [
+        (leaf, train_state.optimizer.optimizer.state.get(leaf, {}))
+        for leaf in train_state.optimizer.shard_params.values()
+    ]
     kinds: dict[str, list[bool]] = {}
     for leaf, state in states:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                told = kinds.setdefault(key, [])
+                has_shape = kinds.setdefault(key, [])
                 if leaf.dim():
-                    told.append(value.shape == leaf.shape)
-    return {key for key, told in kinds.items() if all(told) and (told or key != "step")}
+                    has_shape.append(value.shape == leaf.shape)
+    return {key for key, has_shape in kinds.items() if all(has_shape) and (has_shape or key != "step")}
 
 
-def _state(
-    subject: TrainState, owned: OwnedElements, counted: set[str], parts: dict[str, TensorSlice], leads: bool
+def _snapshot_optimizer_state(
+    train_state: TrainState, owned: OwnedElements, element_keys: set[str], parts: dict[str, TensorSlice], leads: bool
 ) -> Iterator[tuple[str, Metadata]]:
-    """What the optimizer keeps for a parameter: copies into `parts`, the rest described."""
-    leaf = subject.binding.leaves.get(owned.piece.parameter)
-    state = subject.binding.optimizer.state.get(leaf, {}) if leaf is not None else {}
+    """Copy the optimizer state of a parameter into `parts`, and yield its metadata by key."""
+    leaf = train_state.optimizer.shard_params.get(owned.param.parameter)
+    state = train_state.optimizer.optimizer.state.get(leaf, {}) if leaf is not None else {}
     for key, value in state.items():
-        place = f"optimizer.{owned.names[0]}.{key}"
-        if not isinstance(value, torch.Tensor) or (key not in counted and value.dim() == 0):
+        path = f"optimizer.{owned.names[0]}.{key}"
+        if not isinstance(value, torch.Tensor) or (key not in element_keys and value.dim() == 0):
             yield key, {"is": "value", "value": pack(value)}
-        elif key in counted:
+        elif key in element_keys:
             flat = value.detach().reshape(-1)
-            cut = flat if subject.cuts else flat[owned.start : owned.stop]
+            cut = flat if train_state.strategy.is_sharded else flat[owned.start : owned.stop]
             if owned.start < owned.stop:
-                parts[place] = TensorSlice(_copied(cut), owned.start, owned.count)
-            yield key, {"is": "elements", "dtype": name_of(value.dtype)}
+                parts[path] = TensorSlice(_copy_flat(cut), owned.start, owned.count)
+            yield key, {"is": "elements", "dtype": dtype_name(value.dtype)}
         else:
             if leads and value.numel():
-                parts[place] = _whole(_copied(value))
-            yield key, {"is": "whole", **described(value)}
+                parts[path] = _whole_tensor(_copy_flat(value))
+            yield key, {"is": "whole", **describe_tensor(value)}
 
 
-def _copied(value: torch.Tensor) -> torch.Tensor:
+def _copy_flat(value: torch.Tensor) -> torch.Tensor:
     return value.detach().to("cpu", copy=True).reshape(-1)
 
 
-def _whole(flat: torch.Tensor) -> TensorSlice:
+def _whole_tensor(flat: torch.Tensor) -> TensorSlice:
     return TensorSlice(flat, 0, flat.numel())

@@ -1,13 +1,13 @@
-"""How a checkpoint lies on disk.
+"""The layout of a checkpoint on disk.
 
     checkpoints/
-      step-00000120/           complete: it gets this name when all of it is there
-        __0_0.distcp ...       the tensors, a file from each rank, flat
-        .metadata              the index of torch.distributed.checkpoint, which reads these two by itself
+      step-00000120/           complete: it gets this name last
+        __0_0.distcp ...       the tensors, flat, one file per rank
+        .metadata              the index; torch.distributed.checkpoint can read it and the tensors without us
         run.json               everything else, and the checksum of every file
       .unfinished-...          being written, or left by a crash: the next save removes it
 
-A path is only ever renamed into place, never written in place.
+A directory is only ever renamed into place, never written in place.
 """
 
 import json
@@ -40,17 +40,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mimatrix.core.errors import WorldError
 
 FORMAT = 1
+"""Version of the layout and of `run.json`; other versions are refused."""
 _RUN, _INDEX = "run.json", ".metadata"
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
-_UNFINISHED, _GONE = ".unfinished-", ".gone-"
+_UNFINISHED, _REMOVED = ".unfinished-", ".gone-"
 _CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements from `start` on of a flat tensor that has `count` in all: what one rank writes of it, or reads.
+    """A run of elements of a flat tensor of `count` elements, from `start` on: what one rank writes or reads of it.
 
-    torch.distributed.checkpoint knows these methods by their names (its `_Checkpointable`).
+    torch.distributed.checkpoint calls these methods by name (its `_Checkpointable` protocol).
     """
 
     value: torch.Tensor
@@ -58,7 +59,7 @@ class TensorSlice:
     count: int
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Return the size of the whole tensor."""
         return torch.Size([self.count])
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
@@ -80,22 +81,23 @@ TensorSlices = Mapping[str, TensorSlice]
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What one rank has written: for the index, and the size and checksum of its file."""
+    """What one rank has written, for the index."""
 
     plan: SavePlan
     results: list[WriteResult]
     files: dict[str, list[int]]
-    facts: dict[str, Any]
+    """The size and checksum of each file."""
+    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint that is there."""
+    """A complete checkpoint."""
 
     path: str
     step: int
     at_s: float
-    """Since 1970."""
+    """When it was saved, in seconds since 1970."""
     bytes: int
 
 
@@ -114,117 +116,124 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata = dict(parts), metadata
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
-        return found
+        tensor: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
+        return tensor
 
 
 # Writing
 
 
-def begin(folder: Path, step: int, whose: str = "") -> Path:
-    """A new place to write to, in a folder free of what crashes have left; `whose`, where several write beside."""
+def create_unfinished(folder: Path, step: int, owner: str = "") -> Path:
+    """Create a directory to write a checkpoint to, and remove what crashes have left.
+
+    Args:
+        folder: Where the checkpoint will be.
+        step: Its step.
+        owner: A prefix for the directory if several groups save to `folder`; each removes only its own leftovers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in [*folder.glob(f"{_UNFINISHED}{whose}*"), *folder.glob(f"{_GONE}*")]:
-        shutil.rmtree(left, ignore_errors=True)
-    place = folder / f"{_UNFINISHED}{whose}{step:08d}-{os.urandom(4).hex()}"
-    place.mkdir()
-    return place
+    for leftover in [*folder.glob(f"{_UNFINISHED}{owner}*"), *folder.glob(f"{_REMOVED}*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished = folder / f"{_UNFINISHED}{owner}{step:08d}-{os.urandom(4).hex()}"
+    unfinished.mkdir()
+    return unfinished
 
 
-def write_part(place: Path, rank: int, parts: TensorSlices, facts: dict[str, Any]) -> None:
-    """One rank's file, and beside it what `publish` must know of it."""
-    planner, writer = _SavePlanner(parts), FileSystemWriter(place, per_thread_copy_ahead=0)
-    # The storage names a plan's file by the plan's number, so ours must come at the place of this rank.
+def write_part(unfinished: Path, rank: int, parts: TensorSlices, metadata: dict[str, Any]) -> None:
+    """Write one rank's file, and a note of it for `publish`."""
+    planner, writer = _SavePlanner(parts), FileSystemWriter(unfinished, per_thread_copy_ahead=0)
+    # The storage names a file after the number of its plan, so ours must come at the index of this rank.
     plans = writer.prepare_global_plan([*[SavePlan([])] * rank, planner.create_local_plan()])
     results = writer.write_data(plans[rank], planner).wait()
     names = {result.storage_data.relative_path for result in results}
-    written = WrittenFiles(plans[rank], results, {name: _sum_of(place / name) for name in sorted(names)}, facts)
-    _write(_note(place, rank), pickle.dumps(written))
+    files = {name: _size_and_checksum(unfinished / name) for name in sorted(names)}
+    written = WrittenFiles(plans[rank], results, files, metadata)
+    _write(_written_path(unfinished, rank), pickle.dumps(written))
 
 
-def read_notes(place: Path, ranks: int) -> list[WrittenFiles]:
-    """What all ranks have written."""
-    return [_read_note(place, rank) for rank in range(ranks)]
+def read_written(unfinished: Path, ranks: int) -> list[WrittenFiles]:
+    """Read the notes of all ranks about what they have written."""
+    return [_read_written(unfinished, rank) for rank in range(ranks)]
 
 
-def publish(place: Path, written: Sequence[WrittenFiles], facts: Mapping[str, Any]) -> Path:
-    """All ranks have written: complete the checkpoint and give it its name."""
-    _, metadata = _SavePlanner({}).create_global_plan([each.plan for each in written])
-    FileSystemWriter(place).finish(metadata, [each.results for each in written])
-    files = {name: found for each in written for name, found in each.files.items()}
-    files[_INDEX] = _sum_of(place / _INDEX)
+def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping[str, Any]) -> Path:
+    """Complete a checkpoint that all ranks have written, and give it its name."""
+    _, index = _SavePlanner({}).create_global_plan([part.plan for part in written])
+    FileSystemWriter(unfinished).finish(index, [part.results for part in written])
+    files = {name: checksum for part in written for name, checksum in part.files.items()}
+    files[_INDEX] = _size_and_checksum(unfinished / _INDEX)
     for rank in range(len(written)):
-        _note(place, rank).unlink()
-    whole = {"format": FORMAT, "saved_at": time.time(), **facts, "files": files}
-    _write(place / _RUN, json.dumps(whole, indent=1).encode())
-    _sync_folder(place)
-    found = _renamed(place, facts["step"])
-    _sync_folder(found.parent)
-    return found
+        _written_path(unfinished, rank).unlink()
+    run = {"format": FORMAT, "saved_at": time.time(), **metadata, "files": files}
+    _write(unfinished / _RUN, json.dumps(run, indent=1).encode())
+    _sync_folder(unfinished)
+    path = _rename_to_free_name(unfinished, metadata["step"])
+    _sync_folder(path.parent)
+    return path
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Leave the newest `keep` checkpoints of a folder."""
-    for old in checkpoints_in(folder)[keep:]:
-        # By another name first: half removed it must not look like one.
-        gone = old.rename(old.with_name(f"{_GONE}{old.name}-{os.urandom(4).hex()}"))
-        shutil.rmtree(gone, ignore_errors=True)
+    """Remove all but the newest `keep` checkpoints of a folder."""
+    for path in list_checkpoints(folder)[keep:]:
+        # Renamed first: a partly removed one must not look like a checkpoint.
+        removed = path.rename(path.with_name(f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"))
+        shutil.rmtree(removed, ignore_errors=True)
 
 
-def remove(place: Path) -> None:
-    """What could not be finished."""
-    shutil.rmtree(place, ignore_errors=True)
+def remove(unfinished: Path) -> None:
+    """Remove a checkpoint that could not be finished."""
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # Reading
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is one checkpoint rather than a folder of them."""
+    """Return whether a path is one checkpoint rather than a folder of them."""
     return (path / _RUN).is_file() or (path / _INDEX).is_file()
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Those with a checkpoint's name, the one saved last first: a run that went back to an older one goes on there."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder by time of saving, last first, so that a rewound run resumes its own."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_saved_at, reverse=True)
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=_saved_at, reverse=True)
 
 
-def listed(folder: Path, most: int = 20) -> tuple[CheckpointInfo, ...]:
-    """The checkpoints of a folder that are whole, the one saved last first."""
-    found = []
-    for path in checkpoints_in(folder)[:most]:
-        with suppress(WorldError, KeyError):  # half copied by somebody, or of another version
-            facts = read_facts(path)
-            weight = sum(size for size, _ in facts["files"].values())
-            found.append(CheckpointInfo(str(path), facts["step"], facts["saved_at"], weight))
-    return tuple(found)
+def describe_checkpoints(folder: Path, most: int = 20) -> tuple[CheckpointInfo, ...]:
+    """Describe the complete checkpoints of a folder, the one saved last first."""
+    checkpoints = []
+    for path in list_checkpoints(folder)[:most]:
+        with suppress(WorldError, KeyError):  # copied only in part, or of another version
+            metadata = read_metadata(path)
+            size_bytes = sum(size for size, _ in metadata["files"].values())
+            checkpoints.append(CheckpointInfo(str(path), metadata["step"], metadata["saved_at"], size_bytes))
+    return tuple(checkpoints)
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """What is not a tensor."""
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read everything but the tensors."""
     try:
-        facts: dict[str, Any] = json.loads((path / _RUN).read_bytes())
-        known = facts["format"]
-        assert isinstance(facts["files"], dict)
+        metadata: dict[str, Any] = json.loads((path / _RUN).read_bytes())
+        version = metadata["format"]
+        assert isinstance(metadata["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise WorldError(f"{_RUN} cannot be read ({_why(error)})") from error
-    if known != FORMAT:
-        raise WorldError(f"it has format {known}, and this version of mimatrix reads {FORMAT}")
-    return facts
+        raise WorldError(f"{_RUN} cannot be read ({_describe_error(error)})") from error
+    if version != FORMAT:
+        raise WorldError(f"it has format {version}, and this version of mimatrix reads {FORMAT}")
+    return metadata
 
 
-def verify(path: Path, facts: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> None:
-    """Raise if a file is not what was written; ranks share the work."""
-    for name, wanted in list(facts["files"].items())[rank::ranks]:
+def verify(path: Path, metadata: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> None:
+    """Raise a `WorldError` if a file is not as it was written; each rank checks some of the files."""
+    for name, wanted in list(metadata["files"].items())[rank::ranks]:
         try:
-            found = _sum_of(path / name)
+            actual = _size_and_checksum(path / name)
         except OSError as error:
-            raise WorldError(f"{name} cannot be read ({_why(error)})") from error
-        if found != wanted:
-            what = f"has {found[0]} bytes of {wanted[0]}" if found[0] != wanted[0] else "has another checksum"
+            raise WorldError(f"{name} cannot be read ({_describe_error(error)})") from error
+        if actual != wanted:
+            what = f"has {actual[0]} bytes of {wanted[0]}" if actual[0] != wanted[0] else "has another checksum"
             raise WorldError(f"{name} {what}")
 
 
@@ -235,13 +244,13 @@ class TensorReader:
         self._reader = FileSystemReader(path)
 
     def count(self, key: str) -> int:
-        """Elements of one."""
-        found = self._metadata.state_dict_metadata[key]
-        assert isinstance(found, TensorStorageMetadata)
-        return found.size.numel()
+        """Return the number of elements of a tensor."""
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.size.numel()
 
     def read(self, parts: TensorSlices) -> None:
-        """Fill in every part."""
+        """Fill every slice from the tensor of the same key."""
         planner = _LoadPlanner(parts, self._metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
@@ -253,47 +262,46 @@ class TensorReader:
 
 def _saved_at(path: Path) -> float:
     try:
-        return float(read_facts(path)["saved_at"])
+        return float(read_metadata(path)["saved_at"])
     except (WorldError, KeyError, ValueError):
-        with suppress(OSError):  # removed meanwhile by a group that has saved
+        with suppress(OSError):  # another group that saved has removed it
             return path.stat().st_mtime
         return 0.0
 
 
-def _renamed(place: Path, step: int) -> Path:
+def _rename_to_free_name(unfinished: Path, step: int) -> Path:
     while True:
-        found = _free_name(place.parent, step)
+        path = _find_free_name(unfinished.parent, step)
         try:
-            return place.rename(found)
+            return unfinished.rename(path)
         except OSError:
-            # Another group may have had the name a moment sooner.
-            if not found.exists():
+            # Another group may have taken the name a moment earlier.
+            if not path.exists():
                 raise
 
 
-def _free_name(folder: Path, step: int) -> Path:
-    name, number = folder / f"step-{step:08d}", 1
-    while name.exists():
+def _find_free_name(folder: Path, step: int) -> Path:
+    path, number = folder / f"step-{step:08d}", 1
+    while path.exists():
         number += 1
-        name = folder / f"step-{step:08d}-{number}"
-    return name
+        path = folder / f"step-{step:08d}-{number}"
+    return path
 
 
-def _note(place: Path, rank: int) -> Path:
-    return place / f"part-{rank}"
+def _written_path(unfinished: Path, rank: int) -> Path:
+    return unfinished / f"part-{rank}"
 
 
-def _read_note(place: Path, rank: int) -> WrittenFiles:
+def _read_written(unfinished: Path, rank: int) -> WrittenFiles:
     try:
-        found = pickle.loads(_note(place, rank).read_bytes())  # noqa: S301 (our own, of a moment ago)
+        written = pickle.loads(_written_path(unfinished, rank).read_bytes())  # noqa: S301 (written by this run)
     except FileNotFoundError as error:
         raise WorldError(f"rank 0 does not see rank {rank}'s file; use a folder that all ranks share") from error
-    assert isinstance(found, WrittenFiles)
-    return found
+    assert isinstance(written, WrittenFiles)
+    return written
 
 
-def _sum_of(path: Path) -> list[int]:
-    """The size of a file and its checksum."""
+def _size_and_checksum(path: Path) -> list[int]:
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -316,5 +324,5 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _why(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else type(error).__name__

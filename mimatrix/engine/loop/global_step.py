@@ -1,34 +1,35 @@
-"""One global batch on one rank: micro-steps, then the end at which everything global happens, once, on all ranks.
-
-Ranks may have different numbers of micro-steps, or none; they meet only here (and, in stages 2 and 3, in every
-micro-step, which a rank without data joins with zeros).
-"""
+"""The global batch that a rank is in: its micro-steps, their gradients, and what all ranks then agree on."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import MicroBatch
+from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.modules.precision import LossScale
-from mimatrix.engine.rank_exchange import Message, RankExchange
-from mimatrix.engine.step_timer import StepTimer
-from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
-from mimatrix.engine.zero.sharding import OUTSIDE, Zero0
-from mimatrix.engine.zero.single import SingleProcess
-from mimatrix.engine.zero.zero3 import Zero3
+from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, ShardingStrategy
 
 
-class ShadowStep(Protocol):
-    """How a rank without data takes part in what couples samples: it runs the model, and nothing of that counts."""
+class ShadowStep:
+    """Runs the model on a rank that has no data left, for the other ranks' batch norm; none of it counts."""
 
-    def __call__(self) -> None:
-        """One micro-step."""
-        ...
+    def __init__(self, run_model: Callable[[], None]) -> None:
+        self._run_model = run_model
+        self.is_active = False
+
+    def run(self, strategy: ShardingStrategy) -> None:
+        """Take part in one micro-step of the others."""
+        self.is_active = True
+        if strategy.reduces_every_micro_step:
+            strategy.begin_micro_step(is_last=True)
+        self._run_model()
+        if strategy.reduces_every_micro_step:
+            strategy.end_micro_step()
+        self.is_active = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,201 +39,149 @@ class StepResult:
     weight: float
     norm: float | None
     """Of the whole gradient, before clipping; known where it is clipped or may overflow."""
-    stepped: bool
-    """False where a gradient was not finite and the step was left out."""
-    messages: list[Message]
+    is_finite: bool
+    """Whether there is something to step by: samples, and no gradient that is infinite or NaN."""
+    grad_factor: float
+    """What gradients are multiplied by before the step: weights, loss scale and clipping."""
+    touched: frozenset[int]
+    """Numbers of the parameters that got a gradient on any rank."""
+
+    @classmethod
+    def agree(
+        cls,
+        reports: Sequence[BatchReport],
+        *,
+        samples: int,
+        scale: LossScale,
+        max_grad_norm: float | None,
+        grads_are_sharded: bool,
+    ) -> "StepResult":
+        """Work out the same result on every rank from the reports of all."""
+        weight = math.fsum(report.weight for report in reports)
+        # Gradients that are not sharded are the same on every rank; sharded ones are each rank's own part.
+        squares = [report.grad_square for report in reports]
+        square = math.fsum(squares) if grads_are_sharded else squares[0]
+        factor = samples / weight / scale.value if weight else 0.0
+        is_finite = math.isfinite(square)
+        norm = math.sqrt(square) * factor if is_finite and (max_grad_norm is not None or scale.on) else None
+        if max_grad_norm is not None and norm is not None:
+            factor *= min(1.0, max_grad_norm / (norm + 1e-6))
+        touched = frozenset(index for report in reports for index in report.touched)
+        return cls(weight, norm, is_finite and weight > 0, factor, touched)
 
 
 class GlobalStep:
-    """Goes through global batches, one after the other."""
+    """The micro-steps of one global batch after the other, as this rank has them."""
 
-    def __init__(
-        self,
-        sharding: Zero0 | SingleProcess,
-        binding: ShardedOptimizer,
-        exchange: RankExchange,
-        watch: StepTimer,
-        *,
-        clip_norm: float | None,
-        scale: LossScale,
-    ) -> None:
-        self.sharding, self.binding, self.scale = sharding, binding, scale
-        self._exchange, self._watch, self._clip_norm = exchange, watch, clip_norm
-        self.ghost: ShadowStep | None = None
-        """Set where samples meet in the model."""
+    def __init__(self, strategy: ShardingStrategy, scale: LossScale, shadow: ShadowStep | None) -> None:
+        self.strategy, self.scale, self._shadow = strategy, scale, shadow
         self.micro: MicroBatch | None = None
-        """The micro-step in which the user's loop is, or was last."""
+        """The micro-step in which the user's loop is, or was last; None before the first."""
         self.is_open = False
         """A global batch has begun and not ended."""
-        self.is_ghost = False
-        self.went_back = False
+        self.has_run_backward = False
         """`backward` was called in this micro-step."""
-        self._goes_back = self._seen = False
-        self._weight = 0.0
+        self.weight = 0.0
+        """Of the micro-steps of this global batch."""
+        self._in_backward = False
         self._done = 0
-        self._step: Callable[[], Any] = binding.optimizer.step
-        self.tell: Callable[[], Message] = dict
-        """What else this rank has to say to the others at the end."""
-        self.hear: Callable[[list[Message]], None] = lambda messages: None  # noqa: ARG005
-        """Told what all have said, before the step."""
-
-    def step_by(self, step: Callable[[MicroBatch, Callable[[], object]], None]) -> None:
-        """From now on another one steps in place of the optimizer, and may let it."""
-        own = self._step
-
-        def stepped() -> None:
-            assert self.micro
-            with self._watch.apart():
-                step(self.micro, own)
-            self.binding.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
-
-        self._step = stepped
-
-    def enter(self, micro: MicroBatch) -> None:
-        """The next micro-step begins."""
-        assert not self.is_open or (self.micro and not self.micro.last)
-        self.micro, self.is_open, self.went_back = micro, True, False
-        if micro.count and isinstance(self.sharding, Zero0):
-            self.sharding.begin(micro.last)
-
-    def leave(self) -> None:
-        """The user's loop goes on without having finished the micro-step: that counts as no gradient."""
-        if self.micro and self.is_open and self.micro.count and not self.went_back:
-            self._finish()
-
-    def backward(self, loss: torch.Tensor, weight: float | None) -> float:
-        """Gradients of a loss that is a mean over the micro-batch; the weight with which it counts."""
-        micro = self._checked(loss)
-        counts = float(micro.samples if weight is None else weight)
-        if not math.isfinite(counts) or counts < 0:
-            raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
-        self.went_back = True
-        if isinstance(self.sharding, Zero3):
-            self._check_first(loss, counts)
-            self.sharding.back()
-        # A mean over nothing is no number, and counts nothing. Where samples meet in the model others wait for it.
-        if counts or self.ghost:
-            self._goes_back = True
-            # Divided by what a whole global batch usually weighs: then mostly nothing is left to be scaled at the end.
-            (loss * (counts / micro.total * self.scale.value)).backward()  # type: ignore[no-untyped-call]
-            self._goes_back = False
-        self._finish()
-        self._weight += counts
-        return counts
-
-    def arrived(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient."""
-        assert isinstance(self.sharding, Zero0)
-        if self.is_ghost:
-            parameter.grad = None
-            self.sharding.passed(parameter)
-            return
-        if not self._goes_back:
-            raise UserError(OUTSIDE)
-        self.sharding.arrived(parameter)
 
     @property
-    def may_end(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether this rank has done all its micro-steps of the global batch."""
-        return self.is_open and self.micro is not None and self.micro.last
+        return self.is_open and self.micro is not None and self.micro.is_last
 
-    def end(self) -> StepResult:
-        """The global batch ends: reduce, agree, step. A collective."""
-        micro = self.micro
-        assert micro
-        assert self.may_end
-        self._join_rest(micro.rounds)
-        if isinstance(self.sharding, Zero0):
-            self.sharding.end(micro.rounds)
-        mine = {"weight": self._weight, "square": self._square(), "touched": self.sharding.touched(), **self.tell()}
-        with self._watch.apart():
-            messages = self._exchange.all(mine)
-        self.hear(messages)
-        outcome = self._agreed(micro, messages)
-        if outcome.stepped:
-            self._stepped(outcome, micro)
-        if outcome.weight:
-            self.scale.update(outcome.stepped)
-        self._clear()
-        return outcome
+    def begin_micro_step(self, micro: MicroBatch) -> None:
+        """Begin the next micro-step."""
+        assert not self.is_open or (self.micro and not self.micro.is_last)
+        self.micro, self.is_open, self.has_run_backward = micro, True, False
+        if micro.num_micro_steps:
+            self.strategy.begin_micro_step(is_last=micro.is_last)
 
-    def _checked(self, loss: torch.Tensor) -> MicroBatch:
+    def end_unfinished_micro_step(self) -> None:
+        """End a micro-step for which the user's loop did not call `backward`; it has no gradient."""
+        if self.micro and self.is_open and self.micro.num_micro_steps and not self.has_run_backward:
+            self._end_micro_step()
+
+    def backward(self, loss: torch.Tensor, weight: float | None) -> float:
+        """Add the gradients of a mean loss over the micro-batch; return the weight with which it counts."""
+        micro = self._check(loss)
+        counts = float(micro.num_samples if weight is None else weight)
+        if not math.isfinite(counts) or counts < 0:
+            raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
+        self.has_run_backward = True
+        self.strategy.begin_backward(loss if counts else None)
+        # A mean over nothing is NaN, and counts nothing; but other ranks may wait for this one's batch norm.
+        if counts or self._shadow:
+            self._in_backward = True
+            # Divided by what a whole global batch usually weighs: mostly nothing is left to scale at the end.
+            (loss * (counts / micro.global_samples * self.scale.value)).backward()  # type: ignore[no-untyped-call]
+            self._in_backward = False
+        self._end_micro_step()
+        self.weight += counts
+        return counts
+
+    def on_grad(self, param: nn.Parameter) -> None:
+        """Hand a gradient that autograd has just accumulated to the strategy."""
+        if self._shadow and self._shadow.is_active:
+            param.grad = None
+            self.strategy.grad_skipped(param)
+            return
+        if not self._in_backward:
+            raise UserError(GRAD_OUTSIDE_BACKWARD)
+        self.strategy.grad_ready(param)
+
+    def shadow_remaining_micro_steps(self) -> None:
+        """Run the model for the others' batch norm, where they have more micro-steps than this rank."""
+        if self._shadow is None or self.micro is None:
+            return
+        for _ in range(self._done, self.micro.max_micro_steps):
+            self._shadow.run(self.strategy)
+
+    def grad_square(self, max_grad_norm: float | None) -> float:
+        """Return the squared norm of this rank's gradients where they are clipped or may overflow, otherwise 0."""
+        if max_grad_norm is None and not self.scale.on:
+            return 0.0
+        norms = [torch.linalg.vector_norm(grad) for grad in self.strategy.local_grads() if grad.numel()]
+        return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
+
+    def agree(self, reports: Sequence[BatchReport], max_grad_norm: float | None) -> StepResult:
+        """Work out the result of the global batch, the same on every rank."""
+        assert self.micro
+        return StepResult.agree(
+            reports,
+            samples=self.micro.global_samples,
+            scale=self.scale,
+            max_grad_norm=max_grad_norm,
+            grads_are_sharded=self.strategy.grads_are_sharded,
+        )
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiply this rank's gradients by the factor that all ranks agreed on."""
+        if factor == 1.0:
+            return
+        grads = [grad for grad in self.strategy.local_grads() if grad.numel()]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+        self.strategy.grads_scaled()
+
+    def clear(self) -> None:
+        """Close the global batch."""
+        self.is_open = False
+        self.weight, self._done = 0.0, 0
+
+    def _end_micro_step(self) -> None:
+        self._done += 1
+        self.strategy.end_micro_step()
+
+    def _check(self, loss: torch.Tensor) -> MicroBatch:
         if not self.is_open or self.micro is None:
-            raise UserError("run.backward was called outside of the loop over the loader; call it once per micro-batch")
-        if self.went_back:
+            raise UserError("run.backward was called outside the loop over the loader; call it once per micro-batch")
+        if self.has_run_backward:
             raise UserError("run.backward was called twice for one micro-batch; add the losses and call it once")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UserError(f"the loss has the shape {shape}; give run.backward a scalar, such as loss.mean()")
         if not loss.requires_grad:
-            raise UserError("the loss does not depend on any parameter that learns; compute it from the model's output")
+            raise UserError("the loss does not depend on any trainable parameter; compute it from the model's output")
         return self.micro
-
-    def _check_first(self, loss: torch.Tensor, counts: float) -> None:
-        """A parameter that is not here has no number. One look, since a GPU is waited for."""
-        if not self._seen and counts and bool(loss.detach().isnan()):
-            raise UserError(
-                "the first loss is not a number; if it is one in stage 2, a parameter is used outside of its module: "
-                "use stage 2, or name the class of the module that uses it: run.prepare(..., whole=(TheClass,))"
-            )
-        self._seen = True
-
-    def _finish(self) -> None:
-        self._done += 1
-        if isinstance(self.sharding, Zero0):
-            self.sharding.finish()
-
-    def _join_rest(self, rounds: int) -> None:
-        """Where samples meet in the model, a rank that has fewer micro-steps runs it for the others' sake."""
-        if self.ghost is None:
-            return
-        gathers = isinstance(self.sharding, Zero0) and self.sharding.stage >= 2
-        for _ in range(self._done, rounds):
-            self.is_ghost = True
-            if gathers and isinstance(self.sharding, Zero0):
-                self.sharding.begin(last=True)
-            self.ghost()
-            if gathers and isinstance(self.sharding, Zero0):
-                self.sharding.finish()
-            self.is_ghost = False
-
-    def _square(self) -> float:
-        if self._clip_norm is None and not self.scale.on:
-            return 0.0
-        norms = [torch.linalg.vector_norm(each) for each in self.sharding.gradients() if each.numel()]
-        return float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0
-
-    def _agreed(self, micro: MicroBatch, messages: list[Message]) -> StepResult:
-        weight = math.fsum(message["weight"] for message in messages)
-        # Uncut gradients are the same on every rank; cut ones are each rank's own part.
-        squares = [message["square"] for message in messages]
-        square = math.fsum(squares) if self.sharding.parts else squares[0]
-        factor = micro.total / weight / self.scale.value if weight else 0.0
-        wants = self._clip_norm is not None or self.scale.on
-        finite = math.isfinite(square)
-        return StepResult(
-            weight, math.sqrt(square) * factor if wants and finite else None, finite and weight > 0, messages
-        )
-
-    def _stepped(self, outcome: StepResult, micro: MicroBatch) -> None:
-        factor = micro.total / outcome.weight / self.scale.value
-        if self._clip_norm is not None and outcome.norm is not None:
-            factor *= min(1.0, self._clip_norm / (outcome.norm + 1e-6))
-        if factor != 1.0:
-            gradients = [each for each in self.sharding.gradients() if each.numel()]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
-            if isinstance(self.sharding, Zero0):
-                self.sharding.scaled()
-        if isinstance(self.sharding, Zero0):
-            self.binding.give({index for message in outcome.messages for index in message["touched"]})
-        self._step()
-        if isinstance(self.sharding, Zero0):
-            with torch.no_grad():
-                self.sharding.publish()
-
-    def _clear(self) -> None:
-        self.binding.take_away()
-        self.sharding.clear()
-        self.is_open = False
-        self._weight, self._done = 0.0, 0

@@ -1,4 +1,4 @@
-"""What the user's loop runs over: this rank's micro-batches. Between them it lets the run do what is due."""
+"""What the user's loop iterates over: this rank's micro-batches. Between them the run does what is due."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -9,35 +9,35 @@ from mimatrix.engine.loop.train_loop import TrainLoop
 class MicroBatchLoader:
     """The micro-batches of this rank, on its device."""
 
-    def __init__(self, course: TrainLoop) -> None:
-        self._course = course
+    def __init__(self, loop: TrainLoop) -> None:
+        self._loop = loop
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
-        return len(self._course.feed)
+        """Return the number of global batches in an epoch."""
+        return len(self._loop.source)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch in which the run stands."""
-        while (yield from self._round()) and self._course.begins_again():
+        """Iterate over the rest of the epoch in which the run is."""
+        while (yield from self._pass_over_data()) and self._loop.repeats_epoch():
             pass
 
-    def _round(self) -> Generator[Any, None, bool]:
-        """Once through the samples, or what is left of them; False if the loop has ended before."""
-        course, position = self._course, self._course.position
-        course.begin_epoch()
-        parts = course.feed.epoch(position.epoch, position.batch)
+    def _pass_over_data(self) -> Generator[Any, None, bool]:
+        """Go once through the samples, or what is left of them; return False if the loop ended before."""
+        loop, position = self._loop, self._loop.position
+        loop.begin_epoch()
+        micro_batches = loop.source.epoch(position.epoch, position.batch)
         try:
             while True:
-                found = course.drawn(parts)
-                course.settle()
-                if not course.goes_on():
+                drawn = loop.draw(micro_batches)
+                loop.finish_micro_step()
+                if not loop.continues():
                     return False
-                if found is None:
+                if drawn is None:
                     break
-                micro, batch = found
-                if course.enter(micro):
+                micro, batch = drawn
+                if loop.begin_micro_step(micro):
                     yield batch
         finally:
-            course.leave_loop()
-        course.end_epoch(position.epoch)
+            loop.leave()
+        loop.end_epoch(position.epoch)
         return True

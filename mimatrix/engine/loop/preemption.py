@@ -1,44 +1,51 @@
-"""Leaving when told: all ranks save between two global batches and end one batch later, by when all have joined in.
+"""Preemption: when asked to stop, all ranks save between two global batches and exit one batch later.
 
-What the user's loop does after a step (its scheduler, say) belongs to that step, so the checkpoint is begun when the
-loop asks for the next batch. Ranks without data hear of it at the end of that batch, which is done again later.
+What the user's loop does after a step (its scheduler, for example) belongs to that step, so the checkpoint begins when
+the loop asks for the next batch. Ranks without data learn of it at the end of that batch, which is repeated on resume.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mimatrix.engine.rank_exchange import Message
+from mimatrix.engine.loop.batch_report import PreemptionReport
 
 EXIT_PREEMPTED = 75
-"""The exit code of a rank that has left (EX_TEMPFAIL): it can go on where it was."""
+"""Exit code of a rank that was preempted (EX_TEMPFAIL): it can resume where it was."""
+
+
+class Preempted(SystemExit):
+    """Ends the process with `EXIT_PREEMPTED`, after a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_PREEMPTED)
 
 
 class Preemption:
-    """Of one rank: whether somebody asked for it, and how far it is."""
+    """Whether any rank was asked to stop, and how far this rank is with stopping."""
 
-    def __init__(self, is_asked: Callable[[], bool], folder: Path) -> None:
-        self._is_asked = is_asked
+    def __init__(self, is_requested: Callable[[], bool], folder: Path) -> None:
+        self._is_requested = is_requested
         self.folder = folder
         self._is_due = self._has_saved = False
-        self.ends = False
-        """Whether this global batch was the last."""
+        self.is_last_batch = False
+        """Whether all ranks exit after this global batch."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has begun."""
+        """Whether ranks have agreed to stop."""
         return self._is_due or self._has_saved
 
-    def tell(self) -> Message:
-        """What a rank says at the end of a global batch."""
-        return {"asked": self._is_asked(), "saved": self._has_saved}
+    def report(self) -> PreemptionReport:
+        """Return what this rank tells the others at the end of a global batch."""
+        return PreemptionReport(self._is_requested(), self._has_saved)
 
-    def hear(self, messages: Sequence[Message]) -> None:
-        """What all said. One that was asked is enough."""
-        self.ends = any(message["saved"] for message in messages)
-        self._is_due = self._is_due or any(message["asked"] for message in messages)
+    def update(self, reports: Sequence[PreemptionReport]) -> None:
+        """Agree on what follows from all reports: one rank that was asked is enough."""
+        self.is_last_batch = any(report.has_saved for report in reports)
+        self._is_due = self._is_due or any(report.is_requested for report in reports)
 
-    def between_batches(self, save: Callable[[], None]) -> None:
-        """The loop asks for the next batch, on a rank that had data in the last."""
+    def save_if_due(self, save: Callable[[], None]) -> None:
+        """Save once, when the loop asks for the next batch on a rank that had data in the last."""
         if self._is_due and not self._has_saved:
             save()
             self._has_saved = True

@@ -1,410 +1,400 @@
-"""The course of a prepared run: one global batch after another, and what ranks tell each other where one ends.
+"""The training loop of one rank: one global batch after another, and what ranks tell each other where one ends.
 
-The loader says when a micro-step begins and the loop asks for more; the user's `run.backward` and optimizer say the
-rest. Ranks without data in a batch do not run the loop's body: they hear here what the others did in it.
+The loader says when a micro-step begins and when the loop asks for more; `run.backward` and the optimizer say the rest.
+Ranks without data in a global batch do not run the loop's body and catch up here with what the others did in it.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import KEPT, CheckpointManager
-from mimatrix.engine.checkpoint.state import Progress, TrainState
+from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP, CheckpointManager
+from mimatrix.engine.checkpoint.state import Progress
+from mimatrix.engine.checkpoint.storage import CheckpointInfo
 from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
-from mimatrix.engine.loop.global_step import GlobalStep
-from mimatrix.engine.loop.hyperparams import HyperparamSync
-from mimatrix.engine.loop.loop_signal import LoopSignal
-from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
+from mimatrix.engine.loop.batch_report import BatchReport
+from mimatrix.engine.loop.global_step import GlobalStep, StepResult
+from mimatrix.engine.loop.idle_ranks import IdleRanks, SyncedLRScheduler
 from mimatrix.engine.loop.metrics import MetricLog
-from mimatrix.engine.loop.preemption import EXIT_PREEMPTED, Preemption
-from mimatrix.engine.outer_optimizer import OuterOptimizer
+from mimatrix.engine.loop.preemption import Preempted, Preemption
+from mimatrix.engine.loop.prepared_optimizer import Stepper
 from mimatrix.engine.planning.plan_follower import PlanFollower
-from mimatrix.engine.prepare import publish
-from mimatrix.engine.rank_exchange import Message
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
-from mimatrix.engine.zero.sharding import Zero0
+from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
+from mimatrix.engine.zero.strategy import ShardingStrategy
 from mimatrix.engine.zero.units import check_frozen
+from mimatrix.planner.plan import Plan
+from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
 
-_SEEN = 1000
-"""Steps whose figures stay."""
+_MAX_STATS = 1000
+"""Steps whose figures are kept."""
 
 
 class TrainLoop:
-    """Where one rank stands in it. `plans`, `knobs` and `word` are what it has agreed on with the others."""
+    """The state machine behind the user's loop, on one rank."""
 
     def __init__(
         self,
         world: World,
-        model: nn.Module,
-        cycle: GlobalStep,
-        feed: MicroBatchSource,
-        plans: PlanFollower,
-        shares: Shares,
         *,
-        agreed: tuple[HyperparamSync, LoopSignal] | None = None,
-        outer: OuterOptimizer | None = None,
-        leaving: Preemption | None = None,
+        strategy: ShardingStrategy,
+        optimizer: ShardedOptimizer,
+        stepper: Stepper,
+        global_step: GlobalStep,
+        source: MicroBatchSource,
+        plans: PlanFollower,
+        checkpoints: CheckpointManager,
+        idle_ranks: IdleRanks,
+        lr_schedulers: Sequence[SyncedLRScheduler],
+        preemption: Preemption | None,
+        stage: int,
+        shares: Shares,
     ) -> None:
-        self._world, self.cycle, self.feed, self.plans, self._shares = world, cycle, feed, plans, shares
-        self._knobs: HyperparamSync | None = None
-        self._word: LoopSignal | None = None
-        if agreed:
-            self._knobs, self._word = agreed
-        self._outer, self._leaving = outer, leaving
+        self._world, self.strategy, self.optimizer, self._stepper = world, strategy, optimizer, stepper
+        self.global_step, self.source, self._plans = global_step, source, plans
+        self.checkpoints, self._idle, self._lr_schedulers = checkpoints, idle_ranks, lr_schedulers
+        self._outer, self._preemption = world.outer, preemption
+        self.stage, self.shares = stage, shares
         self.step = 0
         """Global batches done."""
         self.position = DataPosition(0, 0)
         """The next global batch."""
-        self.epochs: int | None = None
-        """How many there will be, if the loop has said so."""
-        self.schedulers: list[SyncedLRScheduler] = []
-        self.logs = MetricLog(prints=world.rank == 0 and not world.settings.quiet)
+        self.metrics = MetricLog(shows=world.rank == 0 and not world.settings.quiet)
         self.stats: list[StepStats] = []
-        subject = TrainState(
-            model,
-            cycle.sharding,
-            cycle.binding,
-            cycle.scale,
-            self.schedulers,
-            world.rank,
-            world.ranks,
-            world.device,
-            outer,
-        )
-        # Made here and not at the first save: ranks without data do not come by there.
-        self.checkpoints = CheckpointManager(
-            world.further("checkpoint") if world.main else None, subject, self._standing
-        )
-        self._logging = 0
-        self._counted: float | None = None
-        self._unweighed: list[dict[str, Any]] = []
-        self._asked = False
-        """Whether the loop has called the optimizer."""
-        self._ended = self._backs = 0
-        self._number = self._began = 0
-        """The epoch that the loop is in, as far as it has said so; the one in which the loop over the loader began."""
-        self._skipped = 0
-        """Samples of steps that were left out, of which other groups know nothing."""
-        self._has_met = True
-        """Whether ranks have told each other all since the last global batch."""
-        self._is_behind = False
-        """Whether others were in the loop's body after the last global batch, where this rank had no data."""
-        self._leader: int | None = None
-        """Who says how it goes on after the last global batch, where a rank had no data in it."""
-        cycle.tell, cycle.hear = self._tell_batch, self._hear_batch
+        self._num_epochs: int | None = None
+        """How many there will be, if the loop has said so."""
+        self._has_called_step = False
+        self._backward_calls = 0
+        self._has_ended_batch = False
+        self._epoch_in_loop = self._first_epoch = 0
+        """The epoch that `run.epochs` gave last, and the one in which the loop over the loader began."""
+        self._skipped_samples = 0
+        """Samples of steps that were left out, which other groups do not count."""
+        self._has_exchanged = True
+        """Whether ranks have told each other everything since the last global batch."""
 
     @property
     def split(self) -> Split:
-        """How the next global batch is cut over the ranks."""
-        return self.feed.split_at(self.position)
+        """How the next global batch is split over the ranks."""
+        return self.source.split_at(self.position)
 
     @property
     def epoch(self) -> int:
-        """Where groups share their parameters, an epoch is as many samples as there are, whoever had them."""
+        """The epoch; where groups share their parameters, counted by the samples of all groups together."""
         if self._outer is None:
             return self.position.epoch
-        return (self._outer.samples + self._skipped) // self.feed.samples
+        return (self._outer.samples + self._skipped_samples) // self.source.num_samples
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether this rank is inside a global batch."""
+        return self.global_step.is_open
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was agreed on last."""
+        return self._plans.current
+
+    @property
+    def plan_changes(self) -> Sequence[tuple[int, Plan, str]]:
+        """(step, plan, reason) for each change of the plan."""
+        return self._plans.changes
+
+    @property
+    def measurements(self) -> Measurements | None:
+        """The profiles that the first plan was made from."""
+        return self._plans.measured
+
+    @property
+    def saved(self) -> tuple[CheckpointInfo, ...]:
+        """The checkpoints in the folder that was last saved to; known to rank 0."""
+        return self.checkpoints.saved
+
+    # One step
+
+    def end_global_batch(self) -> None:
+        """Reduce, agree, step: everything global happens here, once, on all ranks."""
+        micro = self.global_step.micro
+        assert micro
+        assert self.global_step.is_complete
+        self.global_step.shadow_remaining_micro_steps()
+        self.strategy.finish_reduction(micro.max_micro_steps)
+        report = self._report_batch(micro)
+        with self._world.timer.exposed():
+            reports = self._exchange(report)
+        self._idle.catch_up(reports, self.progress)
+        self._update(reports, micro)
+        result = self.global_step.agree(reports, self._world.settings.max_grad_norm)
+        if result.is_finite:
+            self.global_step.scale_grads(result.grad_factor)
+            self.optimizer.assign_grads(result.touched)
+            self._stepper.step(micro)
+            self.strategy.all_gather_params()
+        if result.weight:
+            self.global_step.scale.update(result.is_finite)
+        self.optimizer.clear_grads()
+        self.strategy.clear()
+        self.global_step.clear()
+        self._merge_metrics(reports)
+        self._advance(micro, result)
+        if self._preemption and self._preemption.is_last_batch:
+            self.close()
+            raise Preempted
+
+    def _report_batch(self, micro: MicroBatch) -> BatchReport:
+        follows = self._world.settings.follows
+        return self._report(
+            before=micro.num_micro_steps > 0,
+            weight=self.global_step.weight,
+            grad_square=self.global_step.grad_square(self._world.settings.max_grad_norm),
+            touched=self.strategy.touched(),
+            pace=self._plans.report(self._world.timer.busy_s()) if follows else None,
+            preemption=self._preemption.report() if self._preemption else None,
+        )
+
+    def _update(self, reports: Sequence[BatchReport], micro: MicroBatch) -> None:
+        """Act on what ranks reported about preemption and speed."""
+        if self._preemption:
+            self._preemption.update([report.preemption for report in reports if report.preemption])
+        if self._world.settings.follows:
+            paces = [report.pace for report in reports if report.pace]
+            # Where groups share their parameters, an epoch ends with the samples of all groups.
+            steps_left = None if self._outer else self.source.steps_after(micro, self._num_epochs)
+            self._plans.update(paces, self.source.split_of(micro), self.step, steps_left)
+
+    def _advance(self, micro: MicroBatch, result: StepResult) -> None:
+        self.position = DataPosition(micro.epoch, micro.batch + 1)
+        batches = self.source.split_of(micro).batches
+        memory = {**self.strategy.memory(), "optimizer": self.optimizer.state_bytes()}
+        stats = self._world.timer.end_step(self.step, batches[self._world.rank], memory)
+        self.stats = [*self.stats[1 - _MAX_STATS :], stats]
+        self.step += 1
+        self._has_ended_batch, self._has_exchanged = True, False
+        if self._outer and not result.is_finite:
+            self._skipped_samples += micro.global_samples
+        self._idle.begin_wait(batches, had_data=micro.num_micro_steps > 0)
 
     # What the user's loop does
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:
-        """The gradients of a micro-batch."""
+        """Add the gradients of a micro-batch."""
         self._world.precision.end()
-        self._counted = self.cycle.backward(loss, weight)
-        self._world.watch.end_micro()
-        self._backs += 1
-        self._weigh(self._counted)
+        counts = self.global_step.backward(loss, weight)
+        self._world.timer.end_micro_step()
+        self._backward_calls += 1
+        self.metrics.set_weight(counts)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Figures of a micro-batch."""
-        if self.cycle.micro is None:
+        """Add metrics of a micro-batch."""
+        if self.global_step.micro is None:
             raise UserError("run.log was called before the first micro-batch; call it in the loop over the loader")
-        if self._counted is None:
-            self._unweighed.append(values)  # its weight is known with `backward`
-        else:
-            self.logs.add(self._logging, self._counted, values)
+        self.metrics.log(values)
 
-    def asked_to_step(self) -> None:
-        """The loop has called the optimizer, which acts if the global batch is complete."""
-        self._asked = True
-        if not self.cycle.is_open:
+    def on_optimizer_step(self) -> None:
+        """End the global batch if it is complete: the loop has called `optimizer.step`."""
+        self._has_called_step = True
+        if not self.global_step.is_open:
             return
-        if not self.cycle.went_back:
+        if not self.global_step.has_run_backward:
             raise UserError("optimizer.step came before run.backward; call run.backward(loss) first")
-        if self.cycle.may_end:
-            self.end_batch()
+        if self.global_step.is_complete:
+            self.end_global_batch()
 
     def run_epochs(self, count: int) -> Iterator[int]:
-        """The numbers of epochs up to `count`, each once; one that was left early is over, too."""
-        self.epochs, number = count, self.epoch
+        """Yield the numbers of epochs up to `count`, each once; one that was left early is over, too."""
+        self._num_epochs, number = count, self.epoch
         while number < count:
-            self._number = number
+            self._epoch_in_loop = number
             yield number
-            self.check_left()
-            self._leave_word()
-            if not self._has_met:
-                self._meet()
+            self._end_last_loop()
+            if not self._has_exchanged:
+                self._exchange_between_batches()
             if self._outer is None and self.position.epoch == number:
                 self.position = DataPosition(number + 1, 0)
             number = self.epoch if self._outer is None else max(number + 1, self.epoch)
 
+    def save(self, folder: str, keep: int, *, wait: bool) -> None:
+        """Begin a checkpoint."""
+        self.checkpoints.save(folder, keep, self.progress(), wait=wait)
+
     def load(self, folder: str) -> bool:
-        """Go on from a checkpoint, if there is one."""
-        with self._world.watch.aside():
-            found = self.checkpoints.load(folder)
-        if found is None:
+        """Resume from a checkpoint, if there is one."""
+        with self._world.timer.excluded():
+            loaded = self.checkpoints.load(folder, self.progress())
+        if loaded is None:
             return False
-        self.step, self.position = found
+        self.step, self.position = loaded
         if self._outer:
-            publish(self.cycle.sharding)
-        if self.plans.now:
-            self.feed.restart(self.plans.now.split)
-        if self._knobs:
-            self._knobs.renew()
+            self.strategy.all_gather_params()
+        if self._plans.current:
+            self.source.restart(self._plans.current.split)
+        self._idle.reset_hyperparams()
         return True
 
-    def check_closed(self, what: str, when: str = "when `not run.in_batch`") -> None:
-        """Refuse what cannot be done inside of a global batch."""
-        if self.cycle.is_open:
-            raise UserError(f"{what} was called inside of a global batch; call it {when}")
+    def check_between_batches(self, call: str, when: str = "when `not run.in_batch`") -> None:
+        """Refuse what cannot be done inside a global batch."""
+        if self.in_batch:
+            raise UserError(f"{call} was called inside a global batch; call it {when}")
 
-    def check_left(self) -> None:
-        """Refuse to go on where the loop over the loader ended inside of a global batch."""
-        if self.cycle.is_open:
-            raise UserError(
-                "the loop over the loader was left inside of a global batch; leave it when `not run.in_batch`"
-            )
-
-    def check_all_come(self, what: str) -> None:
+    def require_all_ranks(self, call: str) -> None:
         """Refuse what needs all ranks, in a loop whose body a rank without data does not run."""
-        leader, self._leader = self._leader, None
-        if leader is None or self._word is None:
-            return
-        if leader == self._world.rank:
-            self._word.leave(self._ended, {"goes": False, "asks": what})
-        raise _not_all_come(what, self._standing().idle[0])
+        self._idle.require_all(call, self.progress().idle)
+
+    def progress(self) -> Progress:
+        """Return where the run is, for checkpoints."""
+        micro = self.global_step.micro
+        split = self.source.split_of(micro) if micro else self.split
+        idle = tuple(rank for rank, sizes in enumerate(split.micro) if not sizes)
+        return Progress(
+            step=self.step,
+            position=self.position,
+            split=self.split,
+            shares=self.shares,
+            seed=self._world.settings.seed,
+            idle=idle,
+        )
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and give back what the course holds beside the model."""
+        """Wait for a checkpoint that is being written, and release what the loop holds besides the model."""
         try:
-            self.checkpoints.settle()
+            self.checkpoints.wait()
         finally:
+            self._stepper.close()
             if self._outer:
                 self._outer.close()
-            if isinstance(self.cycle.sharding, Zero0):
-                self.cycle.sharding.close()
+            self.strategy.close()
             self._world.close()
 
     # What the loader calls
 
     def begin_epoch(self) -> None:
-        """A loop over the loader begins."""
-        self.check_left()
-        self._leave_word()
-        check_frozen(self.cycle.sharding.units)
-        self.cycle.sharding.check_places()
-        self._world.watch.restart()
-        self._began = max(self.epoch, self._number)
+        """Begin a loop over the loader."""
+        self._end_last_loop()
+        check_frozen(self.strategy.units)
+        self.strategy.check_params_in_place()
+        self._world.timer.restart()
+        self._first_epoch = max(self.epoch, self._epoch_in_loop)
 
-    def drawn(self, parts: Iterator[tuple[MicroBatch, Any]]) -> tuple[MicroBatch, Any] | None:
-        """The next part, the time for which counts as waiting for the loader."""
-        with self._world.watch.data():
-            return next(parts, None)
+    def draw(self, micro_batches: Iterator[tuple[MicroBatch, Any]]) -> tuple[MicroBatch, Any] | None:
+        """Draw the next micro-batch; the time it takes counts as waiting for data."""
+        with self._world.timer.data_wait():
+            return next(micro_batches, None)
 
-    def settle(self) -> None:
+    def finish_micro_step(self) -> None:
         """Finish what the user's loop left undone in the last micro-step."""
         self._world.precision.end()
-        self.cycle.leave()
-        if self.cycle.micro and self._unweighed:
-            self._weigh(float(self.cycle.micro.samples))
-        if self.cycle.may_end:
-            self.end_batch()
+        self.global_step.end_unfinished_micro_step()
+        if self.global_step.micro:
+            self.metrics.end_micro_step(float(self.global_step.micro.num_samples))
+        if self.global_step.is_complete:
+            self.end_global_batch()
 
-    def goes_on(self) -> bool:
-        """Whether the loop goes on after a global batch; a rank without data in it does as the others do."""
-        if self._leaving:
-            self._leave_when_due(self._leaving)
-        if not self._others_go_on():
+    def continues(self) -> bool:
+        """Return whether the loop continues after a global batch; a rank without data in it does as the others do."""
+        if self._preemption:
+            self._save_if_preempted(self._preemption)
+        micro = self.global_step.micro
+        if not self._idle.loop_continues(self.progress, had_data=micro is None or micro.num_micro_steps > 0):
             return False
-        if self._outer and self._began < self.epoch:
-            self._meet()
+        if self._outer and self._first_epoch < self.epoch:
+            self._exchange_between_batches()
             return False
         return True
 
-    def enter(self, micro: MicroBatch) -> bool:
-        """The next micro-step; False if this rank has no data in its global batch, which then is done."""
-        self.cycle.enter(micro)
-        self._logging, self._counted = self.step, None
-        if micro.count:
-            self._world.watch.begin_micro()
+    def begin_micro_step(self, micro: MicroBatch) -> bool:
+        """Begin a micro-step; return False if this rank has no data in its global batch, which then has ended."""
+        self.global_step.begin_micro_step(micro)
+        self.metrics.begin_micro_step(self.step)
+        if micro.num_micro_steps:
+            self._world.timer.begin_micro_step()
             self._world.precision.begin()
             return True
-        self.end_batch()
+        self.end_global_batch()
         return False
 
-    def end_batch(self) -> None:
-        """The global batch ends on this rank, and with it on all."""
-        micro = self.cycle.micro
-        assert micro
-        outcome = self.cycle.end()
-        self._join_logs(outcome.messages)
-        self.position = DataPosition(micro.epoch, micro.batch + 1)
-        batches = self._split_of(micro).batches
-        self.stats = [*self.stats[1 - _SEEN :], self._world.watch.step(self.step, batches[self._world.rank])]
-        self.step += 1
-        self._ended += 1
-        self._is_behind = not micro.count
-        self._has_met = False
-        if self._outer and not outcome.stepped:
-            self._skipped += micro.total
-        busy = [rank for rank, samples in enumerate(batches) if samples]
-        self._leader = busy[0] if len(busy) < self._world.ranks else None
-        if self._leaving and self._leaving.ends:
-            self.close()
-            raise SystemExit(EXIT_PREEMPTED)
-
-    def leave_loop(self) -> None:
-        """The loop over the loader has ended, however it did."""
+    def leave(self) -> None:
+        """Leave the loop over the loader, for whatever reason."""
         self._world.precision.end()
-        self._leave_word()
+        self._tell_loop_left()
 
     def end_epoch(self, epoch: int) -> None:
-        """The loader has come to its end."""
+        """End an epoch: the loader has come to its end."""
         self.position = DataPosition(epoch + 1, 0)
-        messages = self._world.exchange.all({**self._tell(before=True), "backs": self._backs, "asked": self._asked})
-        if self._ended and not any(message["backs"] for message in messages):
+        report = self._report(before=True, backward_calls=self._backward_calls, has_called_step=self._has_called_step)
+        reports = self._exchange(report)
+        if self._has_ended_batch and not any(report.backward_calls for report in reports):
             raise UserError("run.backward was not called in this epoch; call run.backward(loss) for each micro-batch")
-        if self._ended and not any(message["asked"] for message in messages):
+        if self._has_ended_batch and not any(report.has_called_step for report in reports):
             raise UserError(
-                "optimizer.step was not called in this epoch, or on an optimizer that was made after run.prepare; call "
-                "it on the one that was prepared"
+                "optimizer.step was not called in this epoch, or on another optimizer than the one that run.prepare "
+                "returned; call it on that one"
             )
-        self._join_logs(messages)
-        self._hear(messages)
-        self._has_met = True
+        self._catch_up_between_batches(reports)
 
-    def begins_again(self) -> bool:
-        """Whether the loop goes through the samples once more: until all groups together have had so many."""
-        return self._outer is not None and self._began >= self.epoch
+    def repeats_epoch(self) -> bool:
+        """Return whether the loop goes through the samples once more: until all groups together had enough."""
+        return self._outer is not None and self._first_epoch >= self.epoch
 
     # What ranks tell each other
 
-    def _meet(self) -> None:
-        """Between two global batches, all ranks: whatever they have not told yet."""
-        messages = self._world.exchange.all(self._tell(before=True))
-        self._join_logs(messages)
-        self._hear(messages)
-        self._has_met = True
+    def _exchange(self, report: BatchReport) -> list[BatchReport]:
+        """Gather the reports of all ranks. A collective."""
+        if self._world.world_size == 1:
+            return [report]
+        return [BatchReport.from_json(message) for message in self._world.exchange.all_gather(report.to_json())]
 
-    def _others_go_on(self) -> bool:
-        """Whether those that run the loop's body do: a rank without data finds the word that one of them leaves."""
-        leader, self._leader = self._leader, None
-        if leader is None or self._word is None:
-            return True
-        if self._world.rank == leader:
-            self._word.leave(self._ended, {"goes": True})
-        micro = self.cycle.micro
-        if micro is None or micro.count:
-            return True
-        found = self._word.find(self._ended, leader)
-        if "asks" in found:
-            raise _not_all_come(str(found["asks"]), self._world.rank)
-        if not found["goes"]:
-            self._catch_up([found])
-        return bool(found["goes"])
+    def _exchange_between_batches(self) -> None:
+        self._catch_up_between_batches(self._exchange(self._report(before=True)))
 
-    def _leave_word(self) -> None:
-        """That the loop was left, for ranks without data, unless that was said: a loader that is kept does not end."""
-        leader, self._leader = self._leader, None
-        if self._word and leader == self._world.rank and not self.cycle.is_open:
-            self._word.leave(self._ended, {**self._tell(before=True), "logs": {}, "goes": False})
+    def _catch_up_between_batches(self, reports: Sequence[BatchReport]) -> None:
+        self._merge_metrics(reports)
+        self._idle.catch_up(reports, self.progress)
+        self._has_exchanged = True
 
-    def _tell(self, *, before: bool) -> Message:
-        """What this rank has to say where it meets the others. Alone nothing is looked at: a GPU need not wait.
+    def _end_last_loop(self) -> None:
+        """End the last loop over the loader; refuse to continue where it was left inside a global batch."""
+        if self.in_batch:
+            raise UserError("the loop over the loader was left inside a global batch; leave it when `not run.in_batch`")
+        self._tell_loop_left()
 
-        `before`: whether it was in the loop's body before it came here, or nobody was.
-        """
-        return {
-            "calls": [each.calls for each in self.schedulers],
-            "logs": self.logs.message(self.step) if self._world.ranks > 1 else {},
-            "saves": self.checkpoints.said,
-            "knobs": self._knobs.changed() if self._knobs else {},
-            "ran": [not self._is_behind, before],
-        }
-
-    def _tell_batch(self) -> Message:
-        micro = self.cycle.micro
-        assert micro
-        pace = self.plans.tell(self._world.watch.busy_s()) if self._world.settings.follows else {}
-        leaving = {"leaving": self._leaving.tell()} if self._leaving else {}
-        return {**self._tell(before=micro.count > 0), "pace": pace, **leaving}
-
-    def _hear_batch(self, messages: Sequence[Message]) -> None:
-        self._hear(messages)
-        if self._leaving:
-            self._leaving.hear([message["leaving"] for message in messages])
-        micro = self.cycle.micro
-        if self._world.settings.follows and micro:
-            paces = [message["pace"] for message in messages]
-            self.plans.hear(paces, self._split_of(micro), self.step, self._steps_left(micro))
-
-    def _hear(self, messages: Sequence[Message]) -> None:
-        self._catch_up(messages)
-        if self._knobs:
-            after, before = zip(*(message["ran"] for message in messages), strict=True)
-            self._knobs.agree([message["knobs"] for message in messages], after, before, rank=self._world.rank)
-        self._is_behind = False
-
-    def _catch_up(self, messages: Sequence[Message]) -> None:
-        """Before a step, ranks without data do what the others' loops did since the last one."""
-        for number, scheduler in enumerate(self.schedulers):
-            scheduler.catch_up([message["calls"][number] for message in messages])
-        self.checkpoints.catch_up([message["saves"] for message in messages])
-
-    def _join_logs(self, messages: Sequence[Message]) -> None:
-        if self._world.ranks == 1:
-            self.logs.join_alone(self.step)
+    def _tell_loop_left(self) -> None:
+        """Tell ranks without data that the loop was left; an iterator that is kept does not end by itself."""
+        if not self.in_batch:
+            self._idle.leave_loop(lambda: self._report(before=True, with_metrics=False))
         else:
-            self.logs.join([message["logs"] for message in messages])
+            self._idle.forget_leader()
 
-    def _weigh(self, weight: float) -> None:
-        for values in self._unweighed:
-            self.logs.add(self._logging, weight, values)
-        self._unweighed.clear()
+    def _report(self, *, before: bool, with_metrics: bool = True, **figures: Any) -> BatchReport:
+        """Report what this rank did; `before`: whether it ran the loop's body before, or no rank did.
 
-    def _leave_when_due(self, leaving: Preemption) -> None:
-        last = self.cycle.micro
-        if self.cycle.is_open or last is None or not last.count:
+        With one rank nothing is looked at, so that a GPU need not be waited for.
+        """
+        with_metrics = with_metrics and self._world.world_size > 1
+        return BatchReport(
+            lr_scheduler_calls=[scheduler.calls for scheduler in self._lr_schedulers],
+            has_bypassed_scheduler=any(scheduler.is_bypassed for scheduler in self._lr_schedulers),
+            metrics=self.metrics.sums_before(self.step) if with_metrics else {},
+            save_calls=self.checkpoints.save_calls,
+            hyperparams=self._idle.changed_hyperparams(),
+            was_in_body=self._idle.was_in_body(before=before),
+            **figures,
+        )
+
+    def _merge_metrics(self, reports: Sequence[BatchReport]) -> None:
+        if self._world.world_size == 1:
+            self.metrics.merge_local(self.step)
+        else:
+            self.metrics.merge([report.metrics for report in reports])
+
+    def _save_if_preempted(self, preemption: Preemption) -> None:
+        micro = self.global_step.micro
+        if self.in_batch or micro is None or not micro.num_micro_steps:
             return
-        folder = str(leaving.folder)
-        if not self.checkpoints.would_wait(folder):
-            leaving.between_batches(lambda: self.checkpoints.save(folder, KEPT, wait=False))
-
-    def _steps_left(self, micro: MicroBatch) -> int | None:
-        """After the one of this micro-step, if one can know."""
-        if self.epochs is None or self._outer or self.feed.is_stream:
-            return None
-        return (self.epochs - micro.epoch) * len(self.feed) - micro.batch - 1
-
-    def _split_of(self, micro: MicroBatch) -> Split:
-        """How the global batch of a micro-step is cut."""
-        return self.feed.split_at(DataPosition(micro.epoch, micro.batch)).for_samples(micro.total)
-
-    def _standing(self) -> Progress:
-        micro = self.cycle.micro
-        cut = self._split_of(micro) if micro else self.split
-        idle = tuple(rank for rank, sizes in enumerate(cut.micro) if not sizes)
-        return Progress(self.step, self.position, self.split, self._shares, self._world.settings.seed, idle)
-
-
-def _not_all_come(what: str, idle: int) -> UserError:
-    return UserError(
-        f"rank {idle} has no data in this batch and does not come to {what}; call it after the loop over the loader, "
-        "or give every rank data"
-    )
+        folder = str(preemption.folder)
+        if not self.checkpoints.would_wait(folder, self.step):
+            preemption.save_if_due(lambda: self.save(folder, DEFAULT_KEEP, wait=False))

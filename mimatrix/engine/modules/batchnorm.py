@@ -1,7 +1,7 @@
-"""Batch norm over the union of a micro-step's samples on all ranks. Torch's own synchronised form refuses CPU tensors.
+"""Batch norm over a micro-step's samples of all ranks. Torch's own `SyncBatchNorm` refuses CPU tensors.
 
-Every rank brings the mean, the sum of squared deviations and the count of its samples; they are merged exactly. A rank
-that takes part without data (a ghost) brings a count of zero.
+Every rank contributes the mean, the sum of squared deviations and the count of its samples; they are merged exactly.
+A rank that shadows a micro-step, since it has no data in it, contributes a count of zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,12 @@ from mimatrix.engine.zero.units import is_compiled
 
 @dataclass(frozen=True, slots=True)
 class SyncContext:
-    """Where the ranks meet. A copy of a model meets there too."""
+    """The group over which batch norms are synchronised. Copies of a model share it."""
 
     group: Group
-    is_ghost: Callable[[], bool]
-    watch: StepTimer
+    is_shadowing: Callable[[], bool]
+    """Whether this rank runs the model without data, for the sake of the others."""
+    timer: StepTimer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncContext":
         return self
@@ -34,33 +35,33 @@ class SyncContext:
 class SyncBatchNorm(_BatchNorm):
     """A batch norm of any number of dimensions, trained over the samples of all ranks."""
 
-    meeting: SyncContext
+    sync_context: SyncContext
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {x.dim()}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As one process would with all samples of the micro-step."""
+        """Normalise as one process would with the samples of all ranks, and update the running statistics."""
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
         y: torch.Tensor
-        found = _SyncBatchNormFunction.apply(x, self.weight, self.bias, self.eps, self.meeting)  # type: ignore[no-untyped-call]
-        y, mean, variance, count = found
-        self._remember(mean, variance, float(count))
+        outputs = _SyncBatchNormFunction.apply(x, self.weight, self.bias, self.eps, self.sync_context)  # type: ignore[no-untyped-call]
+        y, mean, variance, count = outputs
+        self._update_running_stats(mean, variance, float(count))
         return y
 
     @torch.no_grad()
-    def _remember(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+    def _update_running_stats(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         unbiased = variance * (count / max(count - 1, 1))
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
@@ -71,17 +72,18 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        meeting: SyncContext,
+        context: SyncContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        ghost = meeting.is_ghost()
-        mean, variance, count = _merged(x.to(exact), dims, meeting, ghost)
+        is_shadowing = context.is_shadowing()
+        mean, variance, count = _merge_stats(x.to(exact), dims, context, is_shadowing)
         scale = torch.rsqrt(variance + eps)
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x.to(exact) - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, weight, scale, count)
-        ctx.meeting, ctx.ghost, ctx.dims, ctx.shape, ctx.has_bias = meeting, ghost, dims, shape, bias is not None
+        ctx.context, ctx.is_shadowing, ctx.has_bias = context, is_shadowing, bias is not None
+        ctx.dims, ctx.shape = dims, shape
         y = normal if weight is None else normal * weight.to(exact).view(shape)
         y = y if bias is None else y + bias.to(exact).view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
@@ -91,33 +93,33 @@ class _SyncBatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normal, weight, scale, count = ctx.saved_tensors
         grad = dy.to(normal.dtype)
-        if ctx.ghost:
+        if ctx.is_shadowing:
             grad = torch.zeros_like(grad)
         sums = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
-        own = sums.clone()
-        with ctx.meeting.watch.apart():
-            ctx.meeting.group.all_reduce(sums)
-        about, along = (sums / count).view(2, *ctx.shape)
-        inner = grad - about - normal * along
+        local_sums = sums.clone()
+        with ctx.context.timer.exposed():
+            ctx.context.group.all_reduce(sums)
+        mean_grad, mean_projection = (sums / count).view(2, *ctx.shape)
+        inner = grad - mean_grad - normal * mean_projection
         factor = scale if weight is None else scale * weight.to(normal.dtype)
         dx = (inner * factor.view(ctx.shape)).to(dy.dtype)
-        dweight = own[1].to(weight.dtype) if weight is not None else None
-        dbias = own[0].to(weight.dtype) if ctx.has_bias else None
+        dweight = local_sums[1].to(weight.dtype) if weight is not None else None
+        dbias = local_sums[0].to(weight.dtype) if ctx.has_bias else None
         return dx, dweight, dbias, None, None
 
 
-def _merged(
-    x: torch.Tensor, dims: list[int], meeting: SyncContext, ghost: bool
+def _merge_stats(
+    x: torch.Tensor, dims: list[int], context: SyncContext, is_shadowing: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, variance and count over the samples of all ranks, the same to the last bit on each."""
-    channels, group = x.shape[1], meeting.group
-    table = torch.zeros(group.size, 2 * channels + 1, dtype=x.dtype, device=x.device)
-    if not ghost:
+    """Return mean, variance and count over the samples of all ranks, bit for bit the same on each."""
+    channels, group = x.shape[1], context.group
+    table = torch.zeros(group.world_size, 2 * channels + 1, dtype=x.dtype, device=x.device)
+    if not is_shadowing:
         variance, mean = torch.var_mean(x, dims, correction=0)
         count = x.numel() // channels
-        table[group.me] = torch.cat([mean, variance * count, mean.new_tensor([count])])
-    with meeting.watch.apart():
-        group.all_gather(table.view(-1), shares=Shares.equal(group.size))
+        table[group.rank] = torch.cat([mean, variance * count, mean.new_tensor([count])])
+    with context.timer.exposed():
+        group.all_gather(table.view(-1), shares=Shares.equal(group.world_size))
     counts = table[:, -1:]
     means, squares = table[:, :channels], table[:, channels:-1]
     total = counts.sum()
@@ -126,46 +128,46 @@ def _merged(
     return mean, squared / total, total
 
 
-def synchronise(model: nn.Module, group: Group, is_ghost: Callable[[], bool], watch: StepTimer) -> int:
-    """Turn every batch norm of a model into a synchronised one, in place; how many there were."""
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    compiled, meeting = is_compiled(model), SyncContext(group, is_ghost, watch)
-    for module in found:
-        # The same object with the same parameters and buffers: whoever holds it sees it synchronised.
+def convert_sync_batchnorm(model: nn.Module, group: Group, is_shadowing: Callable[[], bool], timer: StepTimer) -> int:
+    """Turn every batch norm of a model into a `SyncBatchNorm`, in place, and return how many there were."""
+    modules = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    compiled, context = is_compiled(model), SyncContext(group, is_shadowing, timer)
+    for module in modules:
+        # The same object with the same parameters and buffers, so that all references to it stay good.
         module.__class__ = SyncBatchNorm
-        module.meeting = meeting  # type: ignore[assignment]
-        if compiled:  # ranks meet in it, which cannot be traced
+        module.sync_context = context  # type: ignore[assignment]
+        if compiled:  # a collective cannot be traced
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]
-    return len(found)
+    return len(modules)
 
 
 @contextmanager
-def alone(model: nn.Module, watch: StepTimer) -> Iterator[None]:
-    """While this lasts, batch norms compute as synchronised ones do, but nobody else comes: for measuring."""
-    kinds = {module: type(module) for module in model.modules() if isinstance(module, _BatchNorm)}
-    for module in kinds:
+def unsynchronised(model: nn.Module, timer: StepTimer) -> Iterator[None]:
+    """Let batch norms compute as synchronised ones do, but without other ranks: for measuring."""
+    classes = {module: type(module) for module in model.modules() if isinstance(module, _BatchNorm)}
+    for module in classes:
         module.__class__ = SyncBatchNorm
-        module.meeting = SyncContext(_SingleRankGroup(), lambda: False, watch)  # type: ignore[assignment,arg-type]
+        module.sync_context = SyncContext(_SingleRankGroup(), lambda: False, timer)  # type: ignore[assignment,arg-type]
     try:
         yield
     finally:
-        for module, kind in kinds.items():
-            del module.meeting
-            module.__class__ = kind
+        for module, original in classes.items():
+            del module.sync_context
+            module.__class__ = original
 
 
 class _SingleRankGroup:
-    """In the place of a group: one rank, and nothing to exchange."""
+    """A stand-in for a group of one rank, with nothing to exchange."""
 
-    size, me = 1, 0
+    world_size, rank = 1, 0
 
     def all_gather(self, tensor: torch.Tensor, shares: Shares) -> None:
-        """All of it is here."""
+        """Do nothing: all parts are here."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The sum is here."""
+        """Do nothing: the sum is here."""
 
 
-def count(model: nn.Module) -> int:
-    """In how many places samples of a batch meet."""
+def count_batchnorms(model: nn.Module) -> int:
+    """Return how many batch norms a model has, which ranks would synchronise in every micro-step."""
     return sum(isinstance(module, _BatchNorm) for module in model.modules())

@@ -1,1 +1,1 @@
-"""Plans at run time: measuring for them, agreeing on them, following them."""
+"""Plans at run time: measure the ranks, agree on a plan, follow the speeds that ranks show."""

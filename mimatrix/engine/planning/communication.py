@@ -1,4 +1,4 @@
-"""What moving a model takes on the ranks that are there: its collectives, timed before training."""
+"""How long the collectives of a model take on these ranks, timed before training."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,31 +11,41 @@ from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.zero.buffers import Buffers
 from mimatrix.planner.profile import Communication
 
-_PIECE = 16 << 20
-"""Bytes that are moved at once; a model is so many of them."""
-_LEAST_S, _MOST_TIMES = 0.08, 12
-_MEETINGS = 2
-"""Of a synchronised batch norm in a micro-step: on the way forward, and on the way back."""
+_CHUNK_BYTES = 16 << 20
+"""Size of a timed collective; the time for a model is extrapolated from it."""
+_MIN_TOTAL_S, _MAX_CALLS = 0.08, 12
+_SYNCS_PER_BATCHNORM = 2
+"""Collectives of a synchronised batch norm in a micro-step: one in forward, one in backward."""
 
 
 def measure_communication(
-    group: Group, exchange: RankExchange, model_bytes: int, dtype: torch.dtype, device: torch.device, norms: int = 0
+    group: Group,
+    exchange: RankExchange,
+    model_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_sync_batchnorms: int = 0,
 ) -> Communication:
-    """The time of each stage's collectives over a whole model, nothing of it hidden. All ranks call it.
+    """Time the collectives of each stage for a whole model, without overlap. A collective.
 
-    `norms`: synchronised batch norms, at which ranks meet in every micro-step.
+    Args:
+        group: Carries the collectives.
+        exchange: How ranks tell each other what they measured.
+        model_bytes: Size of all gradients.
+        dtype: Of the gradients.
+        device: Of the gradients.
+        num_sync_batchnorms: Number of synchronised batch norms, at which ranks wait for each other in every micro-step.
     """
-    buffers, shares = Buffers(group, device), Shares.equal(group.size)
-    count = max(group.size, min(_PIECE, model_bytes) // dtype.itemsize)
-    tensor = buffers.shared(count, dtype, device, "measuring")
+    buffers, shares = Buffers.create(group, device), Shares.equal(group.world_size)
+    count = max(group.world_size, min(_CHUNK_BYTES, model_bytes) // dtype.itemsize)
+    tensor = buffers.collective(count, dtype, device, "measuring")
     tensor.zero_()
-    pieces = model_bytes / (count * dtype.itemsize)
+    chunks = model_bytes / (count * dtype.itemsize)
     try:
-        # Each rank has the optimizer act at its own pace: stages 2 and 3 reduce by smaller units, which costs about
-        # the same for each byte.
-        took = [
-            _seconds(exchange, act) * pieces
-            for act in (
+        # Stages 2 and 3 reduce in smaller units, which costs about the same per byte.
+        seconds = [
+            _measure_call_s(exchange, collective) * chunks
+            for collective in (
                 lambda: group.all_reduce(tensor),
                 lambda: group.reduce_scatter(tensor, shares=shares),
                 lambda: group.all_gather(tensor, shares=shares),
@@ -44,37 +54,40 @@ def measure_communication(
     finally:
         buffers.free(tensor, "measuring")
     small = torch.zeros(256, dtype=dtype, device=device)
-    meeting_s = _seconds(exchange, lambda: group.all_reduce(small)) if norms else 0.0
-    return _of_stages(took, ending_s(exchange), meeting_s * norms * _MEETINGS)
+    sync_s = _measure_call_s(exchange, lambda: group.all_reduce(small)) if num_sync_batchnorms else 0.0
+    return _combine(seconds, measure_exchange_s(exchange), sync_s * num_sync_batchnorms * _SYNCS_PER_BATCHNORM)
 
 
-def ending_s(exchange: RankExchange) -> float:
-    """What ranks take to tell one another something small, as they do at the end of every step. All call it."""
-    return _seconds(exchange, lambda: exchange.all({}))
+def measure_exchange_s(exchange: RankExchange) -> float:
+    """Time the small exchange among ranks that ends every step. A collective."""
+    return _measure_call_s(exchange, lambda: exchange.all_gather({}))
 
 
-def _of_stages(took: Sequence[float], each_s: float, meeting_s: float) -> Communication:
-    all_reduce_s, reduce_scatter_s, all_gather_s = took
-    found = Communication.of(all_reduce_s, reduce_scatter_s, all_gather_s)
-    once = tuple(each + each_s for each in found.once_s)
+def _combine(seconds: Sequence[float], per_step_s: float, per_micro_step_s: float) -> Communication:
+    all_reduce_s, reduce_scatter_s, all_gather_s = seconds
+    stages = Communication.of(all_reduce_s, reduce_scatter_s, all_gather_s)
     reason = ", ".join(
-        f"{name} {seconds * 1e3:.3g} ms"
-        for name, seconds in zip(("all-reduce", "reduce-scatter", "all-gather"), took, strict=True)
+        f"{name} {duration_s * 1e3:.3g} ms"
+        for name, duration_s in zip(("all-reduce", "reduce-scatter", "all-gather"), seconds, strict=True)
     )
-    return Communication(once, tuple(each + meeting_s for each in found.round_s), f"measured: {reason}")
+    return Communication(
+        tuple(stage_s + per_step_s for stage_s in stages.once_s),
+        tuple(stage_s + per_micro_step_s for stage_s in stages.round_s),
+        f"measured: {reason}",
+    )
 
 
-def _seconds(exchange: RankExchange, act: Callable[[], object]) -> float:
-    """Of one call, the mean over some: the slowest rank's count, since the others wait for it."""
-    act()  # a first call may try several ways
-    once = _timed(act, 1)
-    times = max(1, min(_MOST_TIMES, int(_LEAST_S / max(message["s"] for message in exchange.all({"s": once})))))
-    took = _timed(act, times)
-    return float(max(message["s"] for message in exchange.all({"s": took})))
+def _measure_call_s(exchange: RankExchange, call: Callable[[], object]) -> float:
+    """Return the mean time of a call on the slowest rank, since the others wait for it."""
+    call()  # the first call may try several algorithms
+    once_s = _time_calls(call, 1)
+    slowest_s = max(message["s"] for message in exchange.all_gather({"s": once_s}))
+    mean_s = _time_calls(call, max(1, min(_MAX_CALLS, int(_MIN_TOTAL_S / slowest_s))))
+    return float(max(message["s"] for message in exchange.all_gather({"s": mean_s})))
 
 
-def _timed(act: Callable[[], object], times: int) -> float:
+def _time_calls(call: Callable[[], object], times: int) -> float:
     started = time.perf_counter()
     for _ in range(times):
-        act()
+        call()
     return (time.perf_counter() - started) / times

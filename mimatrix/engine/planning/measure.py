@@ -1,6 +1,6 @@
-"""Before training: every rank measures itself, all measure what moving the model takes, and rank 0 makes the plan."""
+"""Measure before training: each rank its device, all ranks their collectives; rank 0 then makes the plan."""
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +18,11 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.planning.communication import measure_communication
-from mimatrix.engine.rank_exchange import RankExchange
+from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
-from mimatrix.engine.zero.units import is_compiled, units_of
+from mimatrix.engine.zero.units import is_compiled, split_into_units
 from mimatrix.planner.plan import Plan, misfit
 from mimatrix.planner.planning import Problem, make_plan
 from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
@@ -32,259 +32,257 @@ from mimatrix.profiler import (
     cached_measure,
     code_fingerprint,
     device_identity,
-    give_back_at_once,
-    is_limited,
-    limiting_group,
+    has_memory_limit,
+    limiting_cgroup,
     model_size,
+    return_freed_blocks,
 )
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 _FOR_EVERYONE = 0.05
-"""The part of a step that it is worth that all ranks come by in the loop: then it may evaluate there."""
+"""Part of a step that a plan may cost more if every rank then has data and may evaluate inside the loop."""
+_PROGRESS_EVERY_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrepareContext:
-    """What is to be trained, and where: the model is whole and on its device."""
+    """What is to be trained, and where: the model is unsharded and on its device."""
 
     settings: Settings
     model: nn.Module
     optimizer: Optimizer
     loss: LossFn | None
-    feed: MicroBatchSource
+    source: MicroBatchSource
     exchange: RankExchange
     group: Group | None
+    """None if there is only one rank."""
     rank: int
     devices: Sequence[str]
+    """The device name of every rank."""
     device: torch.device
     precision: str
-    context: Callable[[], AbstractContextManager[Any]]
-    norms: int
-    """Synchronised batch norms."""
-    whole: tuple[type[nn.Module], ...] = ()
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Enters this rank's precision around forward."""
+    num_sync_batchnorms: int
+    """Number of synchronised batch norms."""
+    leaf_modules: tuple[type[nn.Module], ...] = ()
+    """Module classes that are sharded as one unit."""
 
     @property
-    def ranks(self) -> int:
-        """How many there are."""
+    def world_size(self) -> int:
+        """The number of ranks."""
         return len(self.devices)
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step."""
-        return self.feed.split_at(DataPosition(0, 0)).total
+        """Samples per step."""
+        return self.source.split_at(DataPosition(0, 0)).total
 
 
-def survey(
-    ground: PrepareContext, paying: Callable[[PrepareContext, ModelSize], Communication] | None = None
+def measure_ranks(
+    context: PrepareContext, communication: Callable[[PrepareContext, ModelSize], Communication] | None = None
 ) -> Measurements:
-    """What all ranks measured. A collective: what goes wrong on one is raised on all.
+    """Profile the devices and the communication of all ranks. A collective; a failure on one rank is raised on all.
 
-    `paying` finds what moving the model takes; without, its collectives are timed.
+    Args:
+        context: What is to be trained.
+        communication: Finds how long moving the model takes. If omitted, its collectives are timed.
     """
-    if ground.loss is None:
-        raise UserError("measuring runs the model on its own; give run.prepare the loss: loss=loss_fn")
-    size = size_of(ground)
+    if context.loss is None:
+        raise UserError("measuring runs the model by itself; give run.prepare the loss: loss=loss_fn")
+    size = describe_model(context)
     started = time.perf_counter()
-    # First, since it takes memory that is kept for as long as the run lasts: devices are measured with what is left.
-    paid = (paying or timed_communication)(ground, size)
-    neighbours, sharers = _around(ground)
-    said = together(ground, lambda: _profile(ground, size, neighbours, sharers).to_json())
-    profiles = tuple(Profile.from_json(each) for each in said)
-    if ground.device.type == "cuda":
+    # First, since it takes memory that stays allocated during the run: devices are measured with what is left.
+    communication_times = (communication or time_communication)(context, size)
+    neighbours, sharers = _count_sharers(context)
+    fields = gather_or_raise(context.exchange, lambda: _profile(context, size, neighbours, sharers).to_json())
+    profiles = tuple(map(Profile.from_json, fields))
+    if context.device.type == "cuda":
         torch.cuda.empty_cache()
-    say(ground, f"measured {ground.ranks} ranks in {time.perf_counter() - started:.1f} s")
-    return Measurements(size, profiles, paid, equal_counts=bool(ground.norms))
+    log_rank0(context, f"measured {context.world_size} ranks in {time.perf_counter() - started:.1f} s")
+    return Measurements(size, profiles, communication_times, equal_counts=bool(context.num_sync_batchnorms))
 
 
-def timed_communication(ground: PrepareContext, size: ModelSize) -> Communication:
-    """What moving the model takes, tried out. A collective."""
-    if ground.group is None:
+def time_communication(context: PrepareContext, size: ModelSize) -> Communication:
+    """Time the collectives of the model. A collective."""
+    if context.group is None:
         return Communication((0.0,) * 4, reason="nothing moves: one rank")
-    dtype = next(parameter.dtype for parameter in ground.model.parameters() if parameter.requires_grad)
+    dtype = next(parameter.dtype for parameter in context.model.parameters() if parameter.requires_grad)
     return measure_communication(
-        ground.group, ground.exchange, size.gradient_bytes, dtype, ground.device, norms=ground.norms
+        context.group,
+        context.exchange,
+        size.gradient_bytes,
+        dtype,
+        context.device,
+        num_sync_batchnorms=context.num_sync_batchnorms,
     )
 
 
-def problem_of(ground: PrepareContext, found: Measurements) -> Problem:
-    """What the planner is asked about these measurements."""
-    settings = ground.settings
+def build_problem(context: PrepareContext, measurements: Measurements) -> Problem:
+    """Return the planning problem for these measurements and the run's settings."""
+    settings = context.settings
     return Problem(
-        ground.global_batch,
-        found.model,
-        found.profiles,
-        tuple(ground.devices),
-        lambda _: found.communication,
-        stages=_stages(ground),
-        shares=settings.shares_for(ground.ranks) if settings.shares is not None else None,
-        equal_counts=found.equal_counts,
+        context.global_batch,
+        measurements.model,
+        measurements.profiles,
+        tuple(context.devices),
+        lambda _: measurements.communication,
+        stages=_allowed_stages(context),
+        shares=settings.shares_for(context.world_size) if settings.shares is not None else None,
+        equal_counts=measurements.equal_counts,
         for_everyone=_FOR_EVERYONE,
     )
 
 
-def planned(ground: PrepareContext, problem: Problem) -> Plan:
-    """The plan that rank 0 makes, on every rank."""
-    said = together(ground, lambda: make_plan(problem).to_json() if ground.rank == 0 else None)
-    plan = Plan.from_json(said[0])
-    shown = " + ".join(map(str, plan.split.batches))
-    say(ground, f"stage {plan.stage}, batches {shown}, a step should take {plan.step_s * 1e3:.0f} ms")
+def agree_on_plan(context: PrepareContext, problem: Problem) -> Plan:
+    """Make a plan on rank 0 and return it on every rank. A collective."""
+    fields = gather_or_raise(context.exchange, lambda: make_plan(problem).to_json() if context.rank == 0 else None)
+    plan = Plan.from_json(fields[0])
+    batches = " + ".join(map(str, plan.split.batches))
+    log_rank0(context, f"stage {plan.stage}, batches {batches}, a step should take {plan.step_s * 1e3:.0f} ms")
     return plan
 
 
-def stored(ground: PrepareContext) -> Plan:
-    """The plan that was given, or is in the file that was named; rank 0 reads it."""
-    given = ground.settings.plan
+def load_plan(context: PrepareContext) -> Plan:
+    """Return the plan that the settings hold or name; rank 0 reads the file. A collective."""
+    given = context.settings.plan
     if isinstance(given, Plan):
-        _check_stored(ground, given, "the plan")
+        _check_plan(context, given, "the plan")
         return given
     file = str(given)
-    said = together(ground, lambda: _read(file).to_json() if ground.rank == 0 else None)
-    plan = Plan.from_json(said[0])
-    _check_stored(ground, plan, f'plan="{file}"')
+    fields = gather_or_raise(context.exchange, lambda: _read_plan(file).to_json() if context.rank == 0 else None)
+    plan = Plan.from_json(fields[0])
+    _check_plan(context, plan, f'plan="{file}"')
     return plan
 
 
-def size_of(ground: PrepareContext) -> ModelSize:
-    """What the model holds, and its fingerprint."""
-    unit_bytes = ground.settings.unit_bytes_for(3, ground.devices)
-    units = units_of(ground.model, unit_bytes, ground.whole)
+def describe_model(context: PrepareContext) -> ModelSize:
+    """Return the sizes of the model and its fingerprint."""
+    unit_bytes = context.settings.unit_bytes_for(3, context.devices)
+    units = split_into_units(context.model, unit_bytes, context.leaf_modules)
     largest = max(unit.bytes for unit in units)
-    precision = str(ground.settings.described()["precision"])
-    with torch.random.fork_rng(devices=[]):  # datasets may draw at random
-        sample = ground.feed.sample()
-    return model_size(ground.model, ground.optimizer, largest, sample, precision)
+    precision = str(context.settings.to_json()["precision"])
+    with torch.random.fork_rng(devices=[]):  # datasets may draw random numbers
+        sample = context.source.sample()
+    return model_size(context.model, context.optimizer, largest, sample, precision)
 
 
-def hosts_of(ground: PrepareContext) -> list[str]:
-    """The host of every rank."""
-    return [place.host for place in ground.group.endpoint.places] if ground.group else [""]
+def rank_hosts(context: PrepareContext) -> list[str]:
+    """Return the host of every rank."""
+    return [location.host for location in context.group.endpoint.locations] if context.group else [""]
 
 
-def together(ground: PrepareContext, act: Callable[[], Any]) -> list[Any]:
-    """What each rank's `act` gives, on every rank; what goes wrong on one is raised by all."""
-    raised: Exception | None = None
-    found = None
-    try:
-        found = act()
-    except Exception as error:  # noqa: BLE001 (the others wait for word of it, then it is raised)
-        raised = error
-    said = (str(raised) or type(raised).__name__) if raised else ""
-    messages = ground.exchange.all({"error": said, "found": found})
-    if raised and not isinstance(raised, UserError):
-        raise raised
-    for rank, message in enumerate(messages):
-        if message["error"]:
-            where = f"rank {rank}: " if ground.ranks > 1 and not message["error"].startswith("rank") else ""
-            raise UserError(where + message["error"])
-    return [message["found"] for message in messages]
+def log_rank0(context: PrepareContext, message: str) -> None:
+    """Log a message once per run, on rank 0, unless the run is quiet."""
+    if context.rank == 0 and not context.settings.quiet:
+        logger.info(message)
 
 
-def _profile(ground: PrepareContext, size: ModelSize, neighbours: int, sharers: int) -> Profile:
-    assert ground.loss
-    # Samples that other processes make ahead cost nothing here; those made in the loop are a part of its time.
-    fetch = lru_cache(maxsize=1)(ground.feed.sample) if ground.feed.hides_loading else ground.feed.sample
-    subject = ProfileTarget(
-        ground.model,
-        ground.optimizer,
-        ground.loss,
-        fetch,
-        ground.device,
-        ground.context,
-        size.fingerprint,
-        ground.precision,
-        size.unit_bytes,
-        circumstances=_circumstances(ground),
+def _profile(context: PrepareContext, size: ModelSize, neighbours: int, sharers: int) -> Profile:
+    assert context.loss
+    # Loading in worker processes overlaps with the computation and costs nothing; loading in the loop counts.
+    fetch = lru_cache(maxsize=1)(context.source.sample) if context.source.loads_in_workers else context.source.sample
+    target = ProfileTarget(
+        model=context.model,
+        optimizer=context.optimizer,
+        loss=context.loss,
+        fetch=fetch,
+        device=context.device,
+        autocast=context.autocast,
+        fingerprint=size.fingerprint,
+        precision=context.precision,
+        unit_bytes=size.unit_bytes,
+        conditions=_describe_conditions(context),
     )
-    limits = Limits(_most(ground), neighbours=neighbours, sharers=sharers)
-    if is_limited(ground.device):
-        give_back_at_once()
-    with batchnorm.alone(ground.model, StepTimer()) if ground.norms else nullcontext():
-        return cached_measure(subject, limits, _progress(ground))
+    limits = Limits(max_samples=_max_micro_batch(context), device_sharers=neighbours, cgroup_sharers=sharers)
+    if has_memory_limit(context.device):
+        return_freed_blocks()
+    with batchnorm.unsynchronised(context.model, StepTimer()) if context.num_sync_batchnorms else nullcontext():
+        return cached_measure(target, limits, _progress_logger(context))
 
 
-def _circumstances(ground: PrepareContext) -> str:
-    """What else changes the curves of a model, as far as one can see it."""
-    eager = [name for name, module in ground.model.named_modules() if getattr(module, "gradient_checkpointing", False)]
-    defaults = {key: str(value) for key, value in ground.optimizer.defaults.items()}
+def _describe_conditions(context: PrepareContext) -> str:
+    """Describe what else changes the profile of a model, as far as it can be seen."""
+    checkpointing = [
+        name for name, module in context.model.named_modules() if getattr(module, "gradient_checkpointing", False)
+    ]
+    defaults = {key: str(value) for key, value in context.optimizer.defaults.items()}
     facts = [
-        str(ground.model),
-        eager,
-        is_compiled(ground.model),
-        ground.norms,
-        ground.feed.hides_loading,
-        code_fingerprint(ground.model, ground.loss, ground.feed.dataset),
+        str(context.model),
+        checkpointing,
+        is_compiled(context.model),
+        context.num_sync_batchnorms,
+        context.source.loads_in_workers,
+        code_fingerprint(context.model, context.loss, context.source.dataset),
         defaults,
     ]
     return repr([*facts, torch.get_float32_matmul_precision()])
 
 
-def _around(ground: PrepareContext) -> tuple[int, int]:
-    """How many ranks share this one's memory, and how many the limit that was set to it; itself included."""
-    host = hosts_of(ground)[ground.rank]
-    memory = device_identity(ground.device)
-    said = ground.exchange.all({"memory": [host, memory], "limit": [host, memory, limiting_group()]})
-    mine = said[ground.rank]
-    return tuple(sum(each[key] == mine[key] for each in said) for key in ("memory", "limit"))
+def _count_sharers(context: PrepareContext) -> tuple[int, int]:
+    """Count the ranks that share this rank's memory, and those that share its memory limit; itself included."""
+    host = rank_hosts(context)[context.rank]
+    memory = device_identity(context.device)
+    messages = context.exchange.all_gather({"memory": [host, memory], "limit": [host, memory, limiting_cgroup()]})
+    own = messages[context.rank]
+    return tuple(sum(message[key] == own[key] for message in messages) for key in ("memory", "limit"))
 
 
-def _most(ground: PrepareContext) -> int:
-    """No micro-batch of this rank can be larger."""
-    given = ground.settings.micro_batch
-    limit = given[ground.rank] if isinstance(given, Sequence) else given
-    return min(ground.global_batch, limit or ground.global_batch)
+def _max_micro_batch(context: PrepareContext) -> int:
+    """Return the largest micro-batch that this rank can get."""
+    given = context.settings.micro_batch
+    limit = given[context.rank] if isinstance(given, Sequence) else given
+    return min(context.global_batch, limit or context.global_batch)
 
 
-def _stages(ground: PrepareContext) -> tuple[int, ...]:
-    """Those that this model and this optimizer can be trained in."""
-    if ground.ranks == 1:
+def _allowed_stages(context: PrepareContext) -> tuple[int, ...]:
+    """Return the stages in which this model and optimizer can be trained."""
+    if context.world_size == 1:
         return (0,)
-    if ground.settings.stage != "auto":
-        return (int(ground.settings.stage),)
+    if context.settings.stage != "auto":
+        return (int(context.settings.stage),)
     try:
-        check_elementwise(ground.optimizer, 1)
+        check_elementwise(context.optimizer, 1)
     except UserError:
         return (0,)
-    return STAGES[:3] if is_compiled(ground.model) else STAGES
+    return STAGES[:3] if is_compiled(context.model) else STAGES
 
 
-def _read(name: str) -> Plan:
+def _read_plan(name: str) -> Plan:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        words = '"profile", "online" or the name of a file that `mimatrix plan --output` wrote'
-        raise UserError(f'plan="{name}" cannot be read ({error}); use {words}') from None
+        choices = '"profile", "online" or a file that `mimatrix plan --output` wrote'
+        raise UserError(f'plan="{name}" cannot be read ({error}); use {choices}') from None
     return Plan.from_text(text, f'plan="{name}"')
 
 
-def _check_stored(ground: PrepareContext, plan: Plan, name: str) -> None:
-    if complaint := misfit(plan, ground.devices):
+def _check_plan(context: PrepareContext, plan: Plan, name: str) -> None:
+    if complaint := misfit(plan, context.devices):
         raise UserError(f"{name} {complaint}")
-    if plan.global_batch != ground.global_batch:
+    if plan.global_batch != context.global_batch:
         raise UserError(
-            f"{name} is for a global batch of {plan.global_batch} and global_batch is {ground.global_batch}; "
+            f"{name} is for a global batch of {plan.global_batch} and global_batch is {context.global_batch}; "
             "make them agree"
         )
-    if plan.model and plan.model != size_of(ground).fingerprint:
+    if plan.model and plan.model != describe_model(context).fingerprint:
         raise UserError(
             f"{name} was made for another model, optimizer or precision; measure this one: mimatrix profile script.py"
         )
-    if plan.stage not in _stages(ground):
-        raise UserError(f"{name} is for stage {plan.stage}, which this run cannot be trained in; make another plan")
+    if plan.stage not in _allowed_stages(context):
+        raise UserError(f"{name} is for stage {plan.stage}, in which this run cannot train; make another plan")
 
 
-def say(ground: PrepareContext, sentence: str) -> None:
-    """A line for the person, once."""
-    if ground.rank == 0 and not ground.settings.quiet:
-        sys.stderr.write(f"mimatrix: {sentence}\n")
+def _progress_logger(context: PrepareContext) -> Callable[[float], None]:
+    """Return a callback that logs the measured fraction, every few seconds."""
+    logged_s = time.monotonic()
 
+    def log_progress(fraction: float) -> None:
+        nonlocal logged_s
+        if time.monotonic() - logged_s >= _PROGRESS_EVERY_S:
+            logged_s = time.monotonic()
+            log_rank0(context, f"measuring: {fraction:.0%} done")
 
-def _progress(ground: PrepareContext) -> Callable[[float], None]:
-    """A line that moves, for a person who watches."""
-    if ground.rank or ground.settings.quiet or not sys.stderr.isatty():
-        return lambda _: None
-
-    def show(done: float) -> None:
-        sys.stderr.write(f"\rmimatrix: measuring {done:4.0%}" + ("\r\033[K" if done >= 1 else ""))
-        sys.stderr.flush()
-
-    return show
+    return log_progress

@@ -1,136 +1,151 @@
-"""The plans of a run: the first, and those that follow while speeds change. Rank 0 decides, at the end of a batch.
+"""The plans of a run: the first one, and those that follow when the speeds of ranks change.
 
-What it decided it says at the end of the next batch. All hear it together, and how far all loaders have drawn: it holds
-from the first global batch that none of them has.
+Rank 0 decides at the end of a global batch, and offers its decision to the other ranks in the report of the next one.
+With that report all ranks also know how far every loader has drawn: the new split holds from the first global batch
+that none of them has requested.
 """
 
+import logging
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
-from mimatrix.engine.planning import profile_only as storing
-from mimatrix.engine.planning.measure import PrepareContext, planned, problem_of, stored, survey
-from mimatrix.engine.rank_exchange import Message
+from mimatrix.engine.planning import profile_only
+from mimatrix.engine.planning.measure import PrepareContext, agree_on_plan, build_problem, load_plan, measure_ranks
 from mimatrix.planner.drift import Change, Drift, learned
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 from mimatrix.planner.split import Split
 
 _START = DataPosition(0, 0)
-_LEARNT_FROM = 3
-"""Steps from which the first plan of a run that did not measure is made; the one before them is a warm-up."""
-_SAID_S = 10.0
-"""Between lines about changes."""
+_WARM_UP_STEPS = 3
+"""Steps observed before the first plan of a run that did not measure; the step before them is not counted."""
+_LOG_EVERY_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceReport:
+    """What one rank reports for the plan: how long it was busy, and how far its loader has drawn."""
+
+    busy_s: float
+    head: Sequence[int]
+    """Epoch and global batch that the loader draws next."""
+    offer: Mapping[str, Any] | None = None
+    """The plan that rank 0 offers, with its reason."""
 
 
 class PlanFollower:
-    """The plan that holds, those before it, and on rank 0 what may come next."""
+    """The current plan, those before it, and on rank 0 what may come next."""
 
-    def __init__(self, rank: int, feed: MicroBatchSource, *, quiet: bool) -> None:
-        self._rank, self._feed, self._quiet = rank, feed, quiet
-        self.now: Plan | None = None
+    def __init__(self, rank: int, source: MicroBatchSource, *, quiet: bool) -> None:
+        self._rank, self._source, self._quiet = rank, source, quiet
+        self.current: Plan | None = None
         self.measured: Measurements | None = None
-        """What the first plan was made from, where devices were measured for it."""
+        """What the first plan was made from, if devices were measured for it."""
         self.changes: list[tuple[int, Plan, str]] = []
-        """(step in which it was agreed, plan, why), in order."""
+        """(step in which it was agreed, plan, reason), in order."""
         self._drift: Drift | None = None
-        self._said_s, self._unsaid = float("-inf"), 0
-        self._learns: _WarmUp | None = None
+        self._warm_up: _WarmUp | None = None
         self._offer: dict[str, Any] | None = None
+        self._logged_s, self._unlogged = float("-inf"), 0
 
-    def begin(self, ground: PrepareContext) -> Plan | None:
-        """The first plan, if the settings ask for one; None: the split that they give. A collective.
+    def begin(self, context: PrepareContext) -> Plan | None:
+        """Return the first plan, or None if the settings give the split themselves. A collective.
 
-        Where only measurements are wanted (`mimatrix profile`), the process ends here.
+        If the run only measures (`mimatrix profile`), the process exits here.
         """
-        settings = ground.settings
-        if storing.is_asked():
-            storing.store_and_end(ground)
-        learns = settings.follows and not self._refuses_to_learn(ground)
+        settings = context.settings
+        if profile_only.requested():
+            profile_only.run_and_exit(context)
+        observes = settings.follows and not self._must_keep_batches(context)
         if settings.plan == "profile":
-            self.measured = survey(ground)
-            problem = problem_of(ground, self.measured)
-            plan = planned(ground, problem)
+            self.measured = measure_ranks(context)
+            problem = build_problem(context, self.measured)
+            plan = agree_on_plan(context, problem)
             self._drift = Drift(problem, plan) if settings.follows else None
-            return self._begun(plan)
+            return self._use(plan)
         if settings.plan == "online" or settings.plan is None:
-            stage, shares = settings.stage_for(), settings.shares_for(ground.ranks)
-            self._learns = _WarmUp(self._feed.split_at(_START), stage, shares) if learns else None
+            stage, shares = settings.stage_for(), settings.shares_for(context.world_size)
+            self._warm_up = _WarmUp(self._source.split_at(_START), stage, shares) if observes else None
             return None
-        plan = stored(ground)
-        self._learns = _WarmUp(plan.split, plan.stage, plan.shares) if learns else None
-        return self._begun(plan)
+        plan = load_plan(context)
+        self._warm_up = _WarmUp(plan.split, plan.stage, plan.shares) if observes else None
+        return self._use(plan)
 
-    def _refuses_to_learn(self, ground: PrepareContext) -> bool:
-        """Where memory was not measured, a fast rank gets more micro-batches, not larger ones: batch norm minds."""
-        refuses = ground.norms > 0 and ground.settings.plan not in (None, "profile")
-        if refuses and ground.settings.follows and self._rank == 0 and not self._quiet:
-            sys.stderr.write(
-                'mimatrix: the model has batch norm, so batches stay as they are; use plan="profile", which knows how '
-                "large they may be\n"
+    def _must_keep_batches(self, context: PrepareContext) -> bool:
+        """Return whether batch norm forbids changes: without measured memory, a fast rank gets more micro-steps."""
+        must_keep = context.num_sync_batchnorms > 0 and context.settings.plan not in (None, "profile")
+        if must_keep and context.settings.follows and self._logs:
+            logger.info(
+                'the model has batch norm, so the batches stay as they are; use plan="profile", which measures how '
+                "large they may be"
             )
-        return refuses
+        return must_keep
 
-    def _begun(self, plan: Plan) -> Plan:
-        self._feed.change(plan.split, _START)
-        self.now = plan
+    def _use(self, plan: Plan) -> Plan:
+        self._source.change_split(plan.split, _START)
+        self.current = plan
         return plan
 
-    def tell(self, busy_s: float) -> Message:
-        """What a rank says at the end of a global batch."""
-        head, offer = self._feed.head(), self._offer
-        self._offer = None
-        return {"busy": busy_s, "head": [head.epoch, head.batch], "offer": offer}
+    @property
+    def _logs(self) -> bool:
+        return self._rank == 0 and not self._quiet
 
-    def hear(self, messages: Sequence[Message], split: Split, step: int, steps_left: int | None) -> None:
-        """What all ranks said at the end of step number `step`, which was cut by `split`."""
-        heads = [DataPosition(*message["head"]) for message in messages]
-        offer = messages[0]["offer"]
+    def report(self, busy_s: float) -> PaceReport:
+        """Return what this rank reports at the end of a global batch."""
+        head, offer = self._source.head(), self._offer
+        self._offer = None
+        return PaceReport(busy_s=busy_s, head=[head.epoch, head.batch], offer=offer)
+
+    def update(self, reports: Sequence[PaceReport], split: Split, step: int, steps_left: int | None) -> None:
+        """Act on the reports of all ranks at the end of step number `step`, which used `split`."""
+        heads = [DataPosition(*report.head) for report in reports]
+        offer = reports[0].offer
         if offer:
             self._adopt(offer, max(heads), step)
         elif self._rank == 0:
-            self._consider(split, [message["busy"] for message in messages], steps_left)
+            self._decide(split, [report.busy_s for report in reports], steps_left)
 
     def _adopt(self, offer: Mapping[str, Any], at: DataPosition, step: int) -> None:
         plan = Plan.from_json(offer["plan"])
-        self._feed.change(plan.split, at)
-        self.now = plan
+        self._source.change_split(plan.split, at)
+        self.current = plan
         self.changes.append((step, plan, offer["why"]))
         if self._drift:
             self._drift.changed(plan)
-        if self._rank == 0 and not self._quiet:
-            self._say(plan, at, offer["why"])
+        if self._logs:
+            self._log_change(plan, at, offer["why"])
 
-    def _say(self, plan: Plan, at: DataPosition, why: str) -> None:
-        """Not every time: where speeds jump, batches follow every few steps."""
-        if time.monotonic() - self._said_s < _SAID_S:
-            self._unsaid += 1
+    def _log_change(self, plan: Plan, at: DataPosition, reason: str) -> None:
+        """Log a change, but not every one: when speeds jump, batches change every few steps."""
+        if time.monotonic() - self._logged_s < _LOG_EVERY_S:
+            self._unlogged += 1
             return
-        shown = " + ".join(map(str, plan.split.batches))
-        more = f" ({self._unsaid} changes before it were not told)" if self._unsaid else ""
-        sys.stderr.write(
-            f"mimatrix: from batch {at.batch} of epoch {at.epoch} on the batches are {shown}: {why}{more}\n"
-        )
-        self._said_s, self._unsaid = time.monotonic(), 0
+        batches = " + ".join(map(str, plan.split.batches))
+        skipped = f" ({self._unlogged} earlier changes were not logged)" if self._unlogged else ""
+        logger.info(f"from batch {at.batch} of epoch {at.epoch} on, the batches are {batches}: {reason}{skipped}")
+        self._logged_s, self._unlogged = time.monotonic(), 0
 
-    def _consider(self, split: Split, busy_s: Sequence[float], steps_left: int | None) -> None:
+    def _decide(self, split: Split, busy_s: Sequence[float], steps_left: int | None) -> None:
         if self._drift:
             self._drift.observe(split, busy_s)
-        elif self._learns:
-            self._drift = self._learns.seen(split, busy_s)
+        elif self._warm_up:
+            self._drift = self._warm_up.observe(split, busy_s)
         if self._drift is None:
             return
         try:
-            found = self._drift.decide(steps_left)
+            decision = self._drift.decide(steps_left)
         except UserError:
-            return  # there is no better plan than the one that holds
-        if isinstance(found, Change):
-            self._offer = {"plan": found.plan.to_json(), "why": found.reason}
+            return  # no plan is better than the current one
+        if isinstance(decision, Change):
+            self._offer = {"plan": decision.plan.to_json(), "why": decision.reason}
 
 
 class _WarmUp:
@@ -138,18 +153,18 @@ class _WarmUp:
 
     def __init__(self, split: Split, stage: int, shares: Shares) -> None:
         self._split, self._stage, self._shares = split, stage, shares
-        self._seen: list[Sequence[float]] = []
+        self._busy_s: list[Sequence[float]] = []
 
-    def seen(self, split: Split, busy_s: Sequence[float]) -> Drift | None:
-        """One more step; enough of them make a beginning."""
+    def observe(self, split: Split, busy_s: Sequence[float]) -> Drift | None:
+        """Add a step; return what follows the speeds once there are enough steps."""
         if split == self._split:
-            self._seen.append(busy_s)
-        if len(self._seen) <= _LEARNT_FROM:
+            self._busy_s.append(busy_s)
+        if len(self._busy_s) <= _WARM_UP_STEPS:
             return None
-        usual = [statistics.median(column) for column in zip(*self._seen[1:], strict=True)]
-        # Nothing is known of memory, so no rank gets more at once than it had.
+        medians = [statistics.median(column) for column in zip(*self._busy_s[1:], strict=True)]
+        # Memory was not measured, so no rank gets a larger micro-batch than it had.
         most = [max(sizes, default=1) for sizes in split.micro]
-        drift = learned(usual, split, most, self._stage, self._shares)
-        for busy in self._seen[1:]:
+        drift = learned(medians, split, most, self._stage, self._shares)
+        for busy in self._busy_s[1:]:
             drift.observe(split, busy)
         return drift

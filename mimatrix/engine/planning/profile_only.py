@@ -1,43 +1,60 @@
-"""Where only measurements are wanted (`mimatrix profile`): they are stored, and the script ends where it would train.
+"""Runs that only measure (`mimatrix profile`): store the profiles, then exit where training would begin.
 
-`MIMATRIX_PROFILE` names the file for the curves. `MIMATRIX_PROFILE_CLUSTER`, if it is there, one for the cluster that
-the links between the ranks make up. On several machines all ranks need the same variables; rank 0 writes.
+`MIMATRIX_PROFILE` names the file for the profiles. `MIMATRIX_PROFILE_CLUSTER`, if set, names one for the cluster that
+the links between the ranks form. On several hosts all ranks need the same variables; rank 0 writes.
 """
 
-import os
 from pathlib import Path
 
 from mimatrix.cluster import Device, write_cluster
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError
-from mimatrix.engine.planning.cluster_discovery import measured_cluster
-from mimatrix.engine.planning.measure import PrepareContext, survey, together
+from mimatrix.core.files import write_atomic
+from mimatrix.engine.planning.cluster_discovery import discover_cluster
+from mimatrix.engine.planning.measure import PrepareContext, measure_ranks
+from mimatrix.engine.rank_exchange import gather_or_raise
 from mimatrix.planner.matching import memory_with
 
 
-def is_asked() -> bool:
-    """Whether this run is one that only measures."""
-    return bool(os.environ.get("MIMATRIX_PROFILE"))
+class ProfileOnlyExit(SystemExit):
+    """Ends the process with exit code 0 from inside `run.prepare`, once the profiles are stored.
+
+    The user's script must not train, and it need not know that it runs under `mimatrix profile`: so this is raised
+    through it. It is the only place where `run.prepare` does not return.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
-def store_and_end(ground: PrepareContext) -> None:
-    """Measure, write down and end well. A collective."""
-    found = survey(ground)
-    cluster = os.environ.get("MIMATRIX_PROFILE_CLUSTER")
-    # Of memory a plan leaves some free, which is taken off a measured room already.
-    devices = [Device(profile.device, memory_with(profile.room_bytes)) for profile in found.profiles]
-    text = write_cluster(measured_cluster(ground, devices)) if cluster else ""
-    together(ground, lambda: _write(found.to_text(), Path(os.environ["MIMATRIX_PROFILE"]), ground.rank))
-    if cluster:
-        together(ground, lambda: _write(text, Path(cluster), ground.rank))
-    raise SystemExit(0)
+def requested() -> bool:
+    """Return whether this run only measures."""
+    return bool(environment.PROFILE.get())
 
 
-def _write(text: str, file: Path, rank: int) -> None:
-    if rank:
-        return
+def run_and_exit(context: PrepareContext) -> None:
+    """Measure, write the files and exit. A collective.
+
+    Raises:
+        ProfileOnlyExit: Always, unless something failed before.
+    """
+    measurements = measure_ranks(context)
+    cluster_file = environment.PROFILE_CLUSTER.get()
+    # A plan leaves some memory free, which is already subtracted from the measured room.
+    devices = [Device(profile.device, memory_with(profile.room_bytes)) for profile in measurements.profiles]
+    cluster = write_cluster(discover_cluster(context, devices)) if cluster_file else ""
+    _write_on_rank0(context, Path(environment.PROFILE.get()), measurements.to_text())
+    if cluster_file:
+        _write_on_rank0(context, Path(cluster_file), cluster)
+    raise ProfileOnlyExit
+
+
+def _write_on_rank0(context: PrepareContext, file: Path, text: str) -> None:
+    gather_or_raise(context.exchange, lambda: _write(file, text) if context.rank == 0 else None)
+
+
+def _write(file: Path, text: str) -> None:
     try:
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        write_atomic(file, text)
     except OSError as error:
         raise UserError(f'"{file}" cannot be written ({error.strerror}); choose another file') from None

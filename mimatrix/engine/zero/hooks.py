@@ -1,8 +1,8 @@
-"""What the engine hangs on a model: it hears of every gradient, and in stage 3 of every module that runs."""
+"""The engine's hooks on a model: on every gradient, and in stage 3 on every module that uses parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakMethod
 
 import torch
@@ -13,117 +13,148 @@ from torch.utils.hooks import RemovableHandle
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.zero.units import Unit
-from mimatrix.engine.zero.zero3 import Zero3
 
 
-def hear_gradients(units: tuple[Unit, ...], arrived: Callable[[nn.Parameter], None]) -> list[RemovableHandle]:
-    """Call `arrived`, a method, with every parameter that has just got its gradient."""
-    # Torch holds hooks where Python's collector does not see them: with more than this a run would never go.
-    known = WeakMethod(arrived)
+class ForwardBackward(Protocol):
+    """What the hooks on modules call, as FSDP names it: `Zero3` implements it."""
 
-    def heard(parameter: nn.Parameter) -> None:
-        if found := known():
-            found(parameter)
+    units: Sequence[Unit]
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Make the parameters of a unit available: one of its modules is about to run."""
+
+    def post_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Note that a module of a unit has run."""
+
+    def end_forward_only(self) -> None:
+        """Note that the model has run, which ends the pass if no backward pass follows."""
+
+    def pre_backward(self, unit: Unit) -> None:
+        """Make the parameters of a unit available for the backward pass."""
+
+    def expect_backward(self, unit: Unit) -> bool:
+        """Count a module of a frozen unit whose backward pass is to come; return False if none is."""
+
+    def post_backward(self, unit: Unit) -> None:
+        """Note that a module of a frozen unit has run backward."""
+
+    def find_unit(self, tensor: torch.Tensor) -> Unit | None:
+        """Return the unit whose memory a tensor views, if any."""
+
+
+def register_grad_hooks(units: Sequence[Unit], on_grad: Callable[[nn.Parameter], None]) -> list[RemovableHandle]:
+    """Call `on_grad`, a method, with every parameter that has just got its gradient."""
+    # Torch holds hooks where Python's garbage collector does not see them: a strong reference would keep a run alive.
+    reference = WeakMethod(on_grad)
+
+    def call(parameter: nn.Parameter) -> None:
+        if method := reference():
+            method(parameter)
 
     return [
-        piece.parameter.register_post_accumulate_grad_hook(heard)  # type: ignore[no-untyped-call]
+        param.parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         for unit in units
-        if unit.learns
-        for piece in unit.pieces
+        if unit.trainable
+        for param in unit.params
     ]
 
 
-def hear_modules(model: nn.Module, sharding: Zero3) -> None:
-    """Let parameters come before the modules that use them run, forward and back, and go after."""
-    uses: dict[nn.Module, list[Unit]] = {}
-    for unit in sharding.units:
+def register_module_hooks(model: nn.Module, strategy: ForwardBackward) -> None:
+    """Unshard parameters before the modules that use them run, forward and backward, and reshard them after."""
+    units_of_module: dict[nn.Module, list[Unit]] = {}
+    for unit in strategy.units:
         for module in unit.modules:
-            uses.setdefault(module, []).append(unit)
-    for module, units in uses.items():
-        module.register_forward_pre_hook(partial(_before, sharding, units))
-        module.register_forward_hook(partial(_after, sharding, units))
-        frozen = [unit for unit in units if all(map(_is_plainly_frozen, unit.modules))]
+            units_of_module.setdefault(module, []).append(unit)
+    for module, units in units_of_module.items():
+        module.register_forward_pre_hook(partial(_pre_forward, strategy, units))
+        module.register_forward_hook(partial(_post_forward, strategy, units))
+        frozen = [unit for unit in units if all(map(_is_frozen_leaf, unit.modules))]
         if frozen:
-            module.register_forward_hook(partial(_after_frozen, sharding, frozen), with_kwargs=True)
-    keeping = _SavedParamHooks(sharding)
-    model.register_forward_pre_hook(keeping.begin)
-    model.register_forward_hook(keeping.end, prepend=True, always_call=True)
-    model.register_forward_hook(lambda *_: sharding.looked())
+            module.register_forward_hook(partial(_post_forward_frozen, strategy, frozen), with_kwargs=True)
+    saved = _SavedParamHooks(strategy)
+    model.register_forward_pre_hook(saved.begin)
+    model.register_forward_hook(saved.end, prepend=True, always_call=True)
+    model.register_forward_hook(lambda *_: strategy.end_forward_only())
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
     model.register_load_state_dict_pre_hook(_refuse_load_state_dict)  # type: ignore[no-untyped-call]
 
 
-def _before(sharding: Zero3, units: list[Unit], *_: Any) -> None:
+def _pre_forward(strategy: ForwardBackward, units: list[Unit], *_: Any) -> None:
     for unit in units:
-        sharding.needed(unit)
+        strategy.pre_forward(unit)
 
 
-def _before_back(sharding: Zero3, units: list[Unit], *_: Any) -> None:
+def _pre_backward(strategy: ForwardBackward, units: list[Unit], *_: Any) -> None:
     for unit in units:
-        sharding.needed_back(unit)
+        strategy.pre_backward(unit)
 
 
-def _after(sharding: Zero3, units: list[Unit], module: nn.Module, arguments: Any, outputs: Any) -> None:  # noqa: ARG001
+def _post_forward(strategy: ForwardBackward, units: list[Unit], module: nn.Module, _: Any, outputs: Any) -> None:
     for unit in units:
-        sharding.used(unit, module)
-    flowing = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if flowing and torch.is_grad_enabled():
-        register_multi_grad_hook(flowing, partial(_before_back, sharding, units), mode="any")
+        strategy.post_forward(unit, module)
+    with_grad = _tensors_with_grad(outputs)
+    if with_grad and torch.is_grad_enabled():
+        register_multi_grad_hook(with_grad, partial(_pre_backward, strategy, units), mode="any")
 
 
-def _is_plainly_frozen(module: nn.Module) -> bool:
-    """Whether the way back through a module ends with its inputs: nothing in it learns."""
+def _is_frozen_leaf(module: nn.Module) -> bool:
+    """Whether the backward pass of a module ends at its inputs, since nothing in it is trainable."""
     return not any(parameter.requires_grad for parameter in module.parameters()) and not list(module.children())
 
 
-def _after_frozen(sharding: Zero3, units: list[Unit], _: nn.Module, arguments: Any, named: Any, outputs: Any) -> None:
-    """Hear when a module has run back: when its inputs have their gradients."""
-    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+def _post_forward_frozen(
+    strategy: ForwardBackward, units: list[Unit], _: nn.Module, args: Any, kwargs: Any, outputs: Any
+) -> None:
+    """Register a hook on the backward pass of a frozen module, which has ended when its inputs have gradients."""
+    if not _tensors_with_grad(outputs):
         return
-    counted = [unit for unit in units if sharding.comes_back(unit)]
-    inputs = tree_leaves((arguments, named))
-    flowing = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if counted and flowing:
-        register_multi_grad_hook(flowing, partial(_came_back, sharding, counted))
+    expected = [unit for unit in units if strategy.expect_backward(unit)]
+    with_grad = _tensors_with_grad((args, kwargs))
+    if expected and with_grad:
+        register_multi_grad_hook(with_grad, partial(_post_backward, strategy, expected))
 
 
-def _came_back(sharding: Zero3, units: list[Unit], *_: Any) -> None:
+def _post_backward(strategy: ForwardBackward, units: list[Unit], *_: Any) -> None:
     for unit in units:
-        sharding.came_back(unit)
+        strategy.post_backward(unit)
+
+
+def _tensors_with_grad(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 class _SavedParamHooks:
-    """What autograd keeps of the parameters for the way back: it finds them there when it asks.
+    """Hooks on what autograd saves of the parameters: they are unsharded when the backward pass unpacks them.
 
-    The outputs of modules say mostly before that they will be asked for; not where a module hands its results on in
-    another way, as a loss beside the output.
+    Mostly the hooks on the outputs of modules have unsharded them before. They do not run where a module returns its
+    results in another way, for example a loss that it stores as an attribute.
     """
 
-    def __init__(self, sharding: Zero3) -> None:
-        self._sharding = sharding
-        self._open: list[saved_tensors_hooks] = []
+    def __init__(self, strategy: ForwardBackward) -> None:
+        self._strategy = strategy
+        self._active: list[saved_tensors_hooks] = []
 
     def begin(self, *_: Any) -> None:
-        """The model runs forward."""
-        self._open.append(saved_tensors_hooks(self._keep, self._give))
-        self._open[-1].__enter__()
+        """Begin to watch what autograd saves: the model runs forward."""
+        self._active.append(saved_tensors_hooks(self._pack, self._unpack))
+        self._active[-1].__enter__()
 
     def end(self, *_: Any) -> None:
-        """It has run, or failed."""
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
+        """Stop watching: the model has run, or failed."""
+        if self._active:
+            self._active.pop().__exit__(None, None, None)
 
-    def _keep(self, tensor: torch.Tensor) -> Any:
-        unit = self._sharding.unit_of(tensor)
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        unit = self._strategy.find_unit(tensor)
         return tensor if unit is None else (unit, tensor)
 
-    def _give(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        unit, tensor = kept
-        self._sharding.needed_back(unit)
-        found: torch.Tensor = tensor
-        return found
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        unit, tensor = packed
+        self._strategy.pre_backward(unit)
+        unpacked: torch.Tensor = tensor
+        return unpacked
 
 
 def _refuse_load_state_dict(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The user's optimizer, given for every parameter the slice that this rank owns. Its class and settings stay."""
+"""The user's optimizer on this rank's shards of the parameters. Its class and settings stay."""
 
 import inspect
 from collections import defaultdict
@@ -10,79 +10,87 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.zero.sharding import ParamShard
+from mimatrix.engine.zero.strategy import ParamShard
 
-_LR = 0.1
+_TRIAL_LR = 0.1
 
 
 class ShardedOptimizer:
-    """An optimizer whose parameters are slices; or the parameters themselves where nothing is cut."""
+    """An optimizer whose parameters are this rank's shards, or the parameters themselves where nothing is sharded.
 
-    def __init__(self, optimizer: Optimizer, slices: Iterable[ParamShard], known: Collection[nn.Parameter]) -> None:
+    `model_params` are all parameters of the model: the optimizer may have no others.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, shards: Iterable[ParamShard], model_params: Collection[nn.Parameter]
+    ) -> None:
         self.optimizer = optimizer
-        _check_known(optimizer, known)
-        self._slices = {piece.piece.parameter: piece for piece in slices}
-        self.given = [list(group["params"]) for group in optimizer.param_groups]
-        """The model's own parameters, by the optimizer's groups."""
-        self.leaves: dict[nn.Parameter, nn.Parameter] = {}
+        _check_params(optimizer, model_params)
+        self._shards = {shard.param.parameter: shard for shard in shards}
+        self.original_params = [list(group["params"]) for group in optimizer.param_groups]
+        """The model's own parameters, by the optimizer's param groups."""
+        self.shard_params: dict[nn.Parameter, nn.Parameter] = {}
         """The tensor that the optimizer has for a parameter of the model."""
         for group in optimizer.param_groups:
-            group["params"] = [self._leaf(each) for each in group["params"] if each in self._slices]
+            group["params"] = [self._replace_param(param) for param in group["params"] if param in self._shards]
+        # Where autograd leaves gradients with the parameters, there is nothing to assign.
+        self._grads = [
+            (shard.param.index, self.shard_params[parameter], shard.grad)
+            for parameter, shard in self._shards.items()
+            if parameter in self.shard_params and shard.grad is not None
+        ]
 
-    def slice_of(self, parameter: nn.Parameter) -> ParamShard | None:
-        """What this rank owns of a parameter, if it steps it."""
-        return self._slices.get(parameter) if parameter in self.leaves else None
+    def find_shard(self, parameter: nn.Parameter) -> ParamShard | None:
+        """Return what this rank steps of a parameter, if anything."""
+        return self._shards.get(parameter) if parameter in self.shard_params else None
 
-    def give(self, touched: Collection[int]) -> None:
-        """Let the optimizer see the gradients of the parameters with these numbers."""
-        for parameter, leaf in self.leaves.items():
-            found = self._slices[parameter]
-            leaf.grad = found.grad if found.piece.index in touched else None
+    def assign_grads(self, touched: Collection[int]) -> None:
+        """Let the optimizer see the gradients of the parameters with these indices, and no others."""
+        for index, param, grad in self._grads:
+            param.grad = grad if index in touched else None
 
-    def take_away(self) -> None:
-        """No gradient any more, so that the next backward pass begins with none."""
-        for leaf in self.leaves.values():
-            leaf.grad = None
+    def clear_grads(self) -> None:
+        """Remove all gradients, so that the next backward pass begins without any."""
+        for param in self.shard_params.values():
+            param.grad = None
 
     def state_bytes(self) -> int:
-        """What the optimizer keeps."""
+        """Return the size of the optimizer's state."""
         states = self.optimizer.state.values()
-        return sum(
-            value.numel() * value.element_size()
-            for state in states
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
-    def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
-        found = self._slices[parameter]
-        leaf = parameter if found.value is parameter else nn.Parameter(found.value)
-        self.leaves[parameter] = leaf
+    def _replace_param(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the tensor that the optimizer gets for a parameter, with the state that it has already."""
+        shard = self._shards[parameter]
+        shard_param = parameter if shard.value is parameter else nn.Parameter(shard.value)
+        self.shard_params[parameter] = shard_param
         state = self.optimizer.state.pop(parameter, None)
         if state:
-            self.optimizer.state[leaf] = {key: _cut(value, parameter, found) for key, value in state.items()}
-        return leaf
+            self.optimizer.state[shard_param] = {
+                key: _shard_state(value, parameter, shard) for key, value in state.items()
+            }
+        return shard_param
 
 
-def _cut(value: Any, parameter: nn.Parameter, found: ParamShard) -> Any:
-    """A slice of what an optimizer keeps for each element; anything else as it is."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or found.value is parameter:
+def _shard_state(value: Any, parameter: nn.Parameter, shard: ParamShard) -> Any:
+    """Return the shard of what an optimizer has for each element; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or shard.value is parameter:
         return value
-    return value.detach().reshape(-1)[found.start : found.stop].clone()
+    return value.detach().reshape(-1)[shard.start : shard.stop].clone()
 
 
-def _check_known(optimizer: Optimizer, known: Collection[nn.Parameter]) -> None:
-    ids = {id(parameter) for parameter in known}
-    strangers = sum(id(each) not in ids for group in optimizer.param_groups for each in group["params"])
-    if strangers:
+def _check_params(optimizer: Optimizer, model_params: Collection[nn.Parameter]) -> None:
+    ids = {id(parameter) for parameter in model_params}
+    unknown = sum(id(param) not in ids for group in optimizer.param_groups for param in group["params"])
+    if unknown:
         raise UserError(
-            f"the optimizer has {strangers} tensors that are no parameters of the model; "
-            "make it from model.parameters() of the model that you prepare"
+            f"the optimizer has {unknown} tensors that are not parameters of the model; "
+            "create it from model.parameters() of the model that you prepare"
         )
 
 
-def check_steps(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that runs the model by itself."""
+def check_closure(optimizer: Optimizer) -> None:
+    """Raise `UserError` for an optimizer that runs the model by itself."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
@@ -92,61 +100,60 @@ def check_steps(optimizer: Optimizer) -> None:
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:
-    """Refuse an optimizer that does something else with a tensor's two halves than with the whole.
+    """Raise `UserError` for an optimizer that does not step each element of a tensor by itself.
 
-    It is tried: on a tensor of its own, with its own settings, then on the halves.
+    It is tried out with its own settings, on a tensor of ours and on the two halves of it.
     """
     name = type(optimizer).__name__
-    way_out = f"use stage 0, where it gets whole tensors, or another optimizer (stage is {stage})"
+    fix = f"use stage 0, where it gets whole tensors, or another optimizer (stage is {stage})"
     groups, state = optimizer.param_groups, optimizer.state
-    kept = [dict(group) for group in groups]
-    sample = next((each for group in kept for each in group["params"]), None)
+    saved_groups = [dict(group) for group in groups]
+    sample = next((param for group in saved_groups for param in group["params"]), None)
     if sample is None:
         return
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
-    start, *gradients = (each.to(sample.device, sample.dtype) for each in made)
+    tensors = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
+    start, *grads = (tensor.to(sample.device, sample.dtype) for tensor in tensors)
     try:
         for group in groups:
-            whole = _tried(optimizer, group, [(slice(None), start)], gradients)
+            whole = _try_steps(optimizer, group, [(slice(None), start)], grads)
             flat = start.reshape(-1)
-            halves = _tried(
+            halves = _try_steps(
                 optimizer,
                 group,
                 [(slice(0, 11), flat[:11].clone()), (slice(11, None), flat[11:].clone())],
-                [gradient.reshape(-1) for gradient in gradients],
+                [grad.reshape(-1) for grad in grads],
             )
             if not torch.allclose(whole, halves, rtol=1e-4, atol=1e-6):
-                raise UserError(
-                    f"{name} does not treat every element by itself, so its tensors cannot be cut; {way_out}"
-                )
+                raise UserError(f"{name} does not treat every element by itself, so its state cannot be sharded; {fix}")
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{name} cannot step a part of a tensor ({error}); {way_out}") from error
+        raise UserError(f"{name} cannot step a part of a tensor ({error}); {fix}") from error
     finally:
         optimizer.state = state
-        for group, before in zip(groups, kept, strict=True):
-            group.update(before)
+        for group, saved in zip(groups, saved_groups, strict=True):
+            group.update(saved)
 
 
-def _tried(
+def _try_steps(
     optimizer: Optimizer,
     group: dict[str, Any],
     parts: list[tuple[slice, torch.Tensor]],
-    gradients: list[torch.Tensor],
+    grads: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Two steps of one param group on tensors of our own; what they end with, flat."""
-    leaves = [(where, nn.Parameter(value.clone())) for where, value in parts]
+    """Make two steps of one param group on tensors of ours, and return them flat."""
+    params = [(where, nn.Parameter(value.clone())) for where, value in parts]
     optimizer.state = defaultdict(dict)
-    for each in optimizer.param_groups:
-        each["params"] = [leaf for _, leaf in leaves] if each is group else []
-        # With the 0 of a warm-up, or very little, nothing would be seen.
-        if "lr" in each:
-            each["lr"] = torch.full_like(each["lr"], _LR) if isinstance(each["lr"], torch.Tensor) else _LR
+    for other in optimizer.param_groups:
+        other["params"] = [param for _, param in params] if other is group else []
+        # The learning rate of a warm-up may be 0, and a step would change nothing.
+        if "lr" in other:
+            is_tensor = isinstance(other["lr"], torch.Tensor)
+            other["lr"] = torch.full_like(other["lr"], _TRIAL_LR) if is_tensor else _TRIAL_LR
     step: Callable[[Optimizer], Any] = type(optimizer).step
-    for gradient in gradients:
-        for where, leaf in leaves:
-            leaf.grad = gradient[where].clone()
+    for grad in grads:
+        for where, param in params:
+            param.grad = grad[where].clone()
         step(optimizer)
-    return torch.cat([leaf.detach().reshape(-1) for _, leaf in leaves])
+    return torch.cat([param.detach().reshape(-1) for _, param in params])

@@ -1,7 +1,7 @@
-"""Units: a model's parameters in groups that move together, each one flat buffer cut by shares.
+"""Units: a model's parameters in groups that move together, each one flat buffer that is sharded.
 
-A unit is a part of the module tree of a handy size. A tensor that several modules use (tied weights) is in the unit of
-the first of them. Parameters of another type, or frozen ones beside those that learn, make a unit of their own.
+A unit is a part of the module tree of a limited size. A tensor that several modules use (tied weights) is in the unit
+of the first of them. Parameters of another dtype get a unit of their own, and so do frozen ones.
 """
 
 import sys
@@ -14,88 +14,104 @@ from torch.nn.parameter import UninitializedParameter
 
 from mimatrix.core.errors import UserError
 
-_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_LEAF_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Torch's modules that use their children's parameters without running the children."""
-_ALIGNED = 64
-"""Bytes: where every parameter of a unit starts, so that kernels find it aligned."""
+_ALIGNMENT_BYTES = 64
+"""Every parameter of a unit starts at a multiple, so that kernels find it aligned."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnitParam:
-    """One parameter in its unit: elements [start, stop) of the flat buffer. `names`: all that the model has for it."""
+    """One parameter of a unit: elements [start, stop) of the flat buffer."""
 
     names: tuple[str, ...]
+    """All names that the model has for it; more than one where it is tied."""
     parameter: nn.Parameter
     index: int
-    """Its number in the model."""
+    """Its position among all parameters of the model."""
     modules: tuple[nn.Module, ...]
-    """Those that use it."""
+    """The modules that use it."""
     start: int
     shape: torch.Size
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """The element after its last one."""
         return self.start + self.shape.numel()
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of a flat tensor, in its shape."""
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return its part of a flat tensor, in its shape and contiguous."""
         return flat[self.start : self.stop].view(self.shape)
 
-    def laid(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same laid out as the parameter is (channels last, say), which fused optimizers want of gradients."""
+    def strided_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return its part of a flat tensor with the parameter's strides, as fused optimizers want gradients."""
         return flat[self.start : self.stop].as_strided(self.shape, self.strides)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How the parameter lies in memory, where it fills a piece of it; otherwise row by row."""
-        found, expected = self.parameter.stride(), 1
-        for size, stride in sorted(zip(self.shape, found, strict=True), key=lambda dimension: dimension[1]):
+        """The parameter's strides (channels last, for example) if it is dense in memory, else those of rows."""
+        strides, expected = self.parameter.stride(), 1
+        for size, stride in sorted(zip(self.shape, strides, strict=True), key=lambda dimension: dimension[1]):
             if size > 1 and stride != expected:
                 return torch.empty(self.shape, device="meta").stride()
             expected *= size
-        return found
+        return strides
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Unit:
     """Parameters that move together, and the modules that use them."""
 
     index: int
-    pieces: tuple[UnitParam, ...]
+    params: tuple[UnitParam, ...]
     modules: tuple[nn.Module, ...]
     count: int
     """Elements of the flat buffer, gaps included."""
-    keeps: bool
-    """Used by modules of other units too: gathered for the whole micro-step."""
-    learns: bool
-    """Whether its parameters have gradients; one that is frozen later has none in its steps, and stays."""
+    shared: bool
+    """Whether modules of other units use it too, so that it stays gathered for the whole micro-step."""
+    trainable: bool
+    """Whether its parameters have gradients; one that is frozen later gets none, and stays in its unit."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all of it."""
-        return self.pieces[0].parameter.dtype
+        """The dtype of all its parameters."""
+        return self.params[0].parameter.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of all of it."""
-        return self.pieces[0].parameter.device
+        """The device of all its parameters."""
+        return self.params[0].parameter.device
 
     @property
     def name(self) -> str:
-        """The first parameter's, for people."""
-        return self.pieces[0].names[0]
+        """The name of its first parameter, for messages."""
+        return self.params[0].names[0]
 
     @property
     def bytes(self) -> int:
-        """Of the flat buffer."""
+        """The size of the flat buffer."""
         return self.count * self.dtype.itemsize
 
+    def flatten(self) -> torch.Tensor:
+        """Return a copy of the parameters in a new flat buffer."""
+        flat = torch.zeros(self.count, dtype=self.dtype, device=self.device)
+        for param in self.params:
+            param.view(flat).copy_(param.parameter.detach())
+        return flat
+
+    def move_into(self, flat: torch.Tensor) -> None:
+        """Move the parameters into a flat buffer; they stay the same objects."""
+        flat.zero_()
+        for param in self.params:
+            view = param.view(flat)
+            view.copy_(param.parameter.detach())
+            param.parameter.data = view
+
     def zero_gaps(self, flat: torch.Tensor) -> None:
-        """Between parameters, and behind the last, is nothing."""
-        for piece, end in zip(self.pieces, [*(piece.start for piece in self.pieces[1:]), self.count], strict=True):
-            if piece.stop < end:
-                flat[piece.stop : end].zero_()
+        """Zero a flat buffer between the parameters, and behind the last one."""
+        for param, end in zip(self.params, [*(param.start for param in self.params[1:]), self.count], strict=True):
+            if param.stop < end:
+                flat[param.stop : end].zero_()
 
 
 @dataclass
@@ -107,92 +123,121 @@ class _ParamUse:
     modules: list[nn.Module] = field(default_factory=list)
 
 
-def units_of(model: nn.Module, unit_bytes: int, whole: tuple[type[nn.Module], ...] = ()) -> tuple[Unit, ...]:
-    """All parameters of a model in units, in the order of the module tree.
+def split_into_units(
+    model: nn.Module, unit_bytes: int, leaf_modules: tuple[type[nn.Module], ...] = ()
+) -> tuple[Unit, ...]:
+    """Put all parameters of a model into units of about `unit_bytes`, in the order of the module tree.
 
-    Modules of the classes in `whole` use their children's parameters without running the children: they stay whole.
+    Modules of the classes in `leaf_modules` use their children's parameters without running the children, so they are
+    not divided.
     """
-    covers = _covers(model, (*_WHOLE, *whole))
-    uses = _uses(model, covers)
+    leaves = _find_leaves(model, (*_LEAF_MODULES, *leaf_modules))
+    uses = _find_uses(model, leaves)
     if not any(use.parameter.requires_grad for use in uses.values()):
-        raise UserError("the model has no parameter that learns; set requires_grad on some before prepare")
-    owners = {module: number for number, block in enumerate(_blocks(covers, unit_bytes)) for module in block}
-    boxes: dict[tuple[int, torch.dtype, torch.device, bool], list[_ParamUse]] = {}
+        raise UserError("the model has no trainable parameter; set requires_grad on some before run.prepare")
+    owners = {module: number for number, block in enumerate(_blocks(leaves, unit_bytes)) for module in block}
+    groups: dict[tuple[int, torch.dtype, torch.device, bool], list[_ParamUse]] = {}
     for use in uses.values():
         parameter = use.parameter
         key = (owners[use.modules[0]], parameter.dtype, parameter.device, parameter.requires_grad)
-        boxes.setdefault(key, []).append(use)
-    numbers = {id(use.parameter): number for number, use in enumerate(uses.values())}
-    return tuple(_unit(index, box, key[0], owners, numbers) for index, (key, box) in enumerate(boxes.items()))
+        groups.setdefault(key, []).append(use)
+    indices = {id(use.parameter): index for index, use in enumerate(uses.values())}
+    return tuple(
+        _build_unit(number, group, key[0], owners, indices) for number, (key, group) in enumerate(groups.items())
+    )
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile was asked for a model, or for a part of it."""
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes long, and who compiles has it
+    """Whether a model, or a part of it, is compiled by torch.compile."""
+    dynamo = sys.modules.get("torch._dynamo")  # slow to import, and loaded already if anything is compiled
     return any(
         module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
         for module in model.modules()
     )
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to a model's state dict, by all their names."""
+    buffers = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[(f"{prefix}.{name}" if prefix else name).replace("_orig_mod.", "")] = buffer
+    return buffers
+
+
 def check_frozen(units: Sequence[Unit]) -> None:
-    """Refuse parameters that began to learn after they were put into units."""
+    """Raise `UserError` if a parameter became trainable after it was put into a unit."""
     for unit in units:
-        for piece in () if unit.learns else unit.pieces:
-            if piece.parameter.requires_grad:
+        for param in () if unit.trainable else unit.params:
+            if param.parameter.requires_grad:
                 raise UserError(
-                    f"{piece.names[0]} began to learn after run.prepare; set requires_grad before it and give the "
-                    "parameter an lr of 0 for as long as it shall stay"
+                    f"{param.names[0]} became trainable after run.prepare; set requires_grad before it, and keep the "
+                    "parameter frozen with an lr of 0"
                 )
 
 
-def _unit(
-    index: int, box: Sequence[_ParamUse], block: int, owners: dict[nn.Module, int], numbers: dict[int, int]
+def _build_unit(
+    number: int, uses: Sequence[_ParamUse], block: int, owners: dict[nn.Module, int], indices: dict[int, int]
 ) -> Unit:
-    pieces, at = [], 0
-    gap = max(1, _ALIGNED // box[0].parameter.dtype.itemsize)
-    for use in box:
-        number = numbers[id(use.parameter)]
-        pieces.append(UnitParam(tuple(use.names), use.parameter, number, tuple(use.modules), at, use.parameter.shape))
-        at += -(-use.parameter.numel() // gap) * gap
-    modules = tuple(dict.fromkeys(module for use in box for module in use.modules))
-    keeps, learns = any(owners[module] != block for module in modules), box[0].parameter.requires_grad
-    return Unit(index, tuple(pieces), modules, at, keeps=keeps, learns=learns)
+    params, start = [], 0
+    alignment = max(1, _ALIGNMENT_BYTES // uses[0].parameter.dtype.itemsize)
+    for use in uses:
+        params.append(
+            UnitParam(
+                names=tuple(use.names),
+                parameter=use.parameter,
+                index=indices[id(use.parameter)],
+                modules=tuple(use.modules),
+                start=start,
+                shape=use.parameter.shape,
+            )
+        )
+        start += -(-use.parameter.numel() // alignment) * alignment
+    modules = tuple(dict.fromkeys(module for use in uses for module in use.modules))
+    return Unit(
+        index=number,
+        params=tuple(params),
+        modules=modules,
+        count=start,
+        shared=any(owners[module] != block for module in modules),
+        trainable=uses[0].parameter.requires_grad,
+    )
 
 
-def _covers(model: nn.Module, whole: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:
-    """For every module the one that is whole and has it inside, otherwise itself; in the order of the tree."""
-    found: dict[nn.Module, nn.Module] = {}
+def _find_leaves(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:
+    """Map every module to the leaf module that contains it, otherwise to itself; in the order of the tree."""
+    leaves: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        inside = module.modules() if isinstance(module, whole) and module not in found else [module]
-        for each in inside:
-            found.setdefault(each, module)
-    return found
+        members = module.modules() if isinstance(module, classes) and module not in leaves else [module]
+        for member in members:
+            leaves.setdefault(member, module)
+    return leaves
 
 
-def _uses(model: nn.Module, covers: dict[nn.Module, nn.Module]) -> dict[int, _ParamUse]:
-    """Every parameter once, in the order of the tree, with all its names and modules."""
-    found: dict[int, _ParamUse] = {}
+def _find_uses(model: nn.Module, leaves: dict[nn.Module, nn.Module]) -> dict[int, _ParamUse]:
+    """Return every parameter once, in the order of the tree, with all its names and modules."""
+    uses: dict[int, _ParamUse] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{prefix}.{name}" if prefix else name
+            full_name = f"{prefix}.{name}" if prefix else name
             if isinstance(parameter, UninitializedParameter):
-                raise UserError(f"{full} has no shape yet; run the model once on a batch before run.prepare")
-            use = found.setdefault(id(parameter), _ParamUse(parameter))
-            use.names.append(full)
-            use.modules.append(covers[module])
-    return found
+                raise UserError(f"{full_name} has no shape yet; run the model once on a batch before run.prepare")
+            use = uses.setdefault(id(parameter), _ParamUse(parameter))
+            use.names.append(full_name)
+            use.modules.append(leaves[module])
+    return uses
 
 
-def _blocks(covers: dict[nn.Module, nn.Module], unit_bytes: int) -> Iterator[list[nn.Module]]:
-    """Modules that go together: neighbours in the tree, until they are as large as a unit should be."""
-    sizes = dict.fromkeys(covers.values(), 0)
+def _blocks(leaves: dict[nn.Module, nn.Module], unit_bytes: int) -> Iterator[list[nn.Module]]:
+    """Yield neighbours in the module tree, as many as fit into a unit."""
+    sizes = dict.fromkeys(leaves.values(), 0)
     seen: set[int] = set()
-    for module, cover in covers.items():
+    for module, leaf in leaves.items():
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                sizes[cover] += parameter.numel() * parameter.element_size()
+                sizes[leaf] += parameter.nbytes
     block: list[nn.Module] = []
     total = 0
     for module, size in sizes.items():

@@ -1,8 +1,8 @@
-"""Stage 0 among ranks of a host: gradients stay with the rank that summed them, and the others read them there.
+"""Stage 0 among the ranks of one host: gradients stay with the rank that summed them, and the others read them there.
 
-Every rank needs all sums, but only to look at them once, in its optimizer. Where it sees its peers' memory it need not
-copy them first, which is half of what an all-reduce moves. So each rank sums some parameters, whole ones, looks at the
-others where they are, and nobody writes again before all have stepped.
+Every rank needs all sums, but only to read them once, in its optimizer. A rank that sees the memory of its peers need
+not copy them first, which is half of what an all-reduce moves. So each rank sums some parameters, reads the others
+where they are, and no rank writes again before all have stepped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,96 +14,96 @@ from torch.optim import Optimizer
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.engine.step_timer import StepTimer
-from mimatrix.engine.zero.sharding import ParamShard, UnitState, Zero0, has_room
+from mimatrix.engine.zero.base import ShardingContext, can_overlap
+from mimatrix.engine.zero.strategy import ParamShard, UnitState
 from mimatrix.engine.zero.units import Unit, UnitParam
+from mimatrix.engine.zero.zero0 import Zero0
 
-_MOST = 1.15
-"""Times the mean that a rank may have to sum: parameters stay whole, so parts are only nearly equal."""
+_MAX_IMBALANCE = 1.15
+"""Times the mean that a rank may have to sum: parameters are not split, so parts are only nearly equal."""
 
 
 class Zero0SharedGrads(Zero0):
-    """Stage 0 without the second half of its all-reduce."""
+    """ZeRO stage 0 without the second half of its all-reduce: ranks read each other's sums in place."""
 
-    parts = True
+    grads_are_sharded = True
 
-    def __init__(
-        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: StepTimer
-    ) -> None:
-        super().__init__(group, gathers, units, shares, watch)
+    def __init__(self, context: ShardingContext) -> None:
+        super().__init__(context)
         self.overlaps = False
-        self._places = self._exchanged()
-        self._being_read: Work | None = None
+        self._grad_offsets: list[list[int]] = []
+        """Where in its arena each rank has the gradients of each unit."""
+        self._peers_reading: Work | None = None
 
-    def _part(self, unit: Unit) -> range:
-        return _parts(unit, self.group.size)[self.group.me]
+    def shard(self) -> None:
+        """Broadcast the parameters, allocate the gradients and tell the peers where they are. A collective."""
+        super().shard()
+        table = torch.zeros(self.group.world_size, len(self.units), dtype=torch.int64)
+        for unit, state in self.states.items():
+            table[self.group.rank, unit.index] = self.group.arena_offset(state.grads) or 0
+        self.group.all_gather(table.view(-1), shares=Shares.equal(self.group.world_size))
+        self._grad_offsets = table.tolist()
 
-    def _issue(self, unit: Unit) -> None:
-        held = self.held[unit]
-        self._blank(held)
-        sizes = [len(part) for part in _parts(unit, self.group.size)]
-        with self._watch.apart():
-            held.work = self.group.reduce_scatter(held.grads, shares=Shares.of(sizes))
+    def _shard_range(self, unit: Unit) -> range:
+        return _split_params(unit, self.group.world_size)[self.group.rank]
 
-    def _take(self, held: UnitState, piece: UnitParam, number: int) -> None:
-        self._until_read()
-        super()._take(held, piece, number)
+    def _reduce_unit(self, unit: Unit) -> None:
+        state = self.states[unit]
+        self._zero_untouched(state)
+        sizes = [len(part) for part in _split_params(unit, self.group.world_size)]
+        with self._timer.exposed():
+            state.work = self.group.reduce_scatter(state.grads, shares=Shares.of(sizes))
 
-    def _blank(self, held: UnitState) -> None:
-        self._until_read()
-        super()._blank(held)
+    def _accumulate(self, state: UnitState, param: UnitParam, number: int) -> None:
+        self._wait_for_readers()
+        super()._accumulate(state, param, number)
 
-    def scaled(self) -> None:
-        """Others read what this rank has scaled: not before it has."""
-        with self._watch.apart():
+    def _zero_untouched(self, state: UnitState) -> None:
+        self._wait_for_readers()
+        super()._zero_untouched(state)
+
+    def grads_scaled(self) -> None:
+        """Wait until all ranks have scaled their sums, since the others read them."""
+        with self._timer.exposed():
             self.group.barrier()
 
-    def publish(self) -> None:
-        """All that this rank needs is read; its own part may still be read, until all say so."""
-        self._being_read = self.group.start_barrier(wait=False)
+    def all_gather_params(self) -> None:
+        """Note that this rank has read what it needs; its own sums may be read until all ranks say so."""
+        self._peers_reading = self.group.start_barrier(wait=False)
 
-    def _until_read(self) -> None:
-        if self._being_read:
-            self._watch.waits(self._being_read)
-            self._being_read = None
+    def _wait_for_readers(self) -> None:
+        if self._peers_reading:
+            self._timer.wait(self._peers_reading)
+            self._peers_reading = None
 
-    def _slice(self, held: UnitState, piece: UnitParam) -> Iterator[ParamShard]:
-        parts = _parts(held.unit, self.group.size)
-        inside = (member for member, part in enumerate(parts) if part.start <= piece.start < part.stop)
-        owner = next(inside, self.group.me)  # a parameter without elements may lie behind all of them
-        whole = self._view(piece, held.grads)
-        if owner != self.group.me:
-            at = self._places[owner][held.unit.index] + piece.start * held.grads.element_size()
-            theirs = self.group.peer_tensor(owner, at, piece.shape.numel(), held.grads.dtype)
-            whole = theirs.as_strided(piece.shape, piece.strides)
-        yield ParamShard(piece, 0, piece.shape.numel(), piece.parameter, whole)
-
-    def _exchanged(self) -> list[list[int]]:
-        """Where in its arena each rank has the gradients of each unit."""
-        table = torch.zeros(self.group.size, len(self.units), dtype=torch.int64)
-        for unit, held in self.held.items():
-            table[self.group.me, unit.index] = self.group.place_of(held.grads) or 0
-        self.group.all_gather(table.view(-1), shares=Shares.equal(self.group.size))
-        places: list[list[int]] = table.tolist()
-        return places
+    def _shards_of(self, state: UnitState, param: UnitParam) -> Iterator[ParamShard]:
+        parts = _split_params(state.unit, self.group.world_size)
+        owners = (rank for rank, part in enumerate(parts) if part.start <= param.start < part.stop)
+        owner = next(owners, self.group.rank)  # a parameter without elements may lie behind all parts
+        grad = self._grad_view(param, state.grads)
+        if owner != self.group.rank:
+            offset = self._grad_offsets[owner][state.unit.index] + param.start * state.grads.element_size()
+            flat = self.group.peer_tensor(owner, offset, param.shape.numel(), state.grads.dtype)
+            grad = flat.as_strided(param.shape, param.strides)
+        yield ParamShard(param=param, start=0, stop=param.shape.numel(), value=param.parameter, grad=grad)
 
 
-def reads_in_place(group: Group, units: Sequence[Unit], optimizer: Optimizer) -> bool:
-    """Whether it can be done, and is worth it: the same answer on all ranks.
+def can_share_grads(group: Group, units: Sequence[Unit], optimizer: Optimizer) -> bool:
+    """Whether reading gradients in place is possible and worth it: the same answer on all ranks.
 
-    Torch's own optimizers only look at gradients; others might change them, which their owner would not expect.
+    Torch's own optimizers only read gradients. Others might change them, which would harm the rank that owns them.
     """
-    if has_room(group, units) or not group.maps_peers or not type(optimizer).__module__.startswith("torch.optim"):
+    if can_overlap(group, units) or not group.maps_peers or not type(optimizer).__module__.startswith("torch.optim"):
         return False
-    sums = [0] * group.size
+    rank_bytes = [0] * group.world_size
     for unit in units:
-        for member, part in enumerate(_parts(unit, group.size)):
-            sums[member] += len(part) * unit.dtype.itemsize if unit.learns else 0
-    return max(sums) <= _MOST * sum(sums) / group.size
+        for rank, part in enumerate(_split_params(unit, group.world_size)):
+            rank_bytes[rank] += len(part) * unit.dtype.itemsize if unit.trainable else 0
+    return max(rank_bytes) <= _MAX_IMBALANCE * sum(rank_bytes) / group.world_size
 
 
-def _parts(unit: Unit, ranks: int) -> list[range]:
-    """For each rank whole parameters, as near to equal parts as they allow."""
-    starts = [*(piece.start for piece in unit.pieces), unit.count]
+def _split_params(unit: Unit, ranks: int) -> list[range]:
+    """Split a unit between parameters into one part for each rank, as near to equal as that allows."""
+    starts = [*(param.start for param in unit.params), unit.count]
     ends = [min(starts, key=lambda start: abs(start - unit.count * rank / ranks)) for rank in range(ranks)]
     return [range(start, stop) for start, stop in pairwise([0, *ends[1:], unit.count])]

@@ -1,69 +1,70 @@
-"""Stage 3: parameters are cut too. They come for the time of use, unit by unit, and go again.
+"""Stage 3: parameters are sharded too. They are all-gathered unit by unit for the time of use, then freed.
 
-A pass over the model draws units in the order that all ranks keep (see `lines`); modules say when they run (see
-`hooks`).
+A pass over the model gathers units in the order that all ranks keep (see `ordering`); hooks on modules say when they
+run (see `hooks`).
 """
 
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
-from mimatrix.collectives.shares import Shares
-from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
-from mimatrix.engine.step_timer import StepTimer
+from mimatrix.engine.zero.base import ShardingContext
+from mimatrix.engine.zero.buffers import IN_FLIGHT
+from mimatrix.engine.zero.hooks import register_module_hooks
 from mimatrix.engine.zero.ordering import ParamPrefetcher
-from mimatrix.engine.zero.sharding import OUTSIDE, UnitState, Zero0, Zero1, Zero2, flatten
-from mimatrix.engine.zero.units import Unit, UnitParam
+from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, UnitState
+from mimatrix.engine.zero.units import Unit, UnitParam, persistent_buffers
+from mimatrix.engine.zero.zero2 import Zero2
 
 
 class Zero3(Zero2):
-    """Stage 3: a rank keeps its part of the parameters alone; the others' come for the time of use."""
+    """ZeRO stage 3: a rank keeps only its shard of the parameters; the rest is gathered for the time of use."""
 
     stage = 3
+    counts_forward_passes = True
 
-    def __init__(
-        self, group: Group, gathers: Group | None, units: Sequence[Unit], shares: Shares, watch: StepTimer
-    ) -> None:
+    def __init__(self, context: ShardingContext) -> None:
+        super().__init__(context)
         self._pass: ParamPrefetcher | None = None
-        self._micro = self._leaves = False
-        self.passes = 0
-        """How often the model ran, or would have with data."""
-        self._left: dict[Unit, int] = {}
-        self._works: dict[Unit, Work] = {}
-        self._present: set[Unit] = set()
-        self._ran: set[nn.Module] = set()
-        self._uses = Counter[Unit]()
-        """How many times modules of a frozen unit are still to come on the way back."""
-        self._views: dict[Unit, list[torch.Tensor]] = {}
-        self._blanks: dict[Unit, torch.Tensor] = {}
-        self._by_storage: dict[int, Unit] = {}
-        super().__init__(group, gathers, units, shares, watch)
+        self._in_micro_step = self._is_ending_pass = self._has_checked_loss = False
+        self._forward_passes = 0
+        self._modules_left: dict[Unit, int] = {}
+        """How many modules of a unit have not run forward yet."""
+        self._unsharding: dict[Unit, Work] = {}
+        """Units that are being gathered."""
+        self._unsharded: set[Unit] = set()
+        self._modules_run: set[nn.Module] = set()
+        self._pending_backwards = Counter[Unit]()
+        """How many modules of a frozen unit have their backward pass still to come."""
+        self._full_views: dict[Unit, list[torch.Tensor]] = {}
+        self._placeholders: dict[Unit, torch.Tensor] = {}
+        self._unit_of_storage: dict[int, Unit] = {}
 
-    def _hold(self, unit: Unit) -> UnitState:
-        part = self._part(unit)
-        values = torch.empty(unit.count, dtype=unit.dtype, device=unit.device)
-        flatten(unit, values)
-        self.group.broadcast(values)
-        owned = self.buffers.own(len(part), unit.dtype, unit.device, "parameters")
-        owned.copy_(values[part.start : part.stop])
-        self._views[unit] = [piece.of(values) for piece in unit.pieces]
-        # Whoever looks at a parameter that is not here sees its shape, and no number.
-        nothing = math.nan if unit.dtype.is_floating_point else 0
-        self._blanks[unit] = torch.full((), nothing, dtype=unit.dtype, device=unit.device)
-        self._by_storage[values.untyped_storage()._cdata] = unit
-        self._by_storage[self._blanks[unit].untyped_storage()._cdata] = unit
-        self._hide(unit)
-        values.untyped_storage().resize_(0)
-        grads = self._grads(unit, part)
+    def _shard_unit(self, unit: Unit) -> UnitState:
+        shard_range = self._shard_range(unit)
+        full = torch.empty(unit.count, dtype=unit.dtype, device=unit.device)
+        unit.move_into(full)
+        self.group.broadcast(full)
+        shard = self.buffers.private(len(shard_range), unit.dtype, unit.device, "parameters")
+        shard.copy_(full[shard_range.start : shard_range.stop])
+        self._full_views[unit] = [param.view(full) for param in unit.params]
+        # A parameter that is not unsharded shows its shape and NaN.
+        value = math.nan if unit.dtype.is_floating_point else 0
+        self._placeholders[unit] = torch.full((), value, dtype=unit.dtype, device=unit.device)
+        self._unit_of_storage[full.untyped_storage()._cdata] = unit
+        self._unit_of_storage[self._placeholders[unit].untyped_storage()._cdata] = unit
+        self._use_placeholders(unit)
+        full.untyped_storage().resize_(0)
+        grads = self._allocate_grads(unit, shard_range)
         grads.zero_()
-        return UnitState(unit, part, values, owned, grads)
+        return UnitState(unit=unit, shard_range=shard_range, full=full, shard=shard, grads=grads)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Zero3":
         raise UserError(
@@ -71,180 +72,223 @@ class Zero3(Zero2):
             "run.prepare, and load run.full_state_dict(model) into the copy"
         )
 
-    def publish(self) -> None:
-        """Nothing: they are gathered when they are needed."""
+    def register_hooks(self, model: nn.Module, on_grad: Callable[[nn.Parameter], None]) -> None:
+        """Register `on_grad` on every gradient, and hooks on the modules that unshard their parameters."""
+        super().register_hooks(model, on_grad)
+        register_module_hooks(model, self)
+
+    def all_gather_params(self) -> None:
+        """Do nothing: parameters are gathered when they are needed."""
+
+    def reload_params(self) -> None:
+        """Do nothing: parameters are gathered when they are needed."""
+
+    def check_params_in_place(self) -> None:
+        """Do nothing: parameters have no place of their own between passes."""
 
     # Passes over the model
 
-    def begin(self, last: bool) -> None:
-        """A micro-step begins: the next pass goes forward and back."""
-        super().begin(last)
-        self._micro = True
+    def begin_micro_step(self, *, is_last: bool) -> None:
+        """Begin a micro-step: the next pass runs forward and backward."""
+        super().begin_micro_step(is_last=is_last)
+        self._in_micro_step = True
 
-    def back(self) -> None:
-        """The backward pass begins."""
+    def begin_backward(self, loss: torch.Tensor | None) -> None:
+        """Begin the backward pass, after a check that the first loss is not NaN."""
+        self._check_first_loss(loss)
         if self._pass:
-            self._pass.goes_back = True
+            self._pass.begin_backward()
 
-    def needed(self, unit: Unit) -> None:
-        """Before a module of a unit runs: its parameters are here when this returns."""
+    def _check_first_loss(self, loss: torch.Tensor | None) -> None:
+        """Raise `UserError` if the first loss is NaN, as a placeholder is. Only once, since it waits for the GPU."""
+        if loss is None or self._has_checked_loss:
+            return
+        if bool(loss.detach().isnan()):
+            raise UserError(
+                "the first loss is NaN; if it is not NaN in stage 2, a parameter is used outside of its module: "
+                "use stage 2, or name the class of the module that uses it: run.prepare(..., leaf_modules=(TheClass,))"
+            )
+        self._has_checked_loss = True
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Wait until the parameters of a unit are unsharded, and start to unshard the next unit."""
         if self._pass is None:
-            self._check_begun(unit)
-            self._start_pass(looks=not self._micro)
+            self._check_may_start(unit)
+            self._start_pass(forward_only=not self._in_micro_step)
         assert self._pass
-        if unit not in self._present and unit not in self._works and not self._pass.draw(unit):
-            if not self._pass.looks:
+        is_here = unit in self._unsharded or unit in self._unsharding
+        if not is_here and not self._pass.prefetch_through(unit):
+            if not self._pass.forward_only:
                 raise UserError(
                     f"the module with {unit.name} runs twice in one pass, and stage 3 gathers its parameters once; "
                     "use stage 2, or run the model once for each micro-batch"
                 )
-            self._start_pass(looks=True)
-            self._pass.draw(unit)
-        if work := self._works.pop(unit, None):
-            self._watch.waits(work)
-            self._present.add(unit)
-            self._show(unit)
-        self._pass.ahead(unit)
+            self._start_pass(forward_only=True)
+            self._pass.prefetch_through(unit)
+        if work := self._unsharding.pop(unit, None):
+            self._timer.wait(work)
+            self._unsharded.add(unit)
+            self._use_full_params(unit)
+        self._pass.prefetch_after(unit)
 
-    def needed_back(self, unit: Unit) -> None:
-        """The same on the way back."""
-        if self._pass is None or not self._pass.goes_back:
-            raise UserError(OUTSIDE)
-        self.needed(unit)
+    def pre_backward(self, unit: Unit) -> None:
+        """Wait until the parameters of a unit are unsharded for the backward pass."""
+        if self._pass is None or not self._pass.in_backward:
+            raise UserError(GRAD_OUTSIDE_BACKWARD)
+        self.pre_forward(unit)
 
-    def _check_begun(self, unit: Unit) -> None:
-        if self._rounds and not self._micro:
+    def _check_may_start(self, unit: Unit) -> None:
+        if self._reductions and not self._in_micro_step:
             raise UserError(
-                f"the module with {unit.name} runs after run.backward, inside of a global batch, where other ranks do "
+                f"the module with {unit.name} runs after run.backward inside a global batch, where other ranks do "
                 "not; in stage 3 run the model once for each micro-batch, or again when `not run.in_batch`"
             )
 
-    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit that a tensor is a part of, if it is; refuses one whose values are not here."""
+    def find_unit(self, tensor: torch.Tensor) -> Unit | None:
+        """Return the unit whose memory a tensor views, if any; raise `UserError` for a placeholder."""
         storage = tensor.untyped_storage()._cdata
-        unit = self._by_storage.get(storage)
-        if unit is not None and storage == self._blanks[unit].untyped_storage()._cdata:
-            shapes = {piece.names[0]: sorted(piece.shape) for piece in unit.pieces}
+        unit = self._unit_of_storage.get(storage)
+        if unit is not None and storage == self._placeholders[unit].untyped_storage()._cdata:
+            shapes = {param.names[0]: sorted(param.shape) for param in unit.params}
             name = next((name for name, shape in shapes.items() if shape == sorted(tensor.shape)), unit.name)
             raise UserError(
                 f"{name} is used outside of its module, where stage 3 does not have it; use stage 2, or name the "
-                "class of the module that uses it: run.prepare(..., whole=(TheClass,))"
+                "class of the module that uses it: run.prepare(..., leaf_modules=(TheClass,))"
             )
         return unit
 
-    def used(self, unit: Unit, module: nn.Module) -> None:
-        """A module of a unit has run forward."""
+    def post_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Note that a module has run, and reshard its unit after the last one."""
         assert self._pass
-        self._ran.add(module)
-        if self._pass.goes_back:
-            return  # a checkpointed block that runs again
-        self._left[unit] = self._left.get(unit, len(unit.modules)) - 1
-        if self._left[unit] <= 0 and self._pass.frees(unit):
-            self._free(unit)
+        self._modules_run.add(module)
+        if self._pass.in_backward:
+            return  # a checkpointed block is recomputed
+        self._modules_left[unit] = self._modules_left.get(unit, len(unit.modules)) - 1
+        if self._modules_left[unit] <= 0 and self._pass.reshards_after_forward(unit):
+            self.reshard(unit)
 
-    def comes_back(self, unit: Unit) -> bool:
-        """A module of a frozen unit has run forward and will run back; False if that needs no counting."""
-        if self._pass is None or self._pass.goes_back:
+    def expect_backward(self, unit: Unit) -> bool:
+        """Count a module of a frozen unit whose backward pass is to come; return False in a backward pass."""
+        if self._pass is None or self._pass.in_backward:
             return False
-        self._uses[unit] += 1
+        self._pending_backwards[unit] += 1
         return True
 
-    def came_back(self, unit: Unit) -> None:
-        """It has: the unit goes after the last one. No gradient says so, as it does for units that learn."""
-        self._uses[unit] -= 1
-        if not self._uses[unit] and unit in self._present and not unit.keeps:
-            self._free(unit)
+    def post_backward(self, unit: Unit) -> None:
+        """Reshard a frozen unit after its last module; trainable units are resharded with their gradients."""
+        self._pending_backwards[unit] -= 1
+        if not self._pending_backwards[unit] and unit in self._unsharded and not unit.shared:
+            self.reshard(unit)
 
-    def _take(self, held: UnitState, piece: UnitParam, number: int) -> None:
-        if self._ran.isdisjoint(piece.modules):
+    def _accumulate(self, state: UnitState, param: UnitParam, number: int) -> None:
+        if self._modules_run.isdisjoint(param.modules):
             raise UserError(
-                f"{piece.names[0]} is used although its module does not run, so stage 3 cannot gather it in time; use "
-                "stage 2, or name the class of the module that uses it: run.prepare(..., whole=(TheClass,))"
+                f"{param.names[0]} is used although its module does not run, so stage 3 cannot gather it in time; use "
+                "stage 2, or name the class of the module that uses it: run.prepare(..., leaf_modules=(TheClass,))"
             )
-        super()._take(held, piece, number)
+        super()._accumulate(state, param, number)
 
-    def finish(self) -> None:
-        """The pass has ended: whatever this rank did not need, others may."""
-        if self._micro and self._pass is None:
-            self._start_pass(looks=False)
-        # Others may need what is left of either line before they can go on with the other one.
-        self._leaves = True
-        gathers = Work(partial(self.leave, Work.wait), lambda: None)
-        threading.Thread(target=gathers.run, daemon=True).start()
-        super().finish()
-        self._watch.waits(gathers)
-        self._micro = self._leaves = False
+    def end_micro_step(self) -> None:
+        """End the pass and join what other ranks still gather and reduce in it."""
+        if self._in_micro_step and self._pass is None:
+            self._start_pass(forward_only=False)
+        # Other ranks may need what is left of either sequence before they can continue with the other one.
+        self._is_ending_pass = True
+        gathering = Work(partial(self.end_pass, Work.wait), lambda: None)
+        threading.Thread(target=gathering.run, daemon=True).start()
+        super().end_micro_step()
+        self._timer.wait(gathering)
+        self._in_micro_step = self._is_ending_pass = False
 
-    def leave(self, waits: Callable[[Work], None] | None = None) -> None:
-        """End a pass: take part in what is left of it, then keep nothing."""
-        waits = waits or self._watch.waits
+    def end_pass(self, wait: Callable[[Work], None] | None = None) -> None:
+        """End a pass: join what is left of it, and free all units."""
+        wait = wait or self._timer.wait
         if self._pass is None:
             return
-        for unit in [*self._works, *self._pass.rest()]:
-            if unit not in self._works:
-                self._gather(unit)
-            waits(self._works.pop(unit))
-            self._free(unit)
-        for unit in list(self._present):
-            self._free(unit)
+        for unit in [*self._unsharding, *self._pass.take_rest()]:
+            if unit not in self._unsharding:
+                self.unshard(unit)
+            wait(self._unsharding.pop(unit))
+            self.reshard(unit)
+        for unit in list(self._unsharded):
+            self.reshard(unit)
         self._pass = None
-        self._left.clear()
-        self._uses.clear()
-        self._ran.clear()
+        self._modules_left.clear()
+        self._pending_backwards.clear()
+        self._modules_run.clear()
 
-    def looked(self) -> None:
-        """The model has run forward: if that was all, the pass has ended."""
-        if self._pass and self._pass.looks:
-            self.leave()
+    def end_forward_only(self) -> None:
+        """End a pass that has no backward pass: the model has run."""
+        if self._pass and self._pass.forward_only:
+            self.end_pass()
 
-    def look_without_data(self) -> None:
-        """Take part in one pass that only looks."""
-        self._start_pass(looks=True)
-        self.leave()
+    def forward_passes(self) -> int:
+        """Return how many forward passes this rank has made or joined."""
+        return self._forward_passes
 
-    def _start_pass(self, *, looks: bool) -> None:
-        self.leave()
-        self.passes += 1
-        self._pass = ParamPrefetcher(self.units, self._gather, looks=looks)
+    def forward_without_data(self) -> None:
+        """Join one forward pass of the other ranks."""
+        self._start_pass(forward_only=True)
+        self.end_pass()
 
-    def _gather(self, unit: Unit) -> None:
-        """Start gathering a unit into its memory."""
-        if unit in self._works:
-            self._watch.waits(self._works.pop(unit))
-        held = self.held[unit]
-        if unit not in self._present:
-            self.buffers.count("units in flight", unit.bytes)
-        held.values.untyped_storage().resize_(unit.bytes)
-        held.values[held.part.start : held.part.stop].copy_(held.owned)
-        self._works[unit] = self._gathers.all_gather(held.values, shares=self.shares, wait=False)
+    def _start_pass(self, *, forward_only: bool) -> None:
+        self.end_pass()
+        self._forward_passes += 1
+        self._pass = ParamPrefetcher(self.units, self.unshard, forward_only=forward_only)
 
-    def _show(self, unit: Unit) -> None:
-        for piece, view in zip(unit.pieces, self._views[unit], strict=True):
-            piece.parameter.data = view
+    # Units
 
-    def _hide(self, unit: Unit) -> None:
-        for piece in unit.pieces:
-            piece.parameter.data = self._blanks[unit].expand(piece.shape)
+    def unshard(self, unit: Unit) -> None:
+        """Start to gather the full parameters of a unit."""
+        if unit in self._unsharding:
+            self._timer.wait(self._unsharding.pop(unit))
+        state = self.states[unit]
+        if unit not in self._unsharded:
+            self.buffers.count(IN_FLIGHT, unit.bytes)
+        state.full.untyped_storage().resize_(unit.bytes)
+        state.full[state.shard_range.start : state.shard_range.stop].copy_(state.shard)
+        self._unsharding[unit] = self._gather_group.all_gather(state.full, shares=self.shares, wait=False)
 
-    def _free(self, unit: Unit) -> None:
-        if unit in self._present:
-            self._hide(unit)
-        self._present.discard(unit)
-        self.held[unit].values.untyped_storage().resize_(0)
-        self.buffers.count("units in flight", -unit.bytes)
+    def reshard(self, unit: Unit) -> None:
+        """Free the full parameters of a unit."""
+        if unit in self._unsharded:
+            self._use_placeholders(unit)
+        self._unsharded.discard(unit)
+        self.states[unit].full.untyped_storage().resize_(0)
+        self.buffers.count(IN_FLIGHT, -unit.bytes)
 
-    def _issue(self, unit: Unit) -> None:
-        super()._issue(unit)
-        if unit in self._present and not unit.keeps and not self._leaves:
-            self._free(unit)
+    def _use_full_params(self, unit: Unit) -> None:
+        for param, view in zip(unit.params, self._full_views[unit], strict=True):
+            param.parameter.data = view
 
-    def gathered(self, unit: Unit) -> torch.Tensor:
-        """All parameters of a unit in a buffer of their own. A collective, in the order of units."""
-        held = self.held[unit]
-        values = torch.empty(unit.count, dtype=unit.dtype, device=unit.device)
-        values[held.part.start : held.part.stop] = held.owned
-        self._gathers.all_gather(values, shares=self.shares)
-        return values
+    def _use_placeholders(self, unit: Unit) -> None:
+        for param in unit.params:
+            param.parameter.data = self._placeholders[unit].expand(param.shape)
 
+    def _reduce_unit(self, unit: Unit) -> None:
+        super()._reduce_unit(unit)
+        if unit in self._unsharded and not unit.shared and not self._is_ending_pass:
+            self.reshard(unit)
 
-STAGES: tuple[type[Zero0], ...] = (Zero0, Zero1, Zero2, Zero3)
+    # All parameters
+
+    def full_params(self, unit: Unit) -> torch.Tensor:
+        """Gather all parameters of a unit into a new flat buffer. A collective, in the order of units."""
+        state = self.states[unit]
+        full = torch.empty(unit.count, dtype=unit.dtype, device=unit.device)
+        full[state.shard_range.start : state.shard_range.stop] = state.shard
+        self._gather_group.all_gather(full, shares=self.shares)
+        return full
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Gather the parameters unit by unit, and copy them and the persistent buffers to the CPU. A collective."""
+        state_dict: dict[str, torch.Tensor] = {}
+        for unit in self.units:
+            full = self.full_params(unit)
+            for param in unit.params:
+                state_dict |= dict.fromkeys(param.names, param.view(full).cpu().clone())
+        return state_dict | {name: value.detach().cpu().clone() for name, value in persistent_buffers(model).items()}
+
+    def close(self) -> None:
+        """Return what was allocated in the arena."""
+        self._free_buffers()

@@ -1,7 +1,7 @@
-"""What all shards have together, as it lies in checkpoints: joined from so many shards, and cut for any other number.
+"""The state of all shards as it is stored in checkpoints: merged from any number of shards, split for any other.
 
-`outer.values` has all parameters that learn, in one row; `outer.<number>.<key>` what the optimizer of the shards keeps
-for each element of a parameter.
+`outer.values` holds all trainable parameters in one flat tensor; `outer.<number>.<key>` is what the optimizer of the
+shards keeps for each element of a parameter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,141 +11,167 @@ from typing import Any
 
 import torch
 
-from mimatrix.engine.checkpoint.json_codec import dtype_of, name_of, pack, unpack
+from mimatrix.core.errors import UserError
+from mimatrix.engine.checkpoint.json_codec import dtype_name, pack, parse_dtype, unpack
 from mimatrix.engine.checkpoint.state import Metadata
 from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
-from mimatrix.hybrid.flat_layout import cut
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.hybrid.client.flat_layout import split_spans
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import PushLog
-from mimatrix.hybrid.server.shard import GATHERED, ParamSpan
+from mimatrix.hybrid.server.shard import MOMENTUM_KEYS, ParamSpan
 from mimatrix.hybrid.server.state import ShardState
 
-State = dict[str, Any]
+FORMAT = 1
+ParamState = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GlobalState:
-    """At one version."""
+    """The state of all shards at one version."""
 
     values: torch.Tensor
-    states: dict[int, State]
-    """By parameters: a flat tensor for its elements, anything else is for all of them."""
+    optimizer_state: dict[int, ParamState]
+    """By parameter number: a flat tensor has one element per parameter element, anything else is for all of them."""
     factors: tuple[tuple[int, float | None], ...]
-    """So many elements of the row, and by how much the last push counted there."""
+    """For each shard that was merged, its number of elements and the factor of its last push."""
     version: int
     samples: int
 
     @classmethod
-    def joined(cls, kept: Sequence[ShardState], pieces: Sequence[ParamSpan]) -> "GlobalState":
-        """Of all shards, in their order."""
-        sizes = [len(each.values) for each in kept]
-        states: dict[int, State] = {}
-        for number, piece, _, start in _placed(pieces, sizes):
-            state = kept[number].states.get(piece.parameter)
+    def merge(cls, shards: Sequence[ShardState], spans: Sequence[ParamSpan]) -> "GlobalState":
+        """Merge the states of all shards, in order."""
+        sizes = [len(shard.values) for shard in shards]
+        states: dict[int, ParamState] = {}
+        for number, span, _, start in _locate_spans(spans, sizes):
+            state = shards[number].optimizer_state.get(span.parameter)
             if state:
-                _fill(states.setdefault(piece.parameter, {}), state, start, pieces[piece.parameter].count)
+                _fill(states.setdefault(span.parameter, {}), state, start, spans[span.parameter].numel)
         return cls(
-            torch.cat([each.values for each in kept]),
-            states,
-            tuple((size, each.factor) for size, each in zip(sizes, kept, strict=True)),
-            max(each.ledger.version for each in kept),
-            max(each.ledger.samples for each in kept),
+            values=torch.cat([shard.values for shard in shards]),
+            optimizer_state=states,
+            factors=tuple((size, shard.factor) for size, shard in zip(sizes, shards, strict=True)),
+            version=max(shard.log.version for shard in shards),
+            samples=max(shard.log.samples for shard in shards),
         )
 
-    def cut(
-        self, pieces: Sequence[ParamSpan], sizes: Sequence[int], rules: PushScaling, origin: str
+    def split(
+        self, spans: Sequence[ParamSpan], sizes: Sequence[int], scaling: PushScaling, origin: str
     ) -> list[ShardState]:
-        """For shards of these sizes."""
+        """Split the state into shards of these sizes; `origin` identifies the checkpoint."""
         parts = torch.split(self.values, list(sizes))
         factors = [self._factor_at(stop - size) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-        states: list[dict[int, State]] = [{} for _ in sizes]
-        for number, piece, at, start in _placed(pieces, sizes):
-            state = self.states.get(piece.parameter)
+        states: list[dict[int, ParamState]] = [{} for _ in sizes]
+        for number, span, offset, start in _locate_spans(spans, sizes):
+            state = self.optimizer_state.get(span.parameter)
             if state:
-                own = {key: _slice(value, start, piece.count) for key, value in state.items()}
-                self._correct(own, at, factors[number], rules)
-                states[number][piece.parameter] = own
-        ledger = PushLog(self.version, self.samples)
+                own = {key: _slice(value, start, span.numel) for key, value in state.items()}
+                self._correct_momentum(own, offset, factors[number], scaling)
+                states[number][span.parameter] = own
+        log = PushLog(self.version, self.samples)
         return [
-            ShardState(part.clone(), state, factor, ledger, origin)
+            ShardState(values=part.clone(), optimizer_state=state, factor=factor, log=log, origin=origin)
             for part, state, factor in zip(parts, states, factors, strict=True)
         ]
 
-    def to_parts(self) -> tuple[dict[str, TensorSlice], Metadata]:
-        """For a checkpoint."""
-        rows = {"outer.values": self.values}
-        said: dict[str, Metadata] = {}
-        for number, state in self.states.items():
-            said[str(number)] = {key: _described(value) for key, value in state.items()}
-            rows |= {f"outer.{number}.{key}": value for key, value in state.items() if _is_row(value)}
-        facts = {"state": said, "factors": self.factors, "version": self.version, "samples": self.samples}
-        facts |= {"count": len(self.values), "dtype": name_of(self.values.dtype)}
-        return {key: TensorSlice(row, 0, len(row)) for key, row in rows.items()}, facts
+    def to_checkpoint(self) -> tuple[dict[str, TensorSlice], Metadata]:
+        """Return the tensors and the metadata of a checkpoint."""
+        tensors = {"outer.values": self.values}
+        entries: dict[str, Metadata] = {}
+        for number, state in self.optimizer_state.items():
+            entries[str(number)] = {key: _describe(value) for key, value in state.items()}
+            tensors |= {f"outer.{number}.{key}": value for key, value in state.items() if _is_elementwise(value)}
+        metadata = {
+            "format": FORMAT,
+            "state": entries,
+            "factors": self.factors,
+            "version": self.version,
+            "samples": self.samples,
+            "count": len(self.values),
+            "dtype": dtype_name(self.values.dtype),
+        }
+        return {key: TensorSlice(tensor, 0, len(tensor)) for key, tensor in tensors.items()}, metadata
 
     @classmethod
-    def read(cls, facts: Mapping[str, Any], tensors: TensorReader, pieces: Sequence[ParamSpan]) -> "GlobalState":
-        """From one."""
-        values = torch.empty(facts["count"], dtype=dtype_of(facts["dtype"]))
+    def from_checkpoint(
+        cls, metadata: Mapping[str, Any], tensors: TensorReader, spans: Sequence[ParamSpan]
+    ) -> "GlobalState":
+        """Read the state from a checkpoint."""
+        values = torch.empty(metadata["count"], dtype=parse_dtype(metadata["dtype"]))
         parts = {"outer.values": TensorSlice(values, 0, len(values))}
-        states: dict[int, State] = {}
-        for number, described in facts["state"].items():
+        states: dict[int, ParamState] = {}
+        for number, entries in metadata["state"].items():
             state = states.setdefault(int(number), {})
-            for key, entry in described.items():
+            for key, entry in entries.items():
                 if "value" in entry:
                     state[key] = unpack(entry["value"])
                 else:
-                    state[key] = torch.empty(pieces[int(number)].count, dtype=dtype_of(entry["dtype"]))
+                    state[key] = torch.empty(spans[int(number)].numel, dtype=parse_dtype(entry["dtype"]))
                     parts[f"outer.{number}.{key}"] = TensorSlice(state[key], 0, len(state[key]))
         tensors.read(parts)
-        factors = tuple((size, factor) for size, factor in facts["factors"])
-        return cls(values, states, factors, facts["version"], facts["samples"])
+        return cls(
+            values=values,
+            optimizer_state=states,
+            factors=tuple((size, factor) for size, factor in metadata["factors"]),
+            version=metadata["version"],
+            samples=metadata["samples"],
+        )
 
-    def _factor_at(self, at: int) -> float | None:
-        return next((factor for _, stop, factor in self._ranges() if at < stop), None)
+    def _factor_at(self, offset: int) -> float | None:
+        return next((factor for _, stop, factor in self._factor_ranges() if offset < stop), None)
 
-    def _ranges(self) -> Iterator[tuple[int, int, float | None]]:
+    def _factor_ranges(self) -> Iterator[tuple[int, int, float | None]]:
         stops = accumulate(size for size, _ in self.factors)
         for (size, factor), stop in zip(self.factors, stops, strict=True):
             yield stop - size, stop, factor
 
-    def _correct(self, state: State, at: int, factor: float | None, rules: PushScaling) -> None:
-        """What momentum has gathered keeps its size where elements come to a shard with another factor."""
-        for gathered in (state[name] for name in GATHERED if _is_row(state.get(name))):
-            for start, stop, before in self._ranges():
-                first, last = max(start, at), min(stop, at + len(gathered))
-                if first < last and before != factor and factor is not None:
-                    gathered[first - at : last - at].mul_(rules.correction(before, factor))
+    def _correct_momentum(self, state: ParamState, offset: int, factor: float | None, scaling: PushScaling) -> None:
+        """Keep the magnitude of momentum where elements move to a shard with another factor."""
+        for buffer in (state[key] for key in MOMENTUM_KEYS if _is_elementwise(state.get(key))):
+            for start, stop, previous in self._factor_ranges():
+                first, last = max(start, offset), min(stop, offset + len(buffer))
+                if first < last and previous != factor and factor is not None:
+                    buffer[first - offset : last - offset].mul_(scaling.correction(previous, factor))
 
 
-def _placed(pieces: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[int, ParamSpan, int, int]]:
-    """Each piece with the shard that it lies in, and where it begins in the row and in its parameter."""
-    begins = [stop - piece.count for piece, stop in zip(pieces, accumulate(each.count for each in pieces), strict=True)]
-    at = 0
-    for number, here in enumerate(cut(pieces, sizes)):
-        for piece in here:
-            yield number, piece, at, at - begins[piece.parameter]
-            at += piece.count
+def check_format(metadata: Mapping[str, Any]) -> None:
+    """Refuse the metadata of a checkpoint that another version of MiMatrix has saved in another format."""
+    if metadata.get("format") != FORMAT:
+        raise UserError(
+            f"the checkpoint has format {metadata.get('format')} for groups, and this version reads format {FORMAT}; "
+            "load it with the version that saved it"
+        )
 
 
-def _fill(whole: State, part: State, start: int, count: int) -> None:
+def _locate_spans(spans: Sequence[ParamSpan], sizes: Sequence[int]) -> Iterator[tuple[int, ParamSpan, int, int]]:
+    """Yield the spans of each shard: the shard, the span, and its offset in the flat tensor and in its parameter."""
+    ends = accumulate(span.numel for span in spans)
+    starts = [end - span.numel for span, end in zip(spans, ends, strict=True)]
+    offset = 0
+    for number, shard_spans in enumerate(split_spans(spans, sizes)):
+        for span in shard_spans:
+            yield number, span, offset, offset - starts[span.parameter]
+            offset += span.numel
+
+
+def _fill(merged: ParamState, part: ParamState, start: int, numel: int) -> None:
     for key, value in part.items():
-        if _is_row(value):
-            row = whole.setdefault(key, torch.zeros(count, dtype=value.dtype))
-            row[start : start + len(value)].copy_(value)
+        if _is_elementwise(value):
+            tensor = merged.setdefault(key, torch.zeros(numel, dtype=value.dtype))
+            tensor[start : start + len(value)].copy_(value)
         else:
-            whole[key] = value
+            merged[key] = value
 
 
-def _slice(value: Any, start: int, count: int) -> Any:
-    if _is_row(value):
-        return value[start : start + count].clone()
+def _slice(value: Any, start: int, numel: int) -> Any:
+    if _is_elementwise(value):
+        return value[start : start + numel].clone()
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _described(value: Any) -> Metadata:
-    return {"dtype": name_of(value.dtype)} if _is_row(value) else {"value": pack(value)}
+def _describe(value: Any) -> Metadata:
+    return {"dtype": dtype_name(value.dtype)} if _is_elementwise(value) else {"value": pack(value)}
 
 
-def _is_row(value: Any) -> bool:
-    """Parameters lie flat in a shard, so what is kept for elements is flat, too."""
+def _is_elementwise(value: Any) -> bool:
+    """Return whether a value has one element per parameter element: parameters of shards are flat, so it is, too."""
     return isinstance(value, torch.Tensor) and value.dim() == 1

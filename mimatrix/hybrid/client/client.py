@@ -1,4 +1,4 @@
-"""A group's way to the shards: it pushes to all at once, pulls from all at once, and goes on where one is lost."""
+"""A group's client of all shards: it pushes to and pulls from all of them at once, and survives lost servers."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,133 +10,147 @@ import torch
 from mimatrix.collectives.shares import Shares
 from mimatrix.hybrid.client.consistent_cut import ConsistentCut
 from mimatrix.hybrid.client.shard_client import ShardClient
-from mimatrix.hybrid.net import Connection, Header
-from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.net import Address, Connection, Header
 from mimatrix.hybrid.server.shard import Hyperparameters
 
-Answer = tuple[Header, torch.Tensor]
+ClientReply = tuple[Header, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PulledParams:
     """All parameters, each shard of one version."""
 
     values: torch.Tensor
     versions: tuple[int, ...]
     samples: int
-    """That all groups together have pushed; of the shard that has the fewest."""
-    ahead: int = 0
-    """Pushes by which this group is ahead of the last one that is there."""
-    last: int = -1
-    """That one."""
+    """Samples that all groups together have pushed, at the shard that has the fewest."""
+    lead: int
+    """Pushes by which this group is ahead of the slowest connected group."""
+    slowest_group: int
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What became of a push, over all shards."""
+    """The outcome of a push, over all shards."""
 
     staleness: float
-    """A mean."""
+    """The mean over the shards."""
     waited_s: float
-    """At the shard that was busiest with pushes of others."""
+    """The longest wait for pushes of others at any shard."""
     pulled: PulledParams
-    """As each shard is after it."""
+    """The parameters of each shard after the push."""
 
 
 class ShardsClient:
-    """Of one group. `places` has for each shard where it may be, in their order.
+    """One group's client of all shards.
 
-    `beside`: a service of this group's that has no shards yet, and stays as long as the group is there.
+    Args:
+        group: The number of the group.
+        numel: Elements of the flat parameters.
+        shares: How they are divided into shards.
+        addresses: For each shard, where it may be, in order.
+        token: The secret of the run.
+        timeout_s: How long each server may take to answer.
+        own_server: A connection that keeps a new server of this group alive while it has no shards yet.
     """
 
     def __init__(
         self,
         group: int,
-        count: int,
+        numel: int,
         shares: Shares,
-        places: Sequence[Sequence[Address]],
+        addresses: Sequence[Sequence[Address]],
         token: str,
         *,
         timeout_s: float = 30.0,
-        beside: Connection | None = None,
+        own_server: Connection | None = None,
     ) -> None:
-        self._group, self._beside = group, beside
-        self._sizes = list(shares.cut(count))
-        self._lines = [ShardClient(group, number, found, token, timeout_s) for number, found in enumerate(places)]
-        self._threads = ThreadPoolExecutor(max(1, len(places)), thread_name_prefix="mimatrix-link")
-        self._number = self._life = 0
+        self._group, self._own_server = group, own_server
+        self._sizes = list(shares.cut(numel))
+        self._clients = [ShardClient(group, shard, order, token, timeout_s) for shard, order in enumerate(addresses)]
+        self._threads = ThreadPoolExecutor(max(1, len(addresses)), thread_name_prefix="mimatrix-shards-client")
+        self._number = self._incarnation = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each shard."""
+        """The number of elements of each shard."""
         return tuple(self._sizes)
 
     def join(self) -> None:
-        """Go on after the last push that any shard had of this group, whichever process it came from.
+        """Continue after the last push that any shard has of this group; pushes of earlier processes are refused."""
+        with self.hold() as cut:
+            self._number, self._incarnation = cut.join(self._group)
 
-        From now on pushes of earlier ones are refused.
-        """
-        with self.holding() as held:
-            self._number, self._life = held.join(self._group)
-
-    def holding(self, lease_s: float = 10.0) -> ConsistentCut:
-        """All shards, to be held for a moment; not while a push of this group is under way."""
-        return ConsistentCut([line.another() for line in self._lines], lease_s)
+    def hold(self, lease_s: float = 10.0) -> ConsistentCut:
+        """Hold all shards for a moment; must not be called while a push of this group is in flight."""
+        return ConsistentCut.hold([client.clone() for client in self._clients], lease_s)
 
     def pull(self) -> PulledParams:
-        """The newest of every shard."""
-        return self._whole(self._from_all([line.pull for line in self._lines]))
-
-    def _from_all(self, asks: Sequence[Callable[[], Answer]]) -> list[Answer]:
-        """What all lines answer; where one fails, not before the others are through: they are used again."""
-        under_way = [self._threads.submit(ask) for ask in asks]
-        wait(under_way)
-        return [each.result() for each in under_way]
-
-    def _whole(self, found: Sequence[Answer]) -> PulledParams:
-        versions = tuple(int(head["version"]) for head, _ in found)
-        samples = min(int(head["samples"]) for head, _ in found)
-        clocks = {int(group): int(pushes) for group, pushes in found[0][0]["clocks"].items()}
-        last = min(clocks, key=lambda group: clocks[group], default=self._group)
-        ahead = self._number - clocks.get(last, self._number)
-        return PulledParams(torch.cat([values for _, values in found]), versions, samples, ahead, last)
+        """Return the newest version of every shard."""
+        return self._merge(self._request_all([client.pull for client in self._clients]))
 
     def push(
         self,
         gradient: torch.Tensor,
         samples: int,
-        nominal: int,
-        settings: Sequence[Hyperparameters],
-        seen: Sequence[int],
-        untouched: Collection[int] = (),
+        nominal_samples: int,
+        hyperparameters: Sequence[Hyperparameters],
+        base_versions: Sequence[int],
+        without_grad: Collection[int] = (),
     ) -> PushResult:
-        """The mean gradient of so many samples, at parameters of the versions `seen`. Back when all shards have it."""
+        """Push a mean gradient to all shards and wait until all have applied it.
+
+        Args:
+            gradient: One value for each element of the flat parameters.
+            samples: Samples in this push.
+            nominal_samples: Samples of the group's usual pushes.
+            hyperparameters: Of each parameter group.
+            base_versions: The version of each shard that the gradient was computed on.
+            without_grad: Parameters that had no gradient.
+        """
         self._number += 1
-        heads = [
+        headers = [
             {
-                "what": "push",
+                "type": "push",
                 "group": self._group,
                 "number": self._number,
-                "life": self._life,
+                "incarnation": self._incarnation,
                 "samples": samples,
-                "nominal": nominal,
-                "seen": version,
-                "settings": list(map(dict, settings)),
-                "untouched": sorted(untouched),
+                "nominal_samples": nominal_samples,
+                "base_version": version,
+                "hyperparameters": list(map(dict, hyperparameters)),
+                "without_grad": sorted(without_grad),
             }
-            for version in seen
+            for version in base_versions
         ]
         parts = torch.split(gradient, self._sizes)
-        whole = zip(self._lines, heads, parts, strict=True)
-        answers = self._from_all([partial(line.push, head, part) for line, head, part in whole])
-        late = [int(head["staleness"]) for head, _ in answers]
-        waited_s = max(float(head["waited_s"]) for head, _ in answers)
-        return PushResult(sum(late) / len(late), waited_s, self._whole(answers))
+        requests = zip(self._clients, headers, parts, strict=True)
+        replies = self._request_all([partial(client.push, header, part) for client, header, part in requests])
+        staleness = [int(header["staleness"]) for header, _ in replies]
+        waited_s = max(float(header["waited_s"]) for header, _ in replies)
+        return PushResult(sum(staleness) / len(staleness), waited_s, self._merge(replies))
 
     def close(self) -> None:
-        """Say goodbye."""
-        for line in self._lines:
-            line.close()
-        if self._beside:
-            self._beside.close()
+        """Leave: tell the servers that this group is done, and close all connections."""
+        for client in self._clients:
+            client.close()
+        if self._own_server:
+            self._own_server.close()
         self._threads.shutdown(wait=True)
+
+    def _request_all(self, requests: Sequence[Callable[[], ClientReply]]) -> list[ClientReply]:
+        """Run all requests at once; if one fails, still wait for the others, since their connections are used again."""
+        futures = [self._threads.submit(request) for request in requests]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def _merge(self, replies: Sequence[ClientReply]) -> PulledParams:
+        clocks = {int(group): int(pushes) for group, pushes in replies[0][0]["clocks"].items()}
+        slowest = min(clocks, key=lambda group: clocks[group], default=self._group)
+        return PulledParams(
+            values=torch.cat([values for _, values in replies]),
+            versions=tuple(int(header["version"]) for header, _ in replies),
+            samples=min(int(header["samples"]) for header, _ in replies),
+            lead=self._number - clocks.get(slowest, self._number),
+            slowest_group=slowest,
+        )

@@ -1,128 +1,145 @@
-"""All shards held for a moment by one group, so that it sees them with the same pushes in them.
+"""A consistent cut through all shards: one client holds them until all have applied the same pushes.
 
-A push goes to all shards at once, and comes in at one sooner than at another. So they are held first; then each is let
-have what any of the others has already. A group that waits for all shards before it pushes again owes one push at most.
-Who is first at the first shard holds them all; the others wait there.
+A push goes to all shards at once and arrives at one earlier than at another. So the client first holds all shards, then
+lets each apply what any other has applied already. A group waits for all shards before it pushes again, so it has at
+most one push in flight. The client that is first at shard 0 holds them all; other clients wait there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-
-import torch
+from functools import partial
+from typing import TypeVar
 
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.client.shard_client import ShardClient
 from mimatrix.hybrid.net import Header
-from mimatrix.hybrid.server.hold import entry, furthest
+from mimatrix.hybrid.server.hold import latest_pushes, resolve_join
 from mimatrix.hybrid.server.push_log import PushLog
 from mimatrix.hybrid.server.state import ShardState
 
+T = TypeVar("T")
+
 
 class ConsistentCut:
-    """On lines of its own, one for each shard. Whatever happens to whoever holds them, pushes go on after a while."""
+    """All shards, held by this client through connections of its own.
 
-    def __init__(self, lines: Sequence[ShardClient], lease_s: float) -> None:
-        self._lines = lines
-        timeout_s = min(line.timeout_s for line in lines)
-        self._lease_s, self._patience_s = min(lease_s, timeout_s / 3), timeout_s / 2
-        self._threads = ThreadPoolExecutor(len(lines), thread_name_prefix="mimatrix-hold")
+    Leaving the `with` block admits pushes again. If the client dies, its holds end with its connections or expire.
+    """
+
+    def __init__(
+        self, clients: Sequence[ShardClient], threads: ThreadPoolExecutor, lease_s: float, replies: Sequence[Header]
+    ) -> None:
+        self._clients, self._threads, self._lease_s = clients, threads, lease_s
         self._has_copies = False
-        self.ledgers: list[PushLog] = []
-        self.origins: list[str] = []
-        self.there: set[int] = set()
-        """The groups that are connected to any of them."""
+        self._logs = [PushLog.from_json(reply["log"]) for reply in replies]
+        self._origins = [str(reply["origin"]) for reply in replies]
+        self._connected = {int(group) for reply in replies for group in reply["connected"]}
+        """The groups that are connected to any shard."""
+
+    @classmethod
+    def hold(cls, clients: Sequence[ShardClient], lease_s: float) -> "ConsistentCut":
+        """Hold all shards, one client each; the cut owns the clients and closes them."""
+        timeout_s = min(client.timeout_s for client in clients)
+        lease_s = min(lease_s, timeout_s / 3)
+        threads = ThreadPoolExecutor(len(clients), thread_name_prefix="mimatrix-hold")
+        request: Header = {"type": "hold", "lease_s": lease_s, "timeout_s": timeout_s / 2}
+        try:
+            first, _ = clients[0].request(request)
+            replies = [first, *_request_all(threads, clients[1:], request)]
+        except BaseException:
+            _close(clients, threads)
+            raise
+        return cls(clients, threads, lease_s, replies)
 
     def __enter__(self) -> "ConsistentCut":
-        asks: Header = {"what": "hold", "lease_s": self._lease_s, "patience_s": self._patience_s}
-        try:
-            first, _ = self._lines[0].ask(asks)
-            found = [first, *self._all(asks, self._lines[1:])]
-        except BaseException:
-            self.close()
-            raise
-        self.ledgers = [PushLog.from_json(head["ledger"]) for head in found]
-        self.origins = [str(head["origin"]) for head in found]
-        self.there = {int(group) for head in found for group in head["there"]}
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._has_copies:
             self.close()
             return
-        with suppress(WorldError):  # where one does not hear it, the hold ends by itself
-            self._all({"what": "release"})
+        with suppress(WorldError):  # a hold that is not released expires
+            _request_all(self._threads, self._clients, {"type": "release"})
 
     def copy(self) -> None:
-        """Let each shard copy itself, with the same pushes in all."""
-        upto = furthest(self.ledgers)
-        asks: Header = {
-            "what": "let",
-            "upto": {str(group): number for group, number in upto.items()},
-            "gone": sorted(upto.keys() - self.there),
-            "patience_s": self._lease_s / 2,
+        """Let every server copy its shard, all with the same pushes applied."""
+        admitted = latest_pushes(self._logs)
+        request: Header = {
+            "type": "copy",
+            "admitted": {str(group): number for group, number in admitted.items()},
+            "disconnected": sorted(admitted.keys() - self._connected),
+            "timeout_s": self._lease_s / 2,
         }
-        self._all(asks)
+        _request_all(self._threads, self._clients, request)
         self._has_copies = True
 
-    def fetched(self) -> list[ShardState]:
-        """The copies, once; pushes may have gone on since."""
+    def fetch(self) -> list[ShardState]:
+        """Return the copies, once; pushes may have been applied since."""
         try:
-            futures = [self._threads.submit(_fetched, line) for line in self._lines]
-            wait(futures)
-            return [future.result() for future in futures]
+            return _run_all(self._threads, [partial(_fetch, client) for client in self._clients])
         finally:
             self.close()
 
     def join(self, group: int) -> tuple[int, int]:
-        """Let a group come: the number of its last push, and which of its lives this is."""
-        number, life = entry(group, self.ledgers, self.there)
-        asks: Header = {"what": "join", "group": group, "number": number, "life": life}
-        self._all(asks)
-        return number, life
+        """Let a group join; return the number of its last push, and its incarnation."""
+        number, incarnation = resolve_join(group, self._logs, self._connected)
+        request: Header = {"type": "join", "group": group, "number": number, "incarnation": incarnation}
+        _request_all(self._threads, self._clients, request)
+        return number, incarnation
 
-    def put(self, kept: Sequence[ShardState]) -> bool:
-        """Let shards that have not begun yet begin with this; whether all are there now, and no further."""
-        fresh = [not origin and not ledger.version for origin, ledger in zip(self.origins, self.ledgers, strict=True)]
-        same = [
-            origin == each.origin and ledger.version == each.ledger.version
-            for origin, ledger, each in zip(self.origins, self.ledgers, kept, strict=True)
+    def load(self, states: Sequence[ShardState]) -> bool:
+        """Load a checkpoint into shards that have applied no push yet.
+
+        Returns:
+            Whether all shards are now at the checkpoint, and no further.
+
+        Raises:
+            WorldError: Some shards were trained before the checkpoint was loaded.
+        """
+        is_fresh = [not origin and not log.version for origin, log in zip(self._origins, self._logs, strict=True)]
+        is_loaded = [
+            origin == state.origin and log.version == state.log.version
+            for origin, log, state in zip(self._origins, self._logs, states, strict=True)
         ]
-        if not any(fresh):
-            return all(same)
-        if not all(new or known for new, known in zip(fresh, same, strict=True)):
+        if not any(is_fresh):
+            return all(is_loaded)
+        if not all(fresh or loaded for fresh, loaded in zip(is_fresh, is_loaded, strict=True)):
             raise WorldError(
-                "a group trains already while another loads; let all groups call run.load before they train"
+                "a group is already training while another loads a checkpoint; let all groups call run.load before "
+                "they train"
             )
-        for line, ledger, each, new in zip(self._lines, self.ledgers, kept, fresh, strict=True):
-            if new:
-                line.ask({"what": "put"}, _sent(replace(each, ledger=_begun(ledger, each.ledger))))
+        for client, log, state, fresh in zip(self._clients, self._logs, states, is_fresh, strict=True):
+            if fresh:
+                # The groups that have joined stay; version and samples are those of the checkpoint.
+                merged = replace(log, version=state.log.version, samples=state.log.samples)
+                client.request({"type": "load"}, replace(state, log=merged).to_tensor())
         return True
 
     def close(self) -> None:
-        """No more."""
-        for line in self._lines:
-            line.close()
-        self._threads.shutdown()
-
-    def _all(self, asks: Header, lines: Sequence[ShardClient] | None = None) -> list[Header]:
-        """What all say. All are waited for, also where one fails: a line closed while it asks would ask elsewhere."""
-        futures = [self._threads.submit(line.ask, asks) for line in (self._lines if lines is None else lines)]
-        wait(futures)
-        return [future.result()[0] for future in futures]
+        """Close the connections, which ends the holds."""
+        _close(self._clients, self._threads)
 
 
-def _fetched(line: ShardClient) -> ShardState:
-    _, copy = line.ask({"what": "fetch"})
+def _close(clients: Sequence[ShardClient], threads: ThreadPoolExecutor) -> None:
+    for client in clients:
+        client.close()
+    threads.shutdown()
+
+
+def _request_all(threads: ThreadPoolExecutor, clients: Sequence[ShardClient], request: Header) -> list[Header]:
+    return [reply for reply, _ in _run_all(threads, [partial(client.request, request) for client in clients])]
+
+
+def _run_all(threads: ThreadPoolExecutor, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run all calls at once. If one fails, still wait for the others: a client closed in a request would retry."""
+    futures = [threads.submit(call) for call in calls]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _fetch(client: ShardClient) -> ShardState:
+    _, copy = client.request({"type": "fetch"})
     assert copy is not None
-    return ShardState.from_bytes(copy.numpy().tobytes())
-
-
-def _sent(kept: ShardState) -> torch.Tensor:
-    return torch.frombuffer(bytearray(kept.to_bytes()), dtype=torch.uint8)
-
-
-def _begun(here: PushLog, saved: PushLog) -> PushLog:
-    """Who is here stays; what was counted is as it was saved."""
-    return replace(here, version=saved.version, samples=saved.samples)
+    return ShardState.from_tensor(copy)

@@ -1,10 +1,7 @@
-"""A group of ranks among others: in place of a step of its optimizer it pushes to the shards, and pulls from them."""
+"""The outer optimizer of a group of ranks: in place of a step it pushes to the shards and pulls from them."""
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,48 +9,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mimatrix.comm.group import Group
-from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.errors import UserError
+from mimatrix.engine.checkpoint.outer_state import OuterState
 from mimatrix.engine.checkpoint.storage import TensorReader
-from mimatrix.engine.outer_optimizer import OuterState, PushStats
+from mimatrix.engine.outer_optimizer import PushStats
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_elementwise
-from mimatrix.hybrid.client.checkpoint import GlobalState
-from mimatrix.hybrid.client.client import PulledParams, ShardsClient
+from mimatrix.hybrid.client.checkpoint import GlobalState, check_format
+from mimatrix.hybrid.client.client import ShardsClient
 from mimatrix.hybrid.client.consistent_cut import ConsistentCut
-from mimatrix.hybrid.flat_layout import FlatLayout
+from mimatrix.hybrid.client.flat_layout import FlatLayout
+from mimatrix.hybrid.client.leader import GroupLeader
 from mimatrix.hybrid.policy import Policy
 from mimatrix.hybrid.server.shard import Hyperparameters
 
 Connect = Callable[[FlatLayout, torch.Tensor], ShardsClient]
-"""Finds the shards, or makes those that are this group's; only its first rank does."""
-_LOOKS_S = 0.005
-
-
-@dataclass(frozen=True)
-class _Push:
-    """What the thread that pushes is handed."""
-
-    change: torch.Tensor
-    samples: int
-    usual: int
-    settings: list[Hyperparameters]
-    seen: tuple[int, ...]
-    untouched: list[int]
-
-
-def _check_cut(optimizer: Optimizer) -> None:
-    """Shards are rows without shapes: an optimizer that looks at whole tensors would do something else there."""
-    try:
-        check_elementwise(optimizer, 1)
-    except UserError:
-        name = type(optimizer).__name__
-        raise UserError(
-            f"{name} does not treat every element by itself, so groups cannot cut it over hosts; use "
-            'mimatrix.Hybrid(policy="local"), where each group steps by its own, or another optimizer'
-        ) from None
+"""Starts the servers of this group and finds all others; only the group's first rank calls it."""
 
 
 class GroupOptimizer:
-    """One rank of a group, as its run sees the others (`engine.outer.Outer`)."""
+    """One rank of a group, as its run sees all groups (`engine.outer_optimizer.OuterOptimizer`).
+
+    Args:
+        connect: Finds the shards.
+        policy: When groups push, and what.
+        group: The number of this group.
+        is_first: Whether this is the group's first rank, which pushes for all.
+        overlaps: Whether the group computes while a push is in flight.
+        timeout_s: How long to wait for other groups.
+    """
 
     def __init__(
         self,
@@ -67,224 +50,209 @@ class GroupOptimizer:
     ) -> None:
         self.group, self.is_first = group, is_first
         self._connect, self._policy = connect, policy
-        self._overlaps = overlaps and not policy.local_steps and not policy.rules.together
-        self._timeout_s = timeout_s
-        self._link: ShardsClient | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mimatrix-push")
-        self._under_way: Future[PulledParams] | None = None
-        self._has: PulledParams | None = None
-        """What was pulled last; known to the first rank."""
-        self._steps = self._since = 0
-        """Of its own, and samples, since the last push."""
-        self.samples = 0
-        self._others_s = 0.0
-        """Of the last push: what others were in its way."""
-        self.now = PushStats()
+        self._overlaps, self._timeout_s = overlaps, timeout_s
+        self._session: GroupSession | None = None
 
-    def begin(self, model: nn.Module, binding: ShardedOptimizer, group: Group | None, *, cut: bool) -> None:
-        """Meet the others: all begin with the same parameters."""
+    @property
+    def samples(self) -> int:
+        """Samples that all groups together have pushed."""
+        return self._session.samples if self._session else 0
+
+    @property
+    def stats(self) -> PushStats:
+        """Statistics of this group's pushes, on its first rank."""
+        return self._session.leader.stats if self._session and self._session.leader else PushStats()
+
+    def begin(self, model: nn.Module, optimizer: ShardedOptimizer, group: Group | None, *, sharded: bool) -> None:
+        """Join the other groups; all start with the same parameters."""
         del model
         if not self._policy.local_steps:
-            _check_cut(binding.optimizer)
-        self._group, self._cut = group, cut
-        known = [[each for each in part if each.requires_grad] for part in binding.given]
-        self._layout = FlatLayout.of(binding, known)
-        self._row = torch.zeros(self._layout.count, dtype=self._layout.dtype)
-        self._layout.read_values(self._row)
-        self._join()
+            _check_splittable(optimizer.optimizer)
+        trainable = [[param for param in params if param.requires_grad] for params in optimizer.original_params]
+        params = GroupParams(FlatLayout.build(optimizer, trainable), group, is_sharded=sharded)
+        params.read_params()
+        leader = None
         if self.is_first:
-            self._link = self._connect(self._layout, self._row)
-            self._link.join()
-            self._has = self._link.pull()
-            self._row.copy_(self._has.values)
-        self._share()
+            client = self._connect(params.layout, params.flat)
+            leader = GroupLeader.join(client, self._policy, overlaps=self._overlaps, timeout_s=self._timeout_s)
+            params.flat.copy_(leader.pulled.values)
+        self._session = GroupSession(params, leader, self._policy, self.group)
+        self._session.broadcast()
 
-    def step(self, samples: int, usual: int, own: Callable[[], object]) -> None:
-        """Push this batch's gradient, and go on with what there is then; or step alone, and push now and then."""
-        self._since += samples
-        if not self._policy.local_steps:
-            self._step_by_gradient(usual)
-            return
-        own()
-        self._steps += 1
-        if self._steps == self._policy.local_steps:
-            self._steps = 0
-            self._step_by_distance(usual * self._policy.local_steps)
+    def step(self, samples: int, global_batch: int, step_optimizer: Callable[[], object]) -> None:
+        """Push this batch's gradient and pull; or step locally with `step_optimizer`, and push now and then."""
+        self._joined.step(samples, global_batch, step_optimizer)
 
     def mark(self) -> Callable[[], OuterState]:
-        """What the shards have, all of them with the same pushes: this group's last one, and what others pushed."""
-        if not self.is_first:
-            return OuterState
-        if self._under_way:
-            self._under_way.result()
-        held = self._copied()
-        own = {"group": self.group, "steps": self._steps, "since": self._since, "local": self._policy.local_steps}
-        return lambda: self._fetched(held, own | {"mark": secrets.token_hex(8)})
+        """Copy all shards, with the same pushes applied; the returned function fetches the copies."""
+        return self._joined.mark()
 
-    def restore(self, facts: Mapping[str, Any], tensors: TensorReader) -> Callable[[], None]:
-        """Shards that have not begun yet begin with the checkpoint; others keep what they have, and it is taken."""
-        if bool(facts["local"]) != bool(self._policy.local_steps) or facts["count"] != self._layout.count:
+    def restore(self, metadata: Mapping[str, Any], tensors: TensorReader) -> Callable[[], None]:
+        """Load a checkpoint into shards that have not been trained yet; take over those that have.
+
+        The returned function updates the model; all ranks call it.
+        """
+        return self._joined.restore(metadata, tensors)
+
+    def close(self) -> None:
+        """Finish the push in flight, and leave."""
+        if self._session and self._session.leader:
+            self._session.leader.close()
+
+    @property
+    def _joined(self) -> "GroupSession":
+        assert self._session, "the run calls `begin` first"
+        return self._session
+
+
+class GroupParams:
+    """The parameters of one group as a flat tensor, on each of its ranks.
+
+    Args:
+        layout: Where this rank's parameters lie in the flat tensor.
+        group: The ranks of the group; None for a single rank.
+        is_sharded: Whether each rank has only a part of the parameters.
+    """
+
+    def __init__(self, layout: FlatLayout, group: Group | None, *, is_sharded: bool) -> None:
+        self.layout, self._group, self._is_sharded = layout, group, is_sharded
+        self.flat = torch.zeros(layout.numel, dtype=layout.dtype)
+
+    def read_params(self) -> None:
+        """Assemble the parameters of all ranks in the flat tensor."""
+        self.layout.read_params(self.flat)
+        self._assemble()
+
+    def read_grads(self) -> list[int]:
+        """Assemble the gradients of all ranks in the flat tensor; return the parameters that have none on any rank."""
+        self.layout.read_grads(self.flat)
+        self._assemble()
+        mask = self.layout.grad_mask()
+        if self._group and self._is_sharded:
+            self._group.all_reduce(mask).wait()
+        without_grad: list[int] = (mask == 0).nonzero().flatten().tolist()
+        return without_grad
+
+    def broadcast_flag(self, flag: bool) -> bool:
+        """Return the first rank's flag on all ranks."""
+        value = torch.tensor([int(flag)])
+        if self._group:
+            self._group.broadcast(value).wait()
+        return bool(value)
+
+    def broadcast(self, samples: int) -> int:
+        """Write the first rank's flat tensor to the parameters of all ranks; return its sample count on all of them."""
+        count = torch.tensor([samples])
+        if self._group:
+            self._group.broadcast(self.flat).wait()
+            self._group.broadcast(count).wait()
+        self.layout.write_params(self.flat)
+        return int(count[0])
+
+    def _assemble(self) -> None:
+        """Add up the parts of all ranks; elsewhere each rank has zeros."""
+        if self._group and self._is_sharded:
+            self._group.all_reduce(self.flat).wait()
+
+
+class GroupSession:
+    """One rank of a group that has joined the others. All ranks of the group call everything together."""
+
+    def __init__(self, params: GroupParams, leader: GroupLeader | None, policy: Policy, group: int) -> None:
+        self._params, self.leader, self._policy, self._group = params, leader, policy, group
+        self.samples = 0
+        """Samples that all groups together have pushed."""
+        self._local_steps = self._local_samples = 0
+        """Steps and samples of this group since its last push."""
+
+    def step(self, samples: int, global_batch: int, step_optimizer: Callable[[], object]) -> None:
+        """Push this batch's gradient and pull; or step locally with `step_optimizer`, and push now and then."""
+        self._local_samples += samples
+        if not self._policy.local_steps:
+            self._push_gradient(global_batch)
+            return
+        step_optimizer()
+        self._local_steps += 1
+        if self._local_steps == self._policy.local_steps:
+            self._local_steps = 0
+            self._push_distance(global_batch * self._policy.local_steps)
+
+    def broadcast(self) -> None:
+        """Give the first rank's flat tensor to the model on all ranks."""
+        self.samples = self._params.broadcast(self.leader.pulled.samples if self.leader else 0)
+        self._local_samples = 0
+
+    def mark(self) -> Callable[[], OuterState]:
+        """Copy all shards, with the same pushes applied; the returned function fetches the copies."""
+        if not self.leader:
+            return OuterState
+        leader = self.leader
+        leader.flush()
+        cut = leader.copy_shards()
+        own = {
+            "group": self._group,
+            "steps_since_push": self._local_steps,
+            "samples_since_push": self._local_samples,
+            "local_steps": self._policy.local_steps,
+        }
+        return lambda: self._fetch(leader, cut, own | {"origin": secrets.token_hex(8)})
+
+    def restore(self, metadata: Mapping[str, Any], tensors: TensorReader) -> Callable[[], None]:
+        """Load a checkpoint into shards that have not been trained yet; take over those that have."""
+        check_format(metadata)
+        layout = self._params.layout
+        if bool(metadata["local_steps"]) != bool(self._policy.local_steps) or metadata["count"] != layout.numel:
             raise UserError("the checkpoint is of another model, or of groups with another policy; use the same")
-        is_there = self.is_first and self._put(GlobalState.read(facts, tensors, self._layout.pieces), facts["mark"])
+        is_loaded = False
+        if self.leader:
+            state = GlobalState.from_checkpoint(metadata, tensors, layout.spans)
+            shards = state.split(layout.spans, self.leader.shard_sizes, self._policy.scaling, metadata["origin"])
+            is_loaded = self.leader.load(shards)
 
         def finish() -> None:
-            kept = torch.tensor([int(is_there and bool(self._policy.local_steps))])
-            if self._group:
-                self._group.broadcast(kept).wait()
-            # Groups that step by themselves are somewhere else than the common parameters: where the checkpoint says.
-            self._layout.read_values(self._row)
-            self._join()
-            if self.is_first and not kept:
-                assert self._has
-                self._row.copy_(self._has.values)
-            self._share()
-            self._steps, self._since = (facts["steps"], facts["since"]) if kept else (0, 0)
+            # With local steps a group's own parameters differ from the common ones; the checkpoint has them.
+            keeps_own = self._params.broadcast_flag(is_loaded and bool(self._policy.local_steps))
+            self._params.read_params()
+            if self.leader and not keeps_own:
+                self._params.flat.copy_(self.leader.pulled.values)
+            self.broadcast()
+            self._local_steps, self._local_samples = (
+                (metadata["steps_since_push"], metadata["samples_since_push"]) if keeps_own else (0, 0)
+            )
 
         return finish
 
-    def close(self) -> None:
-        """Let the last push arrive."""
-        if self._under_way:
-            self._under_way.result()
-        self._thread.shutdown()
-        if self._link:
-            self._link.close()
+    def _fetch(self, leader: GroupLeader, cut: ConsistentCut, own: dict[str, Any]) -> OuterState:
+        parts, metadata = GlobalState.merge(leader.fetch(cut), self._params.layout.spans).to_checkpoint()
+        return OuterState(parts, metadata | own)
 
-    def _copied(self) -> ConsistentCut:
-        """Twice, where a shard goes over to its mirror meanwhile."""
-        assert self._link
-        for attempt in range(2):
-            try:
-                with self._link.holding() as held:
-                    held.copy()
-                break
-            except WorldError:
-                if attempt:
-                    raise
-        return held
-
-    def _fetched(self, held: ConsistentCut, own: dict[str, Any]) -> OuterState:
-        try:
-            kept = held.fetched()
-        except WorldError:
-            # A service was lost with its copy. What all have by now is as good: others have gone on, too.
-            kept = self._copied().fetched()
-        parts, facts = GlobalState.joined(kept, self._layout.pieces).to_parts()
-        return OuterState(parts, facts | own)
-
-    def _put(self, whole: GlobalState, mark: str) -> bool:
-        """Whether the shards are where the checkpoint is."""
-        link = self._link
-        assert link
-        if self._under_way:
-            self._under_way.result()
-            self._under_way = None
-        with link.holding(self._timeout_s) as held:
-            found = held.put(whole.cut(self._layout.pieces, link.sizes, self._policy.rules, mark))
-        link.join()
-        self._has = link.pull()
-        return found
-
-    def _step_by_gradient(self, usual: int) -> None:
-        self._layout.read_gradients(self._row)
-        self._join()
-        untouched = self._untouched()
-        if self.is_first:
-            assert self._has
-            seen = self._has.versions
-            if self._under_way:
-                self._has = self._waited_for(self._under_way)
-            push = _Push(self._row.clone(), self._since, usual, self._layout.settings(), seen, untouched)
-            self._under_way = self._thread.submit(self._pushed, push)
-            if not self._overlaps:
-                self._has, self._under_way = self._waited_for(self._under_way), None
-            self._row.copy_(self._has.values)
-        self._share()
-
-    def _waited_for(self, under_way: Future[PulledParams]) -> PulledParams:
-        began = time.monotonic()
-        found = under_way.result()
-        self._count(time.monotonic() - began)
-        return found
-
-    def _count(self, still_s: float) -> None:
-        """The group stood still for a push, some of it for others."""
-        others_s = min(still_s, self._others_s)
-        now = self.now
-        self.now = replace(now, waited_s=now.waited_s + others_s, moved_s=now.moved_s + still_s - others_s)
-
-    def _step_by_distance(self, usual: int) -> None:
-        """How far the group is from the common parameters, as if that were a gradient."""
-        self._layout.read_values(self._row)
-        self._join()
-        if self.is_first:
-            assert self._link
-            assert self._has
-            began, drawn, outer = time.monotonic(), self._policy.drawn, dict(self._policy.outer or {})
-            common = self._has if drawn == 1 else self._link.pull()
-            way = (common.values - self._row) * drawn
-            settings: list[Hyperparameters] = [outer for _ in self._layout.settings()]
-            self._has = self._pushed(_Push(way, self._since, usual, settings, common.versions, []))
-            self._count(time.monotonic() - began)
-            self._row.copy_(self._has.values if drawn == 1 else self._row + way)
-        self._share()
-
-    def _pushed(self, push: _Push) -> PulledParams:
-        link = self._link
-        assert link
-        found = link.push(push.change, push.samples, push.usual, push.settings, push.seen, push.untouched)
-        pushed_s = time.monotonic()
-        pulled = (
-            self._stepped(link, found.pulled, push.seen)
-            if self._policy.rules.together
-            else self._caught_up(link, found.pulled)
-        )
-        self._others_s = found.waited_s + time.monotonic() - pushed_s
-        now = self.now
-        self.now = replace(now, pushes=now.pushes + 1, samples=now.samples + push.samples, staleness=found.staleness)
-        return pulled
-
-    def _stepped(self, link: ShardsClient, pulled: PulledParams, seen: tuple[int, ...]) -> PulledParams:
-        """What there is when enough groups have pushed on the same version."""
-        began = time.monotonic()
-        while any(now <= before for now, before in zip(pulled.versions, seen, strict=True)):
-            if time.monotonic() - began > self._timeout_s:
-                raise WorldError(
-                    f"not {self._policy.rules.together} groups have pushed within {self._timeout_s:g} s; group "
-                    f"{pulled.last} has pushed least"
+    def _push_gradient(self, nominal_samples: int) -> None:
+        without_grad = self._params.read_grads()
+        if self.leader:
+            flat, layout = self._params.flat, self._params.layout
+            flat.copy_(
+                self.leader.push_gradient(
+                    flat, self._local_samples, nominal_samples, layout.hyperparameters(), without_grad
                 )
-            time.sleep(_LOOKS_S)
-            pulled = link.pull()
-        return pulled
+            )
+        self.broadcast()
 
-    def _caught_up(self, link: ShardsClient, pulled: PulledParams) -> PulledParams:
-        """Wait for groups that are too far behind, where the policy says so."""
-        began, most = time.monotonic(), self._policy.most_ahead
-        while most is not None and pulled.ahead > most:
-            if time.monotonic() - began > self._timeout_s:
-                raise WorldError(f"group {pulled.last} has not pushed for {self._timeout_s:g} s, and is waited for")
-            time.sleep(_LOOKS_S)
-            pulled = link.pull()
-        return pulled
+    def _push_distance(self, nominal_samples: int) -> None:
+        self._params.read_params()
+        if self.leader:
+            flat, outer = self._params.flat, dict(self._policy.outer or {})
+            hyperparameters: list[Hyperparameters] = [outer for _ in self._params.layout.hyperparameters()]
+            flat.copy_(self.leader.push_distance(flat, self._local_samples, nominal_samples, hyperparameters))
+        self.broadcast()
 
-    def _untouched(self) -> list[int]:
-        """The parameters that had no gradient on any rank."""
-        touched = self._layout.touched()
-        if self._group and self._cut:
-            self._group.all_reduce(touched).wait()
-        found: list[int] = (touched == 0).nonzero().flatten().tolist()
-        return found
 
-    def _join(self) -> None:
-        """Where each rank has a part, all parts: nothing else is added to any of them."""
-        if self._group and self._cut:
-            self._group.all_reduce(self._row).wait()
-
-    def _share(self) -> None:
-        """What the first rank has in its row becomes what all have."""
-        counted = torch.tensor([self._has.samples if self._has else 0])
-        if self._group:
-            self._group.broadcast(self._row).wait()
-            self._group.broadcast(counted).wait()
-        self._layout.write_values(self._row)
-        self.samples, self._since = int(counted[0]), 0
+def _check_splittable(optimizer: Optimizer) -> None:
+    """Refuse optimizers that look at whole tensors: shards are flat and may cut through a parameter."""
+    try:
+        check_elementwise(optimizer, 1)
+    except UserError:
+        name = type(optimizer).__name__
+        raise UserError(
+            f"{name} does not treat every element by itself, so groups cannot split its state over hosts; use "
+            'mimatrix.Hybrid(policy="local"), where each group steps with its own, or another optimizer'
+        ) from None

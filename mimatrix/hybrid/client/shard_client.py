@@ -1,4 +1,4 @@
-"""To one shard, wherever it is now: at its own place, or at one further on in its row (`hybrid.mirrors`)."""
+"""The client of one shard: it follows the shard from its server to its replicas (`server.replication`)."""
 
 import time
 from collections.abc import Sequence
@@ -7,84 +7,108 @@ from contextlib import suppress
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Connection, Header
-from mimatrix.hybrid.places import Address, greeted
+from mimatrix.hybrid.net import Address, Connection, Header, connect
+
+_RETRY_S = 0.1
 
 
 class ShardClient:
-    """`places`: where the shard may be, in their order. `group`: who asks, where it counts as being there."""
+    """Sends requests to one shard.
 
-    def __init__(self, group: int | None, shard: int, places: Sequence[Address], token: str, timeout_s: float) -> None:
-        self._group, self._shard, self._places = group, shard, list(places)
+    Args:
+        group: The group that this client makes count as connected; None for a client that does not count.
+        shard: The number of the shard.
+        addresses: Where the shard may be, in order.
+        token: The secret of the run.
+        timeout_s: How long each address may take to answer.
+    """
+
+    def __init__(
+        self, group: int | None, shard: int, addresses: Sequence[Address], token: str, timeout_s: float
+    ) -> None:
+        self._group, self._shard, self._addresses = group, shard, list(addresses)
         self._token, self.timeout_s = token, timeout_s
-        self._stream: Connection | None = None
+        self._connection: Connection | None = None
         self._version = 0
-        """The newest that came from there; a place that has an older one is not the shard's."""
+        """The newest version seen; a server that has an older one has lost the shard."""
         self._is_closed = False
 
-    def another(self) -> "ShardClient":
-        """To the same shard, beside this one."""
-        found = ShardClient(None, self._shard, self._places, self._token, self.timeout_s)
-        found._version = self._version
-        return found
+    def clone(self) -> "ShardClient":
+        """Return a second client of the same shard, with its own connection, that does not count as connected."""
+        client = ShardClient(None, self._shard, self._addresses, self._token, self.timeout_s)
+        client._version = self._version
+        return client
 
     def pull(self) -> tuple[Header, torch.Tensor]:
-        """The newest parameters."""
-        answer, values = self.ask({"what": "pull"})
-        return answer, torch.empty(0) if values is None else values
+        """Return the newest parameters."""
+        reply, values = self.request({"type": "pull"})
+        return reply, torch.empty(0) if values is None else values
 
-    def push(self, head: Header, values: torch.Tensor) -> tuple[Header, torch.Tensor]:
-        """What became of it, and the newest parameters."""
-        answer, newest = self.ask(head, values)
-        return answer, torch.empty(0) if newest is None else newest
+    def push(self, header: Header, values: torch.Tensor) -> tuple[Header, torch.Tensor]:
+        """Push a gradient; return the outcome and the newest parameters."""
+        reply, newest = self.request(header, values)
+        return reply, torch.empty(0) if newest is None else newest
 
-    def ask(self, head: Header, values: torch.Tensor | None = None) -> tuple[Header, torch.Tensor | None]:
-        """Ask until somebody answers; each place has the time. A push may be said twice: its number tells."""
-        deadline, last = time.monotonic() + self.timeout_s, ""
-        while not self._is_closed and self._places and time.monotonic() < deadline:
+    def request(self, header: Header, values: torch.Tensor | None = None) -> tuple[Header, torch.Tensor | None]:
+        """Send a request and return the reply, trying one address after the other.
+
+        A push may arrive twice; the shard recognises it by its number.
+
+        Raises:
+            WorldError: The server refused the request, or no address answered in time.
+        """
+        deadline, last_error = time.monotonic() + self.timeout_s, ""
+        while not self._is_closed and self._addresses and time.monotonic() < deadline:
             try:
-                self._stream = self._stream or greeted(self._places[0], self._token, self.timeout_s, group=self._group)
-                whole = head | {"shard": self._shard, "at_least": self._version}
-                answer, found = _exchanged(self._stream, whole, values)
-                self._learn(answer)
-                return answer, found
+                self._connection = self._connection or connect(
+                    self._addresses[0], self._token, self.timeout_s, group=self._group
+                )
+                addressed = header | {"shard": self._shard, "min_version": self._version}
+                reply, returned = _exchange(self._connection, addressed, values)
+                self._update(reply)
+                return reply, returned
             except OSError as error:
-                last = str(error) or type(error).__name__
-                if self._stream:
-                    self._stream.close()
-                self._stream = None
-                if len(self._places) > 1:
-                    self._places.pop(0)
+                last_error = str(error) or type(error).__name__
+                if self._connection:
+                    self._connection.close()
+                self._connection = None
+                if len(self._addresses) > 1:
+                    self._addresses.pop(0)
                     deadline = time.monotonic() + self.timeout_s
                 else:
-                    time.sleep(0.1)
-        where = f"{self._places[0].address} port {self._places[0].port}" if self._places else "anywhere"
-        raise WorldError(f"shard {self._shard} does not answer at {where} ({last}), and neither does its mirror")
+                    time.sleep(_RETRY_S)
+        where = str(self._addresses[0]) if self._addresses else "any address"
+        raise WorldError(
+            f"shard {self._shard} does not answer at {where} ({last_error}), and neither does its replica; restart the "
+            "run from its last checkpoint"
+        )
 
-    def _learn(self, answer: Header) -> None:
-        """How far the shard is, and where to look for it next should it be lost."""
-        self._version = max(self._version, int(answer.get("version", 0)))
-        if "mirror" in answer:
-            mirror = Address(*answer["mirror"])
-            here, *others = self._places
-            self._places = [here, mirror, *(place for place in others if place != mirror)]
+    def _update(self, reply: Header) -> None:
+        """Remember the shard's version, and where its replica is."""
+        self._version = max(self._version, int(reply.get("version", 0)))
+        if "replica" in reply:
+            replica = Address(*reply["replica"])
+            current, *others = self._addresses
+            self._addresses = [current, replica, *(address for address in others if address != replica)]
 
     def close(self) -> None:
-        """No more; a group says goodbye."""
+        """Close the connection; a client that counts for its group announces that the group leaves."""
         self._is_closed = True
-        if self._stream:
+        if self._connection:
             if self._group is not None:
                 with suppress(OSError, WorldError):
-                    _exchanged(self._stream, {"what": "bye", "group": self._group}, None)
-            self._stream.close()
-            self._stream = None
+                    _exchange(self._connection, {"type": "leave", "group": self._group}, None)
+            self._connection.close()
+            self._connection = None
 
 
-def _exchanged(stream: Connection, head: Header, values: torch.Tensor | None) -> tuple[Header, torch.Tensor | None]:
-    stream.send(head, values)
-    answer, found = stream.receive()
-    if "moved" in answer:
-        raise ConnectionError("the shard lives with its mirror now")
-    if "error" in answer:
-        raise WorldError(str(answer["error"]))
-    return answer, found
+def _exchange(
+    connection: Connection, header: Header, values: torch.Tensor | None
+) -> tuple[Header, torch.Tensor | None]:
+    connection.send(header, values)
+    reply, returned = connection.receive()
+    if "moved" in reply:
+        raise ConnectionError("the shard moved to its replica")
+    if "error" in reply:
+        raise WorldError(str(reply["error"]))
+    return reply, returned

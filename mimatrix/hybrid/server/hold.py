@@ -1,4 +1,4 @@
-"""Pushes held back for a moment, so that all shards can be looked at with the same pushes in them. No torch here."""
+"""Holds on pushes, so that a client can copy all shards with the same pushes applied. No torch here."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -9,40 +9,40 @@ from mimatrix.hybrid.server.push_log import Push, PushLog
 
 @dataclass
 class ShardHold:
-    """By one who looks at a shard. It ends by itself: whoever has died holds nobody up for long."""
+    """One client's hold on a shard. It expires by itself, so a client that died blocks pushes only briefly."""
 
     owner: object
-    until_s: float
-    upto: Mapping[int, int] = field(default_factory=dict)
-    """The pushes of each group that other shards have already: they must come in here, too."""
+    expires_s: float
+    admitted: Mapping[int, int] = field(default_factory=dict)
+    """The last push of each group that other shards have applied; pushes up to it must be applied here, too."""
 
     @property
-    def left_s(self) -> float:
-        """How long it lasts at most."""
-        return max(0.0, self.until_s - time.monotonic())
+    def remaining_s(self) -> float:
+        """The time until the hold expires."""
+        return max(0.0, self.expires_s - time.monotonic())
 
-    def lets(self, push: Push, ledger: PushLog) -> bool:
-        """Whether a push may come in: one that others have, or that came before and only wants to be told so."""
-        return push.number <= max(self.upto.get(push.group, 0), ledger.pushes.get(push.group, 0))
-
-
-def missing(upto: Mapping[int, int], ledger: PushLog) -> dict[int, int]:
-    """Of the groups that have not all their pushes in a shard, the number that should be the last."""
-    return {group: number for group, number in upto.items() if ledger.pushes.get(group, 0) < number}
+    def admits(self, push: Push, log: PushLog) -> bool:
+        """Return whether a push may pass: other shards have it, or it is a duplicate that only needs its outcome."""
+        return push.number <= max(self.admitted.get(push.group, 0), log.pushes.get(push.group, 0))
 
 
-def furthest(ledgers: Sequence[PushLog]) -> dict[int, int]:
-    """The last push of each group that any shard has: what is in one must come into all."""
-    groups = {group for ledger in ledgers for group in ledger.pushes}
-    return {group: max(ledger.pushes.get(group, 0) for ledger in ledgers) for group in sorted(groups)}
+def missing_pushes(admitted: Mapping[int, int], log: PushLog) -> dict[int, int]:
+    """Return the groups whose pushes up to `admitted` are not all in the log, with the last number of each."""
+    return {group: number for group, number in admitted.items() if log.pushes.get(group, 0) < number}
 
 
-def entry(group: int, ledgers: Sequence[PushLog], there: Collection[int]) -> tuple[int, int]:
-    """After which number a group that comes goes on, and which of its lives it is.
+def latest_pushes(logs: Sequence[PushLog]) -> dict[int, int]:
+    """Return the last push of each group that any shard has applied."""
+    groups = {group for log in logs for group in log.pushes}
+    return {group: max(log.pushes.get(group, 0) for log in logs) for group in sorted(groups)}
 
-    One that returns is where the last of those is who are there, or they would have to wait for it.
+
+def resolve_join(group: int, logs: Sequence[PushLog], connected: Collection[int]) -> tuple[int, int]:
+    """Return the push number after which a joining group continues, and its incarnation.
+
+    A group that rejoins starts level with the slowest connected group, or the others would have to wait for it.
     """
-    life = 1 + max(ledger.lives.get(group, 0) for ledger in ledgers)
-    clocks = furthest(ledgers)
-    others = [clocks.get(other, 0) for other in there if other != group]
-    return max(clocks.get(group, 0), min(others, default=0) if life > 1 else 0), life
+    incarnation = 1 + max(log.incarnations.get(group, 0) for log in logs)
+    clocks = latest_pushes(logs)
+    others = [clocks.get(other, 0) for other in connected if other != group]
+    return max(clocks.get(group, 0), min(others, default=0) if incarnation > 1 else 0), incarnation

@@ -1,7 +1,7 @@
-"""`python -m mimatrix.hybrid.server.process`: the process beside a group that serves shards. It outlives its group.
+"""`python -m mimatrix.hybrid.server.process`: the process that serves the shards of a group. It outlives its group.
 
-What to serve comes on standard input; where it listens is said on standard output. It ends when all groups have
-said goodbye, or when nobody has been connected for a while.
+It reads what to serve from standard input and prints the port on which it listens. It exits when all groups have left,
+or when no group has been connected for a while.
 """
 
 import os
@@ -15,56 +15,64 @@ from dataclasses import dataclass
 import torch
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.hybrid.places import Address
-from mimatrix.hybrid.rules import PushScaling
+from mimatrix.core.logs import configure_logging
+from mimatrix.hybrid.net import Address
+from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import OptimizerSpec, Shard
 from mimatrix.hybrid.server.state import ShardState
 
-_LINGERS_S = 10.0
-_LOOKS_S = 0.5
+_IDLE_TIMEOUT_S = 10.0
+_POLL_S = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """What a process is to serve."""
+    """What a server process is to serve."""
 
-    address: str
+    host: str
+    """The address to listen on."""
     token: str
     groups: int
-    """How many will come."""
-    rules: PushScaling
+    """How many groups will connect."""
+    scaling: PushScaling
     shards: dict[int, torch.Tensor]
-    """In the beginning."""
-    steppings: tuple[OptimizerSpec, ...]
-    """Of all shards: others may come to lie here, too."""
+    """The initial parameters of the shards to serve, by number."""
+    optimizers: tuple[OptimizerSpec, ...]
+    """For every shard of the run, since replicas of others may be stored here, too."""
     timeout_s: float
 
-    def shard(self, number: int, values: torch.Tensor) -> Shard:
-        """One that begins with these values."""
-        return Shard(values, self.steppings[number], self.rules)
+    def make_shard(self, number: int, values: torch.Tensor) -> Shard:
+        """Make a shard that starts with these values."""
+        return Shard(values, self.optimizers[number], self.scaling)
 
-    def copied(self, number: int, kept: ShardState) -> Shard:
-        """One that is elsewhere, too."""
-        found = self.shard(number, kept.values)
-        found.load(kept)
-        return found
+    def make_replica(self, number: int, state: ShardState) -> Shard:
+        """Make a copy of a shard that is served elsewhere."""
+        shard = self.make_shard(number, state.values)
+        shard.load(state)
+        return shard
 
 
-def started(order: ServerSpec) -> Address:
-    """Where a new process of this machine serves it."""
-    kinds = {stepping.kind for stepping in order.steppings}
+def spawn(spec: ServerSpec) -> Address:
+    """Start a server process on this machine and return its address.
+
+    Raises:
+        UserError: The optimizer's class cannot be pickled.
+        WorldError: The process exited, or was not ready in time.
+    """
+    kinds = {optimizer.kind for optimizer in spec.optimizers}
     try:
-        told = pickle.dumps(order)
+        pickled = pickle.dumps(spec)
         if any(kind.__module__ == "__main__" for kind in kinds):
-            raise TypeError("its class is in the script")
+            raise TypeError("its class is defined in the script")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
-            f"the optimizer cannot be sent to the process that steps for all ({error}); put its class into a module"
+            f"the optimizer cannot be sent to the shard server ({error}); define its class in a module"
         ) from None
     process = subprocess.Popen(
         [sys.executable, "-m", "mimatrix.hybrid.server.process"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # what the script finds, it finds
+        # The server must be able to import whatever the script can import.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -72,39 +80,35 @@ def started(order: ServerSpec) -> Address:
     assert process.stdin
     assert process.stdout
     with process.stdin as stdin:
-        stdin.write(told)
+        stdin.write(pickled)
     with process.stdout as stdout:
-        came, _, _ = select.select([stdout], [], [], order.timeout_s)
-        port = stdout.readline().strip() if came else b""
-    if not came:
+        ready, _, _ = select.select([stdout], [], [], spec.timeout_s)
+        port = stdout.readline().strip() if ready else b""
+    if not ready:
         process.kill()
-        raise WorldError(f"the process that serves shards did not come up within {order.timeout_s:g} s")
+        raise WorldError(f"the shard server was not ready within {spec.timeout_s:g} s; see its output above")
     if not port:
-        raise WorldError(f"the process that serves shards ended with {process.wait(10)}; see what it said above")
-    return Address(order.address, int(port))
+        raise WorldError(f"the shard server exited with code {process.wait(10)}; see its output above")
+    return Address(spec.host, int(port))
 
 
 def main() -> None:
-    """Serve until nobody comes any more."""
+    """Serve until the groups are gone."""
+    configure_logging()
     torch.set_num_threads(1)
-    order: ServerSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
-    shards = {number: order.shard(number, values) for number, values in order.shards.items()}
-    service = ShardServer(shards, order.token, order.address, timeout_s=order.timeout_s, say=_say, makes=order.copied)
-    sys.stdout.write(f"{service.place.port}\n")
+    spec: ServerSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 (from the process that started this one)
+    shards = {number: spec.make_shard(number, values) for number, values in spec.shards.items()}
+    server = ShardServer.open(shards, spec.token, spec.host, timeout_s=spec.timeout_s, make_shard=spec.make_replica)
+    sys.stdout.write(f"{server.address.port}\n")
     sys.stdout.flush()
     sys.stdout.close()
-    # Its own group comes when all have met, and that may take as long as they wait for each other.
-    last, lingers_s = time.monotonic(), max(_LINGERS_S, order.timeout_s)
-    while time.monotonic() - last < lingers_s and (len(service.left) < order.groups or service.visitors):
-        time.sleep(_LOOKS_S)
-        if service.visitors:
-            last, lingers_s = time.monotonic(), _LINGERS_S
-    service.close()
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"mimatrix: {sentence}\n")
-    sys.stderr.flush()
+    # Its own group connects once all groups have met, which may take as long as they wait for each other.
+    last_s, idle_timeout_s = time.monotonic(), max(_IDLE_TIMEOUT_S, spec.timeout_s)
+    while time.monotonic() - last_s < idle_timeout_s and (len(server.left) < spec.groups or server.connected_groups):
+        time.sleep(_POLL_S)
+        if server.connected_groups:
+            last_s, idle_timeout_s = time.monotonic(), _IDLE_TIMEOUT_S
+    server.close()
 
 
 if __name__ == "__main__":

@@ -1,153 +1,157 @@
-"""The other place of each shard, and a new one where that is lost.
+"""The replica of each shard, and a new one when it is lost.
 
-All services stand in one row for each shard: the groups' own from the shard's on, round to the one before it, then
-those that came later, in the order in which they came. A shard is mirrored at the next one of the row that lives. So
-whoever looks for a shard finds it at the first of the row that has it.
+Every shard has an order of servers: the groups' own servers from the shard's on, round to the one before it, then
+servers that were added later, in the order in which they came. A shard is replicated to the next live server of its
+order. So a client finds a shard at the first server of the order that has it.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from mimatrix.core.errors import WorldError
-from mimatrix.hybrid.net import Header
-from mimatrix.hybrid.places import Address, greeted
+from mimatrix.hybrid.net import Address, Connection, Header, connect
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.hybrid.server.state import ShardState
 
+logger = logging.getLogger(__name__)
+
 
 class MovedError(WorldError):
-    """A shard lives elsewhere now."""
+    """The shard is served elsewhere now."""
 
 
-def row(shard: int, places: Sequence[Address], groups: int) -> list[Address]:
-    """Where to look for a shard, one after the other; the first `groups` of all places are the groups' own."""
-    own = places[:groups]
-    return [*own[shard:], *own[:shard], *places[groups:]]
+def replica_order(shard: int, addresses: Sequence[Address], groups: int) -> list[Address]:
+    """Return the servers at which to look for a shard, in order; the first `groups` addresses are the groups' own."""
+    own = addresses[:groups]
+    return [*own[shard:], *own[:shard], *addresses[groups:]]
 
 
 class Replica:
-    """The other place of a shard, as its service sees it."""
+    """The replica of one shard, as its primary server sees it."""
 
-    def __init__(self, shard: int, place: Address, token: str, timeout_s: float) -> None:
-        self.place = place
-        self._stream = greeted(place, token, timeout_s)
-        self._shard = shard
+    def __init__(self, shard: int, address: Address, connection: Connection) -> None:
+        self.address = address
+        self._shard, self._connection = shard, connection
         self.lock = threading.Lock()
-        """Of whoever tells it something, until it is heard."""
+        """Held from `send` until `wait_ack` has returned."""
 
-    def begin(self, kept: ShardState) -> None:
-        """Back when all that the shard is lies there, too."""
-        sent = torch.frombuffer(bytearray(kept.to_bytes()), dtype=torch.uint8)
-        lost = self.tell({"what": "keep", "shard": self._shard}, sent)
-        if lost:
-            raise lost
-        self.hear()
+    @classmethod
+    def connect(cls, shard: int, address: Address, token: str, timeout_s: float) -> "Replica":
+        """Connect to the server that holds the replica."""
+        return cls(shard, address, connect(address, token, timeout_s))
 
-    def tell(self, head: Header, values: torch.Tensor | None) -> Exception | None:
-        """Back at once; what it answers is to be heard then, unless there is an error already."""
+    def initialize(self, state: ShardState) -> None:
+        """Copy the whole state to the replica and wait until it is there."""
+        error = self.send({"type": "store_replica", "shard": self._shard}, state.to_tensor())
+        if error:
+            raise error
+        self.wait_ack()
+
+    def send(self, header: Header, values: torch.Tensor | None) -> Exception | None:
+        """Forward a request without waiting; return the error if the connection is lost, otherwise call `wait_ack`."""
         try:
-            self._stream.send(head | {"mirrored": True}, values)
+            self._connection.send(header | {"replicated": True}, values)
         except OSError as error:
             return error
         return None
 
-    def hear(self) -> None:
-        """Back when it has what it was told."""
-        answer, _ = self._stream.receive()
-        if "moved" in answer:
-            raise MovedError(f"shard {self._shard} lives with its mirror now")
-        if "error" in answer:
-            raise WorldError(str(answer["error"]))
+    def wait_ack(self) -> None:
+        """Wait until the replica has applied what was sent."""
+        reply, _ = self._connection.receive()
+        if "moved" in reply:
+            raise MovedError(f"shard {self._shard} moved to its replica")
+        if "error" in reply:
+            raise WorldError(str(reply["error"]))
 
     def close(self) -> None:
-        """No more."""
-        self._stream.close()
+        """Close the connection; the replica itself stays."""
+        self._connection.close()
 
 
 class Replicas:
-    """Of the shards of one service, which is at `own`."""
+    """The replicas of the shards of one server, which listens at `own`."""
 
-    def __init__(self, own: Address, token: str, timeout_s: float, say: Callable[[str], None]) -> None:
-        self._own, self._token, self._timeout_s, self._say = own, token, timeout_s, say
-        self._found: dict[int, Replica] = {}
+    def __init__(self, own: Address, token: str, timeout_s: float) -> None:
+        self._own, self._token, self._timeout_s = own, token, timeout_s
+        self._replicas: dict[int, Replica] = {}
         self._lost: set[Address] = set()
         self._groups = 0
-        self.places: list[Address] = []
-        """All services that are known."""
+        self.addresses: list[Address] = []
+        """All known servers."""
         self._lock = threading.Lock()
 
-    def begin(self, shard: int, place: Address) -> None:
-        """What is pushed to this shard goes there, too, from now on; it has the same already."""
-        self._found[shard] = self._to(shard, place)
+    def attach(self, shard: int, address: Address) -> None:
+        """Replicate a shard to a server that has the same state already."""
+        self._replicas[shard] = self._connect(shard, address)
 
-    def know(self, places: Sequence[Address], groups: int) -> None:
-        """All services that there are in the beginning, in the order of the groups."""
-        self.places, self._groups = list(places), groups
+    def set_peers(self, addresses: Sequence[Address], groups: int) -> None:
+        """Set all servers, in the order of the groups; the first `groups` are the groups' own."""
+        self.addresses, self._groups = list(addresses), groups
 
-    def welcome(self, place: Address) -> list[Address]:
-        """One more; all that are known then."""
+    def add_peer(self, address: Address) -> list[Address]:
+        """Add a server and return all known ones."""
         with self._lock:
-            if place not in self.places:
-                self.places.append(place)
-            return list(self.places)
+            if address not in self.addresses:
+                self.addresses.append(address)
+            return list(self.addresses)
 
-    def of(self, number: int, shard: Shard) -> Replica | None:
-        """The one of a shard. Where it is lost, the shard is copied to the next in the row that lives, if any does."""
-        found = self._found.get(number)
-        if found or not self._open(number):
-            return found
-        with shard.unchanged() as kept, self._lock:
-            if kept is not None and number not in self._found:
-                self._found_another(number, kept)
-            return self._found.get(number)
+    def ensure(self, number: int, shard: Shard) -> Replica | None:
+        """Return the replica of a shard; if it was lost, copy the shard to the next live server first, if any."""
+        replica = self._replicas.get(number)
+        if replica or not self._candidates(number):
+            return replica
+        with shard.locked_state() as state, self._lock:
+            if state is not None and number not in self._replicas:
+                self._create(number, state)
+            return self._replicas.get(number)
 
-    def place_of(self, number: int) -> Address | None:
-        """Where the mirror of a shard is, if it has one."""
-        found = self._found.get(number)
-        return found.place if found else None
+    def address_of(self, number: int) -> Address | None:
+        """Return where the replica of a shard is, if it has one."""
+        replica = self._replicas.get(number)
+        return replica.address if replica else None
 
-    def lose(self, number: int, error: Exception) -> None:
-        """The mirror of a shard does not answer."""
-        mirror = self._found.pop(number, None)
-        if mirror:
-            mirror.close()
-            self._lost.add(mirror.place)
-        self._say(f"shard {number} has no mirror any more ({error}); what is pushed lies once until there is another")
+    def drop(self, number: int, error: Exception) -> None:
+        """Give up the replica of a shard, which does not answer."""
+        replica = self._replicas.pop(number, None)
+        if replica:
+            replica.close()
+            self._lost.add(replica.address)
+        logger.warning("shard %d has lost its replica (%s); it has a single copy until it is replicated", number, error)
 
     def close(self) -> None:
-        """No more."""
-        for mirror in self._found.values():
-            mirror.close()
+        """Close the connections to all replicas."""
+        for replica in self._replicas.values():
+            replica.close()
 
-    def _open(self, number: int) -> list[Address]:
-        """Where a mirror might be: behind this service in the row, and not known to be lost."""
-        found = row(number, self.places, self._groups)
-        behind = found[found.index(self._own) + 1 :] if self._own in found else []
-        return [place for place in behind if place not in self._lost]
+    def _candidates(self, number: int) -> list[Address]:
+        """Return where a replica may be put: behind this server in the shard's order, and not lost before."""
+        order = replica_order(number, self.addresses, self._groups)
+        behind = order[order.index(self._own) + 1 :] if self._own in order else []
+        return [address for address in behind if address not in self._lost]
 
-    def _found_another(self, number: int, kept: ShardState) -> None:
-        for place in self._open(number):
-            where = f"{place.address} port {place.port}"
+    def _create(self, number: int, state: ShardState) -> None:
+        for address in self._candidates(number):
             try:
-                self._found[number] = self._begun(number, place, kept)
+                self._replicas[number] = self._copy_to(number, address, state)
             except (OSError, WorldError) as error:
-                self._lost.add(place)
-                self._say(f"shard {number} cannot be mirrored at {where} ({error})")
+                self._lost.add(address)
+                logger.warning("shard %d cannot be replicated at %s (%s)", number, address, error)
             else:
-                self._say(f"shard {number} has a mirror again, at {where}")
+                logger.info("shard %d has a replica again, at %s", number, address)
                 return
 
-    def _begun(self, number: int, place: Address, kept: ShardState) -> Replica:
-        mirror = self._to(number, place)
+    def _copy_to(self, number: int, address: Address, state: ShardState) -> Replica:
+        replica = self._connect(number, address)
         try:
-            mirror.begin(kept)
+            replica.initialize(state)
         except BaseException:
-            mirror.close()
+            replica.close()
             raise
-        return mirror
+        return replica
 
-    def _to(self, shard: int, place: Address) -> Replica:
-        # A mirror that is silent is given up before those give up who wait for it.
-        return Replica(shard, place, self._token, self._timeout_s / 3)
+    def _connect(self, shard: int, address: Address) -> Replica:
+        # A silent replica is given up before the clients that wait for it give up.
+        return Replica.connect(shard, address, self._token, self._timeout_s / 3)

@@ -1,13 +1,12 @@
-"""Serves shards to groups: one service on each group's host, never the job server.
+"""The shard server: one process on each group's host that holds parameter shards. It is not the job server.
 
-A shard lies twice, on its own host and on another one, its mirror. A push is worked in on both before it is
-acknowledged and before anybody can pull it; so whoever is lost, nothing is that somebody was told of. A group that
-cannot reach a shard's own host turns to the mirror, which from then on is the shard: the other one, if it still lives,
-is told so with its next push, and sends everybody there. Whoever serves a shard without a mirror copies it to another
-service, if there is one.
+Every shard has a replica on another host. A push is applied on both before it is acknowledged and before anyone can
+pull it, so losing one server loses nothing that a group was told of. A group that cannot reach a shard's server turns
+to the replica, which becomes the primary. The old primary, if it is still alive, learns this with its next push, and
+redirects its clients. A server whose shard has no replica copies it to another server, if there is one.
 
-Whoever wants to see all shards with the same pushes in them holds them (`hybrid.marking`). What it holds, and the
-copies that it has not fetched yet, end with its connection.
+A client that needs all shards with the same pushes applied holds them (`client.consistent_cut`). Its holds, and copies
+that it has not fetched yet, end with its connection.
 """
 
 import hmac
@@ -21,93 +20,120 @@ from functools import partial
 import torch
 
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.hybrid.net import Connection, Header, own_side
-from mimatrix.hybrid.places import Address
+from mimatrix.hybrid.net import Address, Connection, Header, local_capabilities
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.replication import MovedError, Replica, Replicas
 from mimatrix.hybrid.server.shard import Shard
 from mimatrix.hybrid.server.state import ShardState
 
-_HELLO_S = 30.0
-Say = Callable[[str], None]
-Makes = Callable[[int, ShardState], Shard]
-Answer = tuple[Header, torch.Tensor | None]
+_HELLO_TIMEOUT_S = 30.0
+MakeShard = Callable[[int, ShardState], Shard]
+"""Makes a shard from its number and state."""
+ServerReply = tuple[Header, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A message that came, for one shard."""
+    """A message for one shard."""
 
     shard: Shard
-    head: Header
+    header: Header
     values: torch.Tensor | None
-    stream: Connection
+    connection: Connection
 
     @property
-    def is_mirrored(self) -> bool:
-        """Whether it came from the shard to its mirror."""
-        return bool(self.head.get("mirrored"))
+    def is_replicated(self) -> bool:
+        """Whether a primary sent it to this replica."""
+        return bool(self.header.get("replicated"))
 
 
 class ShardServer:
-    """Holds some shards and listens: groups push and pull, other services mirror."""
+    """Serves shards on a listening socket: groups push and pull, other servers replicate.
+
+    Args:
+        listener: A listening socket, which the server closes.
+        address: How groups and other servers reach it.
+        shards: The shards by number, primaries and replicas.
+        token: The secret of the run; other clients are refused.
+        timeout_s: For requests to replicas.
+        make_shard: Makes replicas of further shards; None: they are refused.
+    """
 
     def __init__(
         self,
+        listener: socket.socket,
+        address: Address,
         shards: Mapping[int, Shard],
         token: str,
-        address: str = "127.0.0.1",
         *,
         timeout_s: float = 30.0,
-        say: Say,
-        makes: Makes | None = None,
+        make_shard: MakeShard | None = None,
     ) -> None:
-        self._shards, self._token, self._makes = dict(shards), token, makes
-        self._taken_over: set[int] = set()
-        """Mirrors that are asked by groups themselves."""
+        self._listener, self.address, self._shards = listener, address, dict(shards)
+        self._token, self._make_shard = token, make_shard
+        self._primaries: set[int] = set()
+        """Shards that groups address here; all others are replicas."""
         self.left: set[int] = set()
-        """Groups that have said goodbye."""
-        self._listener = socket.create_server((address, 0), backlog=256)
-        self.place = Address(address, self._listener.getsockname()[1])
-        self.mirrors = Replicas(self.place, token, timeout_s, say)
-        self._streams: set[Connection] = set()
+        """Groups that have left for good."""
+        self.replicas = Replicas(address, token, timeout_s)
+        self._connections: set[Connection] = set()
         self._groups: dict[Connection, int] = {}
         self._copies: dict[Connection, ShardState] = {}
-        """Of shards, for those who are to fetch them."""
-        self._answers: dict[str, Callable[[_Request], Answer]] = {
-            "push": self._pushed,
-            "pull": self._pulled,
-            "hold": self._held,
-            "let": self._let,
-            "release": self._released,
-            "fetch": self._fetched,
-            "join": self._joined,
-            "put": self._put,
+        """Copies of shards that their clients will fetch."""
+        self._shard_handlers: dict[str, Callable[[_Request], ServerReply]] = {
+            "push": self._on_push,
+            "pull": self._on_pull,
+            "hold": self._on_hold,
+            "copy": self._on_copy,
+            "release": self._on_release,
+            "fetch": self._on_fetch,
+            "join": self._on_join,
+            "load": self._on_load,
         }
-        self._of_services: dict[str, Callable[[Header, torch.Tensor | None], Header]] = {
-            "bye": self._left,
-            "mirror": self._told_of_mirror,
-            "know": self._told_of_places,
-            "welcome": self._welcomed,
-            "keep": self._kept,
+        self._server_handlers: dict[str, Callable[[Header, torch.Tensor | None], Header]] = {
+            "leave": self._on_leave,
+            "replicate": self._on_replicate,
+            "set_peers": self._on_set_peers,
+            "welcome": self._on_welcome,
+            "store_replica": self._on_store_replica,
         }
         self._closing = threading.Event()
+
+    @classmethod
+    def open(
+        cls,
+        shards: Mapping[int, Shard],
+        token: str,
+        host: str = "127.0.0.1",
+        *,
+        timeout_s: float = 30.0,
+        make_shard: MakeShard | None = None,
+    ) -> "ShardServer":
+        """Listen on a free port of `host` and start serving."""
+        listener = socket.create_server((host, 0), backlog=256)
+        address = Address(host, listener.getsockname()[1])
+        server = cls(listener, address, shards, token, timeout_s=timeout_s, make_shard=make_shard)
+        server.start()
+        return server
+
+    def start(self) -> None:
+        """Accept connections, in a thread."""
         threading.Thread(target=self._accept, name="mimatrix-shards", daemon=True).start()
 
     @property
-    def visitors(self) -> int:
-        """How many groups are connected; other services do not count, or they would keep each other alive."""
+    def connected_groups(self) -> int:
+        """How many connections groups have; servers do not count, or they would keep each other alive."""
         return len(self._groups)
 
     def close(self) -> None:
-        """No more."""
+        """Stop listening and close all connections."""
         self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for stream in list(self._streams):
-            stream.close()
-        self.mirrors.close()
+        for connection in list(self._connections):
+            connection.close()
+        self.replicas.close()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -115,160 +141,180 @@ class ShardServer:
                 raw, _ = self._listener.accept()
             except OSError:
                 return
-            stream = Connection(raw, _HELLO_S)
-            self._streams.add(stream)
-            threading.Thread(target=self._serve, args=(stream,), name="mimatrix-shard", daemon=True).start()
+            connection = Connection(raw, _HELLO_TIMEOUT_S)
+            self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="mimatrix-shard", daemon=True).start()
 
-    def _serve(self, stream: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         try:
-            hello, _ = stream.receive()
+            hello, _ = connection.receive()
             if not hmac.compare_digest(str(hello.get("token", "")), self._token):
-                stream.send({"error": "this is a service of another run; it is refused"})
+                connection.send({"error": "the shard server belongs to another run; check the address"})
                 return
-            stream.send(own_side())
-            stream.meet(hello)
-            stream.serve()
+            connection.send(local_capabilities())
+            connection.negotiate(hello)
+            connection.disable_timeout()
             if hello.get("group") is not None:
-                self._groups[stream] = int(hello["group"])
+                self._groups[connection] = int(hello["group"])
                 self.left.discard(int(hello["group"]))
             while not self._closing.is_set():
-                stream.send(*self._answer(stream, *stream.receive()))
+                connection.send(*self._handle(connection, *connection.receive()))
         except (OSError, ValueError, MiMatrixError):
-            pass  # whoever it was is gone, or makes no sense: it may come again
+            pass  # the client is gone or sent nonsense; it may connect again
         finally:
-            self._streams.discard(stream)
-            self._groups.pop(stream, None)
-            self._copies.pop(stream, None)
+            self._connections.discard(connection)
+            self._groups.pop(connection, None)
+            self._copies.pop(connection, None)
             for shard in list(self._shards.values()):
-                shard.release(stream)
-            stream.close()
+                shard.release(connection)
+            connection.close()
 
-    def _answer(self, stream: Connection, head: Header, values: torch.Tensor | None) -> Answer:
+    def _handle(self, connection: Connection, header: Header, values: torch.Tensor | None) -> ServerReply:
         try:
-            if told := self._of_services.get(head["what"]):
-                return told(head, values), None
-            number = head["shard"]
+            if handler := self._server_handlers.get(header["type"]):
+                return handler(header, values), None
+            number = header["shard"]
             shard = self._shards.get(number)
-            if shard is None or (head.get("mirrored") and number in self._taken_over):
+            if shard is None or (header.get("replicated") and number in self._primaries):
                 return {"moved": True}, None
-            if number not in self._taken_over and shard.ledger.version < head.get("at_least", 0):
-                return {"moved": True}, None  # a mirror that was given up, and knows nothing of it
-            if not head.get("mirrored"):
-                self._taken_over.add(number)
-            return self._answers[head["what"]](_Request(shard, head, values, stream))
+            if number not in self._primaries and shard.log.version < header.get("min_version", 0):
+                return {"moved": True}, None  # a replica that was given up without noticing
+            if not header.get("replicated"):
+                self._primaries.add(number)
+            return self._shard_handlers[header["type"]](_Request(shard, header, values, connection))
         except MovedError:
             return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
             return {"error": str(error)}, None
-        except Exception as error:  # noqa: BLE001 (whoever asked is told, and does not ask again)
-            return {"error": f"the service failed: {type(error).__name__}: {error}"}, None
+        except Exception as error:  # noqa: BLE001 (the client gets the error and does not retry)
+            return {"error": f"the shard server failed: {type(error).__name__}: {error}"}, None
 
-    def _left(self, head: Header, _: torch.Tensor | None) -> Header:
-        self.left.add(head["group"])
+    def _on_leave(self, header: Header, _: torch.Tensor | None) -> Header:
+        self.left.add(header["group"])
         return {}
 
-    def _told_of_mirror(self, head: Header, _: torch.Tensor | None) -> Header:
-        """Of the place where this service's shard lies once more, and of all others."""
-        self._told_of_places(head | {"groups": len(head["places"])}, None)
-        self.mirrors.begin(head["shard"], self.mirrors.places[head["at"]])
+    def _on_replicate(self, header: Header, _: torch.Tensor | None) -> Header:
+        """Set the peers, and the one that has the replica of this server's shard."""
+        self._on_set_peers(header | {"groups": len(header["addresses"])}, None)
+        self.replicas.attach(header["shard"], self.replicas.addresses[header["at"]])
         return {}
 
-    def _told_of_places(self, head: Header, _: torch.Tensor | None) -> Header:
-        """Where services are, the groups' own first."""
-        self.mirrors.know([Address(*each) for each in head["places"]], head["groups"])
+    def _on_set_peers(self, header: Header, _: torch.Tensor | None) -> Header:
+        self.replicas.set_peers([Address(*address) for address in header["addresses"]], header["groups"])
         return {}
 
-    def _welcomed(self, head: Header, _: torch.Tensor | None) -> Header:
-        return {"places": [place.to_json() for place in self.mirrors.welcome(Address(*head["place"]))]}
+    def _on_welcome(self, header: Header, _: torch.Tensor | None) -> Header:
+        peers = self.replicas.add_peer(Address(*header["address"]))
+        return {"addresses": [address.to_json() for address in peers]}
 
-    def _kept(self, head: Header, values: torch.Tensor | None) -> Header:
-        """Another service wants its shard to lie here, too."""
-        if values is None or self._makes is None:
-            raise WorldError("this service keeps no shards of others")
-        self._shards[head["shard"]] = self._makes(head["shard"], ShardState.from_bytes(values.numpy().tobytes()))
-        self._taken_over.discard(head["shard"])
+    def _on_store_replica(self, header: Header, values: torch.Tensor | None) -> Header:
+        if values is None or self._make_shard is None:
+            raise WorldError("the shard server does not accept replicas; use another server")
+        self._shards[header["shard"]] = self._make_shard(header["shard"], ShardState.from_tensor(values))
+        self._primaries.discard(header["shard"])
         return {}
 
-    def _pushed(self, asked: _Request) -> Answer:
-        head, values = asked.head, asked.values
+    def _on_push(self, request: _Request) -> ServerReply:
+        header, values = request.header, request.values
         assert values is not None
-        push = Push(head["group"], head["number"], head["samples"], head["nominal"], head["seen"], head["life"])
-        mirrored = partial(self._mirrored, asked)
-        found = asked.shard.push(push, values, head["settings"], head["untouched"], mirrored=mirrored)
-        told: Header = {"staleness": found.staleness, "again": found.again, "waited_s": found.waited_s}
-        if asked.is_mirrored:
-            return told, None
-        newest, values = self._pulled(asked)
-        return told | newest, values
+        push = Push(
+            group=header["group"],
+            number=header["number"],
+            samples=header["samples"],
+            nominal_samples=header["nominal_samples"],
+            base_version=header["base_version"],
+            incarnation=header["incarnation"],
+        )
+        applied = request.shard.push(
+            push,
+            values,
+            header["hyperparameters"],
+            header["without_grad"],
+            replication=partial(self._replication, request),
+        )
+        outcome: Header = {
+            "staleness": applied.staleness,
+            "is_duplicate": applied.is_duplicate,
+            "waited_s": applied.waited_s,
+        }
+        if request.is_replicated:
+            return outcome, None
+        newest, values = self._on_pull(request)
+        return outcome | newest, values
 
-    def _pulled(self, asked: _Request) -> Answer:
-        pulled = asked.shard.pull()
-        clocks = {str(group): asked.shard.ledger.pushes.get(group, 0) for group in self._there()}
-        found: Header = {"version": pulled.version, "samples": pulled.samples, "clocks": clocks}
-        if place := self.mirrors.place_of(asked.head["shard"]):
-            found["mirror"] = place.to_json()
-        return found, pulled.values
+    def _on_pull(self, request: _Request) -> ServerReply:
+        snapshot = request.shard.pull()
+        clocks = {str(group): request.shard.log.pushes.get(group, 0) for group in self._active_groups()}
+        reply: Header = {"version": snapshot.version, "samples": snapshot.samples, "clocks": clocks}
+        if address := self.replicas.address_of(request.header["shard"]):
+            reply["replica"] = address.to_json()
+        return reply, snapshot.values
 
-    def _there(self) -> set[int]:
+    def _active_groups(self) -> set[int]:
         return set(self._groups.copy().values()) - self.left
 
-    def _held(self, asked: _Request) -> Answer:
-        if asked.is_mirrored:
+    def _on_hold(self, request: _Request) -> ServerReply:
+        if request.is_replicated:
             return {}, None
-        with self._mirrored(asked):
-            pass  # where the mirror has taken over, it is the one to be held
-        ledger = asked.shard.hold(asked.stream, asked.head["lease_s"], asked.head["patience_s"])
-        return {"ledger": ledger.to_json(), "origin": asked.shard.origin, "there": sorted(self._there())}, None
+        with self._replication(request):
+            pass  # raises MovedError if the replica has become the primary, which must be held instead
+        log = request.shard.hold(request.connection, request.header["lease_s"], request.header["timeout_s"])
+        connected = sorted(self._active_groups())
+        return {"log": log.to_json(), "origin": request.shard.origin, "connected": connected}, None
 
-    def _let(self, asked: _Request) -> Answer:
-        head = asked.head
-        upto = {int(group): int(number) for group, number in head["upto"].items()}
-        self._copies[asked.stream] = asked.shard.let(asked.stream, upto, head["gone"], head["patience_s"])
+    def _on_copy(self, request: _Request) -> ServerReply:
+        header = request.header
+        admitted = {int(group): int(number) for group, number in header["admitted"].items()}
+        self._copies[request.connection] = request.shard.copy_at(
+            request.connection, admitted, header["disconnected"], header["timeout_s"]
+        )
         return {}, None
 
-    def _released(self, asked: _Request) -> Answer:
-        asked.shard.release(asked.stream)
+    def _on_release(self, request: _Request) -> ServerReply:
+        request.shard.release(request.connection)
         return {}, None
 
-    def _fetched(self, asked: _Request) -> Answer:
-        copy = self._copies.pop(asked.stream, None)
+    def _on_fetch(self, request: _Request) -> ServerReply:
+        copy = self._copies.pop(request.connection, None)
         if copy is None:
-            raise WorldError("there is no copy of the shard any more; try again")
-        return {}, torch.frombuffer(bytearray(copy.to_bytes()), dtype=torch.uint8)
+            raise WorldError("the copy of a shard is gone; try again")
+        return {}, copy.to_tensor()
 
-    def _joined(self, asked: _Request) -> Answer:
-        head = asked.head
-        asked.shard.join(head["group"], head["number"], head["life"], partial(self._mirrored, asked))
+    def _on_join(self, request: _Request) -> ServerReply:
+        header = request.header
+        request.shard.join(
+            header["group"], header["number"], header["incarnation"], partial(self._replication, request)
+        )
         return {}, None
 
-    def _put(self, asked: _Request) -> Answer:
-        assert asked.values is not None
-        kept = ShardState.from_bytes(asked.values.numpy().tobytes())
-        owner = None if asked.is_mirrored else asked.stream
-        asked.shard.load(kept, partial(self._mirrored, asked), owner)
+    def _on_load(self, request: _Request) -> ServerReply:
+        assert request.values is not None
+        state = ShardState.from_tensor(request.values)
+        owner = None if request.is_replicated else request.connection
+        request.shard.load(state, partial(self._replication, request), owner)
         return {}, None
 
     @contextmanager
-    def _mirrored(self, asked: _Request) -> Iterator[None]:
-        """Pass it on; over when the mirror has it, too."""
-        number = asked.head["shard"]
-        mirror = None if asked.is_mirrored else self.mirrors.of(number, asked.shard)
-        with mirror.lock if mirror else nullcontext():
-            lost = mirror.tell(asked.head, asked.values) if mirror else None
+    def _replication(self, request: _Request) -> Iterator[None]:
+        """Forward the request to the replica on entry; wait for its acknowledgement on exit."""
+        number = request.header["shard"]
+        replica = None if request.is_replicated else self.replicas.ensure(number, request.shard)
+        with replica.lock if replica else nullcontext():
+            error = replica.send(request.header, request.values) if replica else None
             try:
                 yield
             finally:
-                if mirror:
-                    self._hear(number, mirror, lost)
+                if replica:
+                    self._wait_ack(number, replica, error)
 
-    def _hear(self, number: int, mirror: Replica, lost: Exception | None) -> None:
-        """What the mirror says, if it is there."""
+    def _wait_ack(self, number: int, replica: Replica, error: Exception | None) -> None:
+        """Wait for the replica's acknowledgement; drop the replica if it does not answer."""
         try:
-            if lost:
-                raise lost
-            mirror.hear()
+            if error:
+                raise error
+            replica.wait_ack()
         except MovedError:
             self._shards.pop(number, None)
             raise
-        except (OSError, WorldError) as error:
-            self.mirrors.lose(number, error)
+        except (OSError, WorldError) as lost:
+            self.replicas.drop(number, lost)

@@ -2,22 +2,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from support.window_ranks import Program
+from support.window_ranks import RankProcess
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[list[Program]]:
+def programs() -> Iterator[list[RankProcess]]:
     """Three processes for all tests of windows: importing torch takes seconds."""
     with ExitStack() as stack:
-        started = [Program() for _ in range(3)]
+        started = [RankProcess() for _ in range(3)]
         for program in started:
             stack.callback(program.end)
         yield started
 
 
 @pytest.fixture
-def victim() -> Iterator[Program]:
+def victim() -> Iterator[RankProcess]:
     """A process that may be killed."""
-    program = Program()
+    program = RankProcess()
     yield program
     program.end()

@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from support.window_ranks import Elsewhere, Program
+from support.window_ranks import ProcessRank, RankProcess
 
 from mimatrix.comm.memory import nixl_agent
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
@@ -21,13 +21,13 @@ with_nixl = pytest.mark.skipif(not nixl_available(), reason="NIXL is not install
 
 
 @pytest.fixture
-def ranks(programs: list[Program]) -> list[Elsewhere]:
-    return [Elsewhere(program, "nixl") for program in programs]
+def ranks(programs: list[RankProcess]) -> list[ProcessRank]:
+    return [ProcessRank(program, "nixl") for program in programs]
 
 
 @with_nixl
 @pytest.mark.parametrize("registered", [True, False])
-def test_several_reads_are_in_flight(ranks: list[Elsewhere], registered: bool) -> None:
+def test_several_reads_are_in_flight(ranks: list[ProcessRank], registered: bool) -> None:
     owner, reader, _ = ranks
     window = owner.do("allocate", 8 * MIB)
     content = owner.do("fill", window, 3)
@@ -38,7 +38,7 @@ def test_several_reads_are_in_flight(ranks: list[Elsewhere], registered: bool) -
 
 
 @with_nixl
-def test_a_late_owner_is_named_and_its_bytes_may_be_waited_for_again(ranks: list[Elsewhere]) -> None:
+def test_a_late_owner_is_named_and_its_bytes_may_be_waited_for_again(ranks: list[ProcessRank]) -> None:
     _, reader, owner = ranks
     program = owner._program
     peer = reader.do("open", owner.do("handle", owner.do("allocate", 4 * MIB)))
@@ -57,7 +57,7 @@ def test_a_late_owner_is_named_and_its_bytes_may_be_waited_for_again(ranks: list
 
 
 @with_nixl
-def test_a_reader_that_is_killed_while_it_reads(ranks: list[Elsewhere], victim: Program) -> None:
+def test_a_reader_that_is_killed_while_it_reads(ranks: list[ProcessRank], victim: RankProcess) -> None:
     owner, other, _ = ranks
     window = owner.do("allocate", 64 * MIB)
     content, handle = owner.do("fill", window, 5), owner.do("handle", window)
@@ -71,7 +71,7 @@ def test_a_reader_that_is_killed_while_it_reads(ranks: list[Elsewhere], victim: 
 
 
 @with_nixl
-def test_who_reads_a_closed_window_gets_zeros_and_its_owner_lives(ranks: list[Elsewhere]) -> None:
+def test_who_reads_a_closed_window_gets_zeros_and_its_owner_lives(ranks: list[ProcessRank]) -> None:
     owner, reader, _ = ranks
     window = owner.do("allocate", 64 * MIB)
     owner.do("write", window, 32 * MIB, "ff")
@@ -82,7 +82,7 @@ def test_who_reads_a_closed_window_gets_zeros_and_its_owner_lives(ranks: list[El
 
 
 @with_nixl
-def test_an_own_window_is_read_like_any_other(ranks: list[Elsewhere]) -> None:
+def test_an_own_window_is_read_like_any_other(ranks: list[ProcessRank]) -> None:
     owner = ranks[0]
     window = owner.do("allocate", 100)
     owner.do("write", window, 0, "abcd")
@@ -90,19 +90,19 @@ def test_an_own_window_is_read_like_any_other(ranks: list[Elsewhere]) -> None:
 
 
 @with_nixl
-def test_waiting_for_readers_takes_no_processor(ranks: list[Elsewhere]) -> None:
+def test_waiting_for_readers_takes_no_processor(ranks: list[ProcessRank]) -> None:
     owner, reader, _ = ranks
     reader.do("open", owner.do("handle", owner.do("allocate", 100)))
     assert owner.do("busy_s", 0.5) < 0.25
 
 
 @with_nixl
-def test_what_is_no_handle_is_refused(ranks: list[Elsewhere]) -> None:
+def test_what_is_no_handle_is_refused(ranks: list[ProcessRank]) -> None:
     owner, reader, _ = ranks
     handle = owner.do("handle", owner.do("allocate", 100))
     assert json.loads(base64.b64decode(handle))["size"] == 100
     for garbage in ("", "mimatrix-1-0:00", base64.b64encode(b"{}").decode(), base64.b64encode(b"[1]").decode()):
-        with pytest.raises(UserError, match=r"is no handle of a NIXL window; pass what its handle\(\) gave"):
+        with pytest.raises(UserError, match=r"is not the handle of a NIXL window; pass what its handle\(\) returned"):
             reader.do("open", garbage)
 
 
@@ -132,7 +132,7 @@ def test_everything_ends_with_close() -> None:
         windows.close()
         windows.close()
         window.close()
-        with pytest.raises(UserError, match="closed; make new ones"):
+        with pytest.raises(UserError, match="closed; create new ones"):
             windows.allocate(100)
     """
     subprocess.run(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from support.window_ranks import READ_S, Elsewhere, Program, Rank
-from test_contract import (
+from support.window_ranks import READ_S, ProcessRank, Rank, RankProcess
+from test_window_contract import (
     test_a_closed_window_does_not_open,
     test_ranges_are_read_exactly,
     test_ranks_read_from_each_other_at_once,
@@ -56,10 +56,10 @@ def ranks(hosts: list[str]) -> Iterator[list[Rank]]:
     """The owner on one host, a reader on each."""
     first, second = hosts
     with ExitStack() as stack:
-        programs = [Program(["ip", "netns", "exec", name]) for name in (first, second, first)]
+        programs = [RankProcess(["ip", "netns", "exec", name]) for name in (first, second, first)]
         for program in programs:
             stack.callback(program.end)
-        yield [Elsewhere(program, "nixl") for program in programs]
+        yield [ProcessRank(program, "nixl") for program in programs]
 
 
 def test_a_cable_that_is_pulled(ranks: list[Rank], hosts: list[str]) -> None:

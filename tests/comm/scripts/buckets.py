@@ -1,4 +1,4 @@
-"""DDP's buckets are read where they lie: the same parameters as with Gloo, also where a rank can share nothing."""
+"""DDP's buckets are read in place: the same parameters as with Gloo, also if one rank cannot share its buckets."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 SIZE, STEPS = 320, 5
 
 
-def adopted() -> Any:
-    return world().mimatrix.endpoint.arenas["host"].window.adopted
+def shared_storages() -> Any:
+    return world().mimatrix.endpoint.arenas["host"].window.storages
 
 
-def trained(rank: int, group: Any, **how: Any) -> tuple[list[torch.Tensor], int]:
-    """The parameters, and how many buckets peers read in place at the end."""
+def train(rank: int, group: Any, **how: Any) -> tuple[list[torch.Tensor], int]:
+    """Return the parameters, and how many buckets peers read in place at the end."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(4))).double()
     model = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=1, **how)
@@ -26,7 +26,7 @@ def trained(rank: int, group: Any, **how: Any) -> tuple[list[torch.Tensor], int]
         optimizer.zero_grad()
         model(torch.randn(3, SIZE, dtype=torch.float64, generator=numbers)).square().mean().backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in layers.parameters()], len(adopted())
+    return [parameter.detach().clone() for parameter in layers.parameters()], len(shared_storages())
 
 
 def scenarios(rank: int) -> None:
@@ -35,10 +35,10 @@ def scenarios(rank: int) -> None:
     gloo = dist.new_group(backend="gloo")
     for name in ("copied", "views", "one without"):
         how = {"gradient_as_bucket_view": name == "views"}
-        adopted().refused = "for this test" if name == "one without" and rank == 1 else ""
-        (ours, count), (theirs, _) = trained(rank, None, **how), trained(rank, gloo, **how)
+        shared_storages().refused = "for this test" if name == "one without" and rank == 1 else ""
+        (ours, count), (theirs, _) = train(rank, None, **how), train(rank, gloo, **how)
         apart = max(float((mine - other).abs().max()) for mine, other in zip(ours, theirs, strict=True))
-        say({"scenario": name, "rank": rank, "apart": apart, "adopted": count})
+        say({"scenario": name, "rank": rank, "apart": apart, "shared": count})
     # A tensor that Python holds stays where it is: there may be an array of NumPy's over it.
     tensor = torch.ones(1 << 16)
     seen = tensor.numpy()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from forks import forked, joined, require, say, world
 
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice
 
 RANKS = 3
 Results = list[torch.Tensor]
@@ -268,22 +268,22 @@ def alike(ours: Results | str, theirs: Results | str) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def on_path(plan: AlgorithmChoice | None) -> None:
+def on_path(choice: AlgorithmChoice | None) -> None:
     """Have everything take one path, as if the tuner had found it fastest."""
-    if plan:
-        world().mimatrix.tuner.known = lambda _: plan
+    if choice:
+        world().mimatrix.tuner.cached_choice = lambda _: choice
 
 
 def rank_alone(rank: int) -> None:
-    """Everything three times: as tuned, over windows, natively."""
+    """Run everything three times: as tuned, over windows, by c10d."""
     joined()
     gloo = dist.new_group(backend="gloo")
     expected = {name: outcome(case, gloo) for name, case in cases()}
-    for plan in (None, AlgorithmChoice("windows", "gdraa"), NATIVE):
-        on_path(plan)
+    for choice in (None, AlgorithmChoice("windows", "gdraa"), C10D):
+        on_path(choice)
         for name, case in cases():
             ours, theirs = outcome(case, None), expected[name]
-            assert alike(ours, theirs), f"{name} on {plan}: {ours}, and on Gloo {theirs}"
+            assert alike(ours, theirs), f"{name} on {choice}: {ours}, and on Gloo {theirs}"
     if rank == 0:
         say(world().counters)
     dist.destroy_process_group()

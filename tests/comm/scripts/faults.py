@@ -13,11 +13,11 @@ from forks import forked, joined, say, world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mimatrix.comm.tuning.choice import NATIVE, AlgorithmChoice
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice
 
 
-def told(scenario: str, rank: int, call: Callable[[], object]) -> None:
-    """What a call raises and after how long; then leave at once, as a job does that cannot go on."""
+def report(scenario: str, rank: int, call: Callable[[], object]) -> None:
+    """Print what a call raises and after how long."""
     started = time.monotonic()
     try:
         call()
@@ -32,47 +32,47 @@ def other_length(rank: int) -> None:
     """Of one size class, which is known to the tuner."""
     joined()
     dist.all_reduce(torch.ones(10))
-    told("other length", rank, lambda: dist.all_reduce(torch.ones(11 if rank == 1 else 10)))
+    report("other length", rank, lambda: dist.all_reduce(torch.ones(11 if rank == 1 else 10)))
 
 
 def other_class(rank: int) -> None:
     """Of size classes that were never measured."""
     joined()
-    told("other class", rank, lambda: dist.all_reduce(torch.ones(5_000 if rank == 1 else 50)))
+    report("other class", rank, lambda: dist.all_reduce(torch.ones(5_000 if rank == 1 else 50)))
 
 
 def known_and_unknown(rank: int) -> None:
     """One rank comes with a size that was measured, the others with one that was not."""
     joined()
     dist.all_reduce(torch.ones(5_000))
-    told("known and unknown", rank, lambda: dist.all_reduce(torch.ones(5_000 if rank == 1 else 50)))
+    report("known and unknown", rank, lambda: dist.all_reduce(torch.ones(5_000 if rank == 1 else 50)))
 
 
 def other_type(rank: int) -> None:
     joined()
     dtype = torch.float64 if rank == 2 else torch.float32
-    told("other type", rank, lambda: dist.all_reduce(torch.ones(10, dtype=dtype)))
+    report("other type", rank, lambda: dist.all_reduce(torch.ones(10, dtype=dtype)))
 
 
 def other_collective(rank: int) -> None:
     joined()
     tensor = torch.ones(10)
     call = (lambda: dist.broadcast(tensor, 0)) if rank == 1 else (lambda: dist.all_reduce(tensor))
-    told("other collective", rank, call)
+    report("other collective", rank, call)
 
 
-def other_collective_native(rank: int) -> None:
+def other_collective_c10d(rank: int) -> None:
     joined()
-    world().mimatrix.tuner.known = lambda _: NATIVE
+    world().mimatrix.tuner.cached_choice = lambda _: C10D
     tensor = torch.ones(10)
     call = (lambda: dist.broadcast(tensor, 0)) if rank == 1 else (lambda: dist.all_reduce(tensor))
-    told("other collective, native", rank, call)
+    report("other collective, c10d", rank, call)
 
 
-def fails_in_backward(rank: int, plan: AlgorithmChoice) -> None:
+def fails_in_backward(rank: int, choice: AlgorithmChoice) -> None:
     """Rank 1 raises in the middle of training and ends; the others wait for its gradients."""
     joined()
-    world().mimatrix.tuner.known = lambda _: plan
+    world().mimatrix.tuner.cached_choice = lambda _: choice
     model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 1)))
 
     def train() -> None:
@@ -81,15 +81,15 @@ def fails_in_backward(rank: int, plan: AlgorithmChoice) -> None:
                 sys.exit(7)
             model(torch.ones(4, 10)).sum().backward()
 
-    told(f"fails in backward, {plan.path}", rank, train)
+    report(f"fails in backward, {choice.transport}", rank, train)
 
 
 def on_windows(rank: int) -> None:
     fails_in_backward(rank, AlgorithmChoice("windows", "gdraa"))
 
 
-def natively(rank: int) -> None:
-    fails_in_backward(rank, NATIVE)
+def on_c10d(rank: int) -> None:
+    fails_in_backward(rank, C10D)
 
 
 def killed(rank: int) -> None:
@@ -98,17 +98,17 @@ def killed(rank: int) -> None:
     dist.all_reduce(torch.ones(10))
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    told("killed", rank, lambda: dist.all_reduce(torch.ones(10)))
+    report("killed", rank, lambda: dist.all_reduce(torch.ones(10)))
 
 
 def raised(rank: int) -> None:
-    """Rank 1 ends with an error that nobody catches, in the midst of native collectives."""
+    """Rank 1 ends with an uncaught error, amid c10d collectives."""
     joined()
     if rank == 1:
         sys.last_value = ValueError("what the interpreter leaves behind when it prints a traceback")
         return
     found = [torch.zeros(4) for _ in range(3)]
-    told("raised", rank, lambda: dist.all_gather(found, torch.ones(4)))
+    report("raised", rank, lambda: dist.all_gather(found, torch.ones(4)))
 
 
 def between_two(rank: int) -> None:
@@ -116,7 +116,7 @@ def between_two(rank: int) -> None:
     joined()
     if rank == 1:
         return
-    told("between two", rank, lambda: dist.recv(torch.ones(10), 1))
+    report("between two", rank, lambda: dist.recv(torch.ones(10), 1))
 
 
 SCENARIOS = (
@@ -125,9 +125,9 @@ SCENARIOS = (
     known_and_unknown,
     other_type,
     other_collective,
-    other_collective_native,
+    other_collective_c10d,
     on_windows,
-    natively,
+    on_c10d,
     killed,
     raised,
     between_two,

@@ -12,7 +12,7 @@ from forks import forked, joined, require, say, world
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from mimatrix.comm.tuning.choice import NATIVE
+from mimatrix.comm.tuning.choice import C10D
 
 
 def summed(rank: int, group: Any = None, count: int = 5) -> float:
@@ -112,9 +112,9 @@ def never_destroyed(rank: int) -> None:
 
 
 def in_order(rank: int) -> None:
-    """Collectives of ours that run beside, and native ones of the caller, meet the same ones on every rank."""
+    """Asynchronous collectives of ours and c10d collectives of the caller are matched on every rank."""
     joined()
-    world().mimatrix.tuner.known = lambda _: NATIVE
+    world().mimatrix.tuner.cached_choice = lambda _: C10D
     for step in range(20):
         first, second = torch.full((1000,), float(rank)), [torch.zeros(10) for _ in range(3)]
         time.sleep(0.002 * ((rank + step) % 3))

@@ -36,7 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES, MICRO, SHARES = [5, 2, 1], [2, 1, 1], [0.6, 0.3, 0.1]
 CASES: dict[str, Any] = {
     "perceptron": (Perceptron, momentum, vectors, squared, {}),
-    "transformer": (Transformer, adamw, sentences, by_tokens, {"clip_norm": 0.5}),
+    "transformer": (Transformer, adamw, sentences, by_tokens, {"max_grad_norm": 0.5}),
     "residual": (Residual, momentum, pictures, squared, {}),
 }
 
@@ -61,7 +61,7 @@ def apart(name: str, stage: int) -> float:
     if kind is Residual:
         plain_rounds(reference, stepper, batches, loss, Split.of(BATCHES, MICRO), halving)
     else:
-        plain_run(reference, stepper, batches, loss, scheduler=halving, clip_norm=more.get("clip_norm"))
+        plain_run(reference, stepper, batches, loss, scheduler=halving, max_grad_norm=more.get("max_grad_norm"))
     found = trained(made(kind), optimizer_of, data, loss, stage, more)
     return max(float((found[key] - value.cpu()).abs().max()) for key, value in reference.state_dict().items())
 

@@ -29,8 +29,8 @@ def main(folder: str, steps: int) -> None:
     shares = [0.7, 0.3] if ranks == 2 else None
     run = mimatrix.init(global_batch=2, stage=2, shares=shares, unit_bytes=400_000, quiet=True, timeout_s=20)
     model = Counting()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0)
-    _, _, loader = run.prepare(model, optimizer, [torch.ones(1)] * 2000)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0)
+    _, optimizer, loader = run.prepare(model, optimizer, [torch.ones(1)] * 2000)
     loaded = run.load(folder)
     values = torch.cat([part.detach() for part in model.parts])
     kept = [state["momentum_buffer"] for state in optimizer.state.values()]

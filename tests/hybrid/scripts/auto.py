@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 import mimatrix
-from mimatrix.hybrid.auto_mode import AutoRun
 
 torch.set_num_threads(1)
 run = mimatrix.init(128, mode="auto", timeout_s=60)
-assert isinstance(run, AutoRun)
 rows = torch.randn(512, 6, generator=torch.Generator().manual_seed(1))
 data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
 net = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1))
@@ -34,8 +32,8 @@ for _ in run.epochs(20):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-choice = run.choice
+choice = run.mode_choice
 assert choice
-told = {"mode": run.mode, "reason": choice.reason, "because": because, "ranks": run.ranks, "losses": losses}
+told = {"mode": run.status.mode, "reason": choice.reason, "because": because, "ranks": run.world_size, "losses": losses}
 (Path(sys.argv[1]) / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
 run.close()

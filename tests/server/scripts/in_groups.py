@@ -22,7 +22,7 @@ for _ in run.epochs(1_000_000):
         run.log(loss=loss)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02 * (1 + run.group))
+        time.sleep(0.02 * (1 + run.status.group))
         if enough.exists():
             break
     if enough.exists():

@@ -1,0 +1,117 @@
+"""`mimatrix.init`: join a training run under `mimatrix run`, a job server or torchrun, or alone."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mimatrix.core.errors import UserError, nearest
+from mimatrix.core.logs import configure_logging
+from mimatrix.engine.excepthook import install_excepthook
+from mimatrix.engine.mode import Mode, SyncMode
+from mimatrix.engine.run import Run, start_run
+from mimatrix.engine.settings import Batch, Settings
+from mimatrix.hybrid.auto_mode import AutoMode
+from mimatrix.hybrid.mode import Hybrid
+from mimatrix.planner.plan import Plan
+
+_MODES: dict[str, Callable[[], Mode]] = {"sync": SyncMode, "hybrid": Hybrid, "auto": AutoMode}
+
+
+def init(
+    global_batch: int | None = None,
+    batch: Batch = "auto",
+    *,
+    micro_batch: int | Sequence[int] | None = None,
+    stage: Literal["auto", 0, 1, 2, 3] = "auto",
+    shares: Sequence[float] | None = None,
+    seed: int = 0,
+    precision: str | Mapping[int | str, str] = "fp32",
+    max_grad_norm: float | None = None,
+    sync_batchnorm: bool = True,
+    unit_bytes: int | None = None,
+    plan: Plan | Path | str | None = None,
+    rebalance: bool | None = None,
+    mode: str | Mode = "sync",
+    device: torch.device | str | None = None,
+    timeout_s: float = 300.0,
+    quiet: bool = False,
+) -> Run:
+    """Join a training run and return this process's handle to it.
+
+    Works the same under `mimatrix run`, `mimatrix submit` and torchrun, and alone as a single process. All ranks give
+    the same arguments, `device` and `quiet` excepted.
+
+    Args:
+        global_batch: Samples in one optimizer step, over all ranks. It stays the same whoever takes part.
+        batch: Samples of each rank: "auto" (equal), one number for all, a list by rank, or a dict by rank or by a
+            part of the device's name.
+        micro_batch: The most samples that a rank processes at once; a list gives each rank its own.
+        stage: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        shares: The part of the sharded states that each rank owns; must sum to 1. By default equal.
+        seed: Seeds the random generators of this process and the order of samples.
+        precision: "fp32", "bf16" or "fp16", or a dict by rank or by a part of the device's name.
+        max_grad_norm: Clip the gradient of the whole model to this norm.
+        sync_batchnorm: Compute batch norm over the samples of all ranks.
+        unit_bytes: Size of the groups of parameters that are communicated together.
+        plan: Find batches, stage and shares: "profile" measures every device first, "online" starts evenly and adapts
+            while it trains, a file name uses a plan that `mimatrix plan --output` wrote. None: as given here.
+        rebalance: Whether batches follow the speed that ranks show; by default with "profile" and "online".
+        mode: "sync": all ranks step together. "hybrid" or `mimatrix.Hybrid(...)`: groups of ranks do, and do not wait
+            for each other. "auto": `prepare` measures, and takes the faster one.
+        device: The device of this rank; by default its GPU by local rank, or the CPU.
+        timeout_s: How long to wait for a peer before it counts as lost.
+        quiet: Log warnings only.
+
+    Returns:
+        The run: call `run.prepare` next.
+
+    Raises:
+        UserError: An argument is wrong, or ranks were given different ones; the message says what to change.
+
+    Example:
+        >>> run = mimatrix.init(global_batch=512, plan="profile")
+        >>> model, optimizer, loader = run.prepare(model, optimizer, dataset, loss=loss_fn)
+    """
+    install_excepthook()
+    configure_logging(quiet=quiet)
+    settings = Settings(
+        global_batch=global_batch,
+        batch=batch,
+        micro_batch=micro_batch,
+        stage=stage,
+        shares=shares,
+        seed=seed,
+        precision=precision,
+        max_grad_norm=max_grad_norm,
+        sync_batchnorm=sync_batchnorm,
+        unit_bytes=unit_bytes,
+        quiet=quiet,
+        plan=plan,
+        rebalance=rebalance,
+    )
+    own_device = torch.device(device) if device is not None else _default_device()
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    torch.manual_seed(seed)
+    return start_run(_resolve_mode(mode), settings, own_device, timeout_s)
+
+
+def _resolve_mode(mode: str | Mode) -> Mode:
+    if not isinstance(mode, str):
+        return mode
+    if mode not in _MODES:
+        raise UserError(f'unknown mode "{mode}"{nearest(mode, _MODES)}')
+    return _MODES[mode]()
+
+
+def _default_device() -> torch.device:
+    """Return the GPU of this rank by its number on the host, which ranks may share; the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+init.__module__ = "mimatrix"

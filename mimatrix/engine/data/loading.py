@@ -1,0 +1,367 @@
+"""How samples are loaded: DataLoader settings, worker processes, iterable datasets, pinned memory, device copies.
+
+This module answers requests. Which samples are requested, and in which order, is decided in `source`.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from mimatrix.core.errors import UserError, nearest
+from mimatrix.planner.split import Split
+
+CollateFn = Callable[[list[Any]], Any]
+Ticket = TypeVar("Ticket")
+LOADING_SETTINGS = ("shuffle", "drop_last", "collate_fn", "num_workers", "prefetch_factor", "pin_memory")
+"""What `run.prepare` and `run.evaluate` accept, under the names of torch's DataLoader."""
+
+
+def check_loading(settings: Mapping[str, Any]) -> None:
+    """Raise a `UserError` for an unknown setting; it names the nearest known one."""
+    for name in settings:
+        if name not in LOADING_SETTINGS:
+            raise UserError(f'unknown loading setting "{name}"{nearest(name, LOADING_SETTINGS)}')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingConfig:
+    """A dataset and how it is read."""
+
+    dataset: Any
+    is_stream: bool
+    shuffle: bool
+    drop_last: bool
+    collate_fn: CollateFn
+    num_workers: int
+    prefetch_factor: int
+    pin_memory: bool | None
+    """None: pin if the device gains from it."""
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout_s: float = 0
+    multiprocessing_context: Any = None
+    persistent_workers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise UserError(f"num_workers = {self.num_workers} is negative; use 0 to load in the training process")
+        if self.num_workers and self.prefetch_factor < 1:
+            raise UserError(f"prefetch_factor = {self.prefetch_factor} leaves the workers idle; use 1 or more")
+        if self.is_stream and self.num_workers > 1:
+            raise UserError(
+                f"an iterable dataset is read in order by one worker process, but num_workers = {self.num_workers}; "
+                f"use num_workers = 1 or 0"
+            )
+
+    @classmethod
+    def resolve(
+        cls,
+        dataset: Any,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        collate_fn: CollateFn | None,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool | None,
+    ) -> "LoadingConfig":
+        """Combine a dataset with the given settings; a DataLoader brings its own, except those that are not None."""
+        if isinstance(dataset, DataLoader):
+            return cls._from_dataloader(dataset, collate_fn, pin_memory)
+        return cls(
+            dataset=dataset,
+            is_stream=_is_stream(dataset),
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate_fn=collate_fn or default_collate,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
+
+    @classmethod
+    def _from_dataloader(
+        cls, loader: "DataLoader[Any]", collate_fn: CollateFn | None, pin_memory: bool | None
+    ) -> "LoadingConfig":
+        """Take over how a DataLoader reads. Which samples form a batch is decided by the split."""
+        if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+            raise _custom_sampler_error(loader.batch_sampler)
+        if loader.batch_size is None:
+            raise UserError(
+                "the DataLoader has batch_size = None, so its batches cannot be split over ranks; give it a batch_size"
+            )
+        return cls(
+            dataset=loader.dataset,
+            is_stream=_is_stream(loader.dataset),
+            shuffle=not isinstance(loader.dataset, IterableDataset) and _shuffles(loader.sampler, loader.dataset),
+            drop_last=loader.drop_last,
+            collate_fn=collate_fn or loader.collate_fn,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor or 2,
+            pin_memory=loader.pin_memory if pin_memory is None else pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+            timeout_s=loader.timeout,
+            multiprocessing_context=loader.multiprocessing_context,
+            persistent_workers=loader.persistent_workers,
+        )
+
+
+def _shuffles(sampler: Any, dataset: Any) -> bool:
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
+        return True
+    if type(sampler) is SequentialSampler:
+        return False
+    raise _custom_sampler_error(sampler)
+
+
+def _custom_sampler_error(sampler: Any) -> UserError:
+    return UserError(
+        f"the DataLoader has its own {type(sampler).__name__}, but the split decides which rank sees which samples; "
+        f"give it shuffle = True or False instead"
+    )
+
+
+def _is_stream(dataset: Any) -> bool:
+    # The order matters: torch's IterableDataset inherits a __getitem__ that only raises.
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return False
+    if hasattr(dataset, "__getitem__") or not hasattr(dataset, "__iter__"):
+        raise UserError(
+            f"{type(dataset).__name__} is not a dataset; give it __len__ and __getitem__, or __iter__ alone for a "
+            f"stream"
+        )
+    if isinstance(dataset, Generator):
+        raise UserError("a generator can be read only once; give an object whose __iter__ restarts for each epoch")
+    return True
+
+
+class RequestLoader:
+    """Answers requests for samples of one rank, in this process or in worker processes.
+
+    A request is a list of row numbers, or a `StreamRequest` if the dataset is iterable.
+    """
+
+    def __init__(self, config: LoadingConfig, rank: int, *, pins: bool) -> None:
+        self._config, self._rank, self._pins = config, rank, pins
+        self._requests = _RequestSampler()
+
+    def load(self, requests: Iterator[tuple[Ticket, Any]], worker_seed: int) -> Iterator[tuple[Ticket, Any]]:
+        """Yield the reply to each request with the ticket that came with it. Workers take requests ahead of time."""
+        tickets: deque[Ticket] = deque()
+
+        def take_requests() -> Generator[Any, None, None]:
+            for ticket, request in requests:
+                tickets.append(ticket)
+                yield request
+
+        ahead = take_requests()
+        try:
+            for reply in self._from_workers(ahead, worker_seed) if self._config.num_workers else map(self._get, ahead):
+                yield tickets.popleft(), reply
+        finally:
+            # Persistent workers would keep a reference to it, and it keeps the source alive.
+            ahead.close()
+
+    def _get(self, request: Any) -> Any:
+        reply = self._reader[request]
+        return pin(reply) if self._pins else reply
+
+    def _from_workers(self, requests: Iterator[Any], worker_seed: int) -> Iterator[Any]:
+        self._requests.pending = requests
+        # Without a generator of its own, a DataLoader draws the workers' seed from torch's global one: dropout would
+        # then depend on whether there are workers.
+        self._dataloader.generator.manual_seed(worker_seed)
+        return iter(self._dataloader)
+
+    @cached_property
+    def _reader(self) -> "_RowReader | _StreamReader":
+        config = self._config
+        if config.is_stream:
+            return _StreamReader(config.dataset, config.collate_fn, self._rank)
+        return _RowReader(config.dataset, config.collate_fn)
+
+    @cached_property
+    def _dataloader(self) -> "DataLoader[Any]":
+        return DataLoader(
+            self._reader,
+            batch_size=None,
+            sampler=self._requests,
+            collate_fn=_return_unchanged,
+            num_workers=self._config.num_workers,
+            prefetch_factor=self._config.prefetch_factor,
+            pin_memory=self._pins,
+            worker_init_fn=_WorkerInit(self._config.worker_init_fn),
+            timeout=self._config.timeout_s,
+            multiprocessing_context=self._config.multiprocessing_context,
+            persistent_workers=self._config.persistent_workers,
+            generator=torch.Generator(),
+        )
+
+
+class _RequestSampler:
+    """The pending requests, as the sampler of a DataLoader."""
+
+    def __init__(self) -> None:
+        self.pending: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.pending
+
+
+class _RowReader(Dataset[Any]):
+    """Reads micro-batches of a map-style dataset: a list of rows gives them collated, an empty one gives None."""
+
+    def __init__(self, dataset: Any, collate_fn: CollateFn) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+
+    def __getitem__(self, rows: list[int]) -> Any:
+        if not rows:
+            return None
+        if getattr(self.dataset, "__getitems__", None):
+            return self._collate_fn(self.dataset.__getitems__(rows))
+        return self._collate_fn([self.dataset[row] for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """The next global batch of an iterable dataset; with `skip`, restart it and skip that many samples first."""
+
+    epoch: int
+    skip: int | None
+    split: Split
+
+
+class _StreamReader(Dataset[Any]):
+    """Reads global batches of an iterable dataset: how many samples there were, and this rank's micro-batches."""
+
+    def __init__(self, dataset: Any, collate_fn: CollateFn, rank: int) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+        self._rank = rank
+        self._samples: Iterator[Any] = iter(())
+
+    def __getitem__(self, request: StreamRequest) -> tuple[int, list[Any]]:
+        if request.skip is not None:
+            self._restart(request.epoch, request.skip)
+        # Read the whole global batch before splitting it: only then is it known whether it is the last, partial one.
+        samples = list(islice(self._samples, request.split.total))
+        if len(samples) < request.split.total:
+            self._samples = iter(())
+        if not samples:
+            return 0, []
+        ranges = request.split.for_samples(len(samples)).ranges(self._rank)
+        return len(samples), [self._collate_fn(samples[part.start : part.stop]) for part in ranges] or [None]
+
+    def _restart(self, epoch: int, skip: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._samples = iter(self.dataset)
+        deque(islice(self._samples, skip), maxlen=0)
+
+
+class _WorkerInit:
+    """The first call in a worker process."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        assert isinstance(info.dataset, _RowReader | _StreamReader)
+        # User code asks torch for the dataset of its worker and means its own, not our wrapper; torch offers no other
+        # way to replace it.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+
+
+def _return_unchanged(value: Any) -> Any:
+    return value
+
+
+def copy_ahead(parts: Iterator[tuple[Ticket, Any]], device: torch.device) -> Iterator[tuple[Ticket, Any]]:
+    """Copy one micro-batch ahead to a CUDA device on its own stream, while the device computes on the previous one."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    copies: deque[tuple[Ticket, Any, torch.cuda.Event]] = deque()
+
+    def wait_for_oldest() -> tuple[Ticket, Any]:
+        ticket, data, copied = copies.popleft()
+        torch.cuda.current_stream(device).wait_event(copied)
+        return ticket, data
+
+    for ticket, data in parts:
+        # Kernels already queued may still read memory that an earlier micro-batch has freed.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            copies.append((ticket, move(data, device), stream.record_event()))
+        if len(copies) > 1:
+            yield wait_for_oldest()
+    if copies:
+        yield wait_for_oldest()
+
+
+# Not `torch.utils._pytree`: it treats a UserDict, and any subclass of dict, list or tuple, as a leaf, so that the
+# tensors of such batches would stay where they are.
+
+
+def pin(batch: Any) -> Any:
+    """Return `batch` with its tensors in pinned memory, from which copies to a GPU are asynchronous."""
+    if isinstance(batch, torch.Tensor):
+        return batch.pin_memory() if batch.device.type == "cpu" else batch
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    return _map_items(batch, pin)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`; objects with a `to` method move themselves."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=device.type == "cuda")
+    if hasattr(batch, "to"):
+        return _move_object(batch, device)
+    return _map_items(batch, lambda item: move(item, device))
+
+
+def _move_object(batch: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        try:
+            return batch.to(device, non_blocking=True)
+        except TypeError:
+            pass  # an older BatchEncoding has no `non_blocking`
+    return batch.to(device)
+
+
+def _map_items(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a container of the same type with every item converted; return anything else unchanged."""
+    match value:
+        case Mapping():
+            items = {key: convert(item) for key, item in value.items()}
+            if type(value) is dict or not isinstance(value, MutableMapping):
+                return items
+            clone = copy.copy(value)
+            clone.update(items)
+            return clone
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*map(convert, value))
+        case tuple() | list():
+            return type(value)(map(convert, value))
+    return value
