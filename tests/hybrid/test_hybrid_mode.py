@@ -25,5 +25,5 @@ def test_groups_of_script_and_launcher_must_agree(monkeypatch: pytest.MonkeyPatc
     assert Hybrid(groups=[[0, 1], [2]]).resolve_groups(HashStore(), 0, 3) == ((0, 1), (2,))
     with pytest.raises(UserError, match="the script has groups 0/1,2 and the job was started with 0,1/2"):
         Hybrid(groups=[[0], [1, 2]]).resolve_groups(HashStore(), 0, 3)
-    with pytest.raises(UserError, match='started with --groups, and in mode="sync" there are none'):
+    with pytest.raises(UserError, match='started with --groups, and mode="sync" has none'):
         mimatrix.init(BATCH)
