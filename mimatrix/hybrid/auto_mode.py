@@ -40,6 +40,8 @@ from mimatrix.profiler.timing import measure_cpu_share
 
 _QUICK_S = 0.05
 """All-reduces that should take no longer are timed; others would take minutes to tune, and are simulated."""
+_VERSION = 1
+"""Of the file with the chosen mode."""
 
 
 class AutoMode:
@@ -97,7 +99,7 @@ class UndecidedMembership(Membership):
         dist.destroy_process_group()
         if file := rendezvous_file():
             # Before groups meet, so that it is there when one rejoins; on each host, for those without shared files.
-            write_atomic(_choice_file(file), json.dumps(choice.to_json()), mode=0o600)
+            write_atomic(_choice_file(file), json.dumps({"version": _VERSION, "choice": choice.to_json()}), mode=0o600)
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,12 @@ def _read_choice() -> Choice:
     file = rendezvous_file()
     assert file, "a group that rejoins has this file"
     try:
-        return Choice.from_json(json.loads(_choice_file(file).read_text()))
+        stored = json.loads(_choice_file(file).read_text())
     except OSError as error:
         raise UserError(f"the chosen mode cannot be read ({error}); start all groups again") from None
+    if stored["version"] != _VERSION:
+        raise UserError("the chosen mode was written by another version of MiMatrix; start all groups again")
+    return Choice.from_json(stored["choice"])
 
 
 def _choice_file(rendezvous: Path) -> Path:

@@ -78,7 +78,7 @@ def test_a_lost_group_rejoins_in_the_chosen_mode(tmp_path: Path, monkeypatch: py
     groups = tuple(Pushing((rank,), plan, 0.01, 0.2, 1.0, steps=7) for rank in range(2))
     choice = Choice("hybrid", "so it is", plan, Apart(groups, False, 1e6, local_steps=7))
     word.touch()
-    (tmp_path / "meeting-choice").write_text(json.dumps(choice.to_json()))
+    (tmp_path / "meeting-choice").write_text(json.dumps({"version": 1, "choice": choice.to_json()}))
     known = {"RANK": "1", "WORLD_SIZE": "2", "MIMATRIX_GROUPS": "[[0], [1]]", "MIMATRIX_RENDEZVOUS": str(word)}
     for name, value in known.items():
         monkeypatch.setenv(name, value)
@@ -86,6 +86,9 @@ def test_a_lost_group_rejoins_in_the_chosen_mode(tmp_path: Path, monkeypatch: py
     assert (run.status.mode, run.status.group, run.rank, run.world_size) == ("hybrid", 1, 0, 1)
     assert run.mode_choice == choice
     monkeypatch.setenv("MIMATRIX_REJOINS", "1")
+    (tmp_path / "meeting-choice").write_text(json.dumps({"version": 0, "choice": choice.to_json()}))
+    with pytest.raises(UserError, match="written by another version"):
+        mimatrix.init(16, mode="auto", quiet=True)
     word.unlink()
     (tmp_path / "meeting-choice").unlink()
     with pytest.raises(UserError, match="the chosen mode cannot be read"):
