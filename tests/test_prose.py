@@ -28,14 +28,14 @@ PHRASES = {
     r"go(?:es|ing)? on|went on|gone on": "continue, resume, keep training",
     r"(?<!there\s)(?:is|are|was|were) no (?!longer|more|less|fewer)\w+": "unknown, invalid, is not a ...",
     r"no number": "NaN, not finite",
-    r"r[au]ns? out|running out": "is exhausted, is out of memory",
-    r"learns?": "is trainable, trains, finds out",
+    r"(?:r[au]ns? out|running out)(?! of memory)": "is exhausted, is empty; only memory is run out of",
+    r"(?<!scikit-)learns?": "is trainable, trains, finds out",
     r"anew": "again, a new one, from scratch",
     r"beside": "next to, besides, in addition to",
     r"inside of": "inside, within",
     r"outside of": "outside",
     r"in good order": "cleanly, without an error",
-    r"all of it": "say what it is: a docstring is read alone",
+    r"of all of it": "say what it is: a docstring is read alone",
     r"the same again": "say what it is: a docstring is read alone",
     r"once more": "again, a second time",
     r"(?:a|the) mistakes?": "an error, an invalid argument",
@@ -126,7 +126,7 @@ SABOTAGE = [
     ('logger.warning(\n    "the loss of rank %d is "\n    "no number", 3)', "is no number"),
     ('X = typer.Option(help="Measure it anew, please.")', "anew"),
     ('REASON = {"x": "called inside of a batch"}', "inside of"),
-    ('x: int = 3\n"""Of all of it."""', "all of it"),
+    ('x: int = 3\n"""Of all of it."""', "Of all of it"),
     ('"""Pack it."""\n\ndef unpack():\n    """The same again."""', "The same again"),
     ('"""Parameters that learn\n\nand a device that runs\nout of memory."""', "learn"),
 ]
@@ -149,6 +149,7 @@ ALLOWED = [
     'name = "nobody"\nkey = "is no"',
     "nobody = whoever = 3  # nobody reads comments here",
     '"""Continue besides that, within the batch; out of memory."""',
+    '"""Ran out of memory; running\\nout of memory with scikit-learn, all of it."""',
 ]
 
 

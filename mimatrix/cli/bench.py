@@ -31,7 +31,9 @@ def bench(
     size: Annotated[
         str, typer.Option("--bytes", help="4MiB; 4KiB,1MiB; or 4KiB..64MiB in steps of 4.")
     ] = "4KiB..64MiB",
-    against: Annotated[str, typer.Option(help="Who else runs: gloo, mpi, nccl, with commas; or nobody.")] = "gloo",
+    against: Annotated[
+        str, typer.Option(help="What to compare with: gloo, mpi, nccl, with commas; or `nobody`.")
+    ] = "gloo",
     seconds: Annotated[float, typer.Option(help="How long to measure each size, about.")] = 3.0,
     candidates: Annotated[
         bool, typer.Option("--candidates", help="A row for every algorithm that the tuner tries.")
@@ -135,7 +137,7 @@ def _all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
 
 
 def _one_rank(request: dict[str, Any]) -> dict[str, Any] | None:
-    """One rank of a job that somebody else started; rank 0 has the answer."""
+    """Run one rank of a job that another launcher started; rank 0 has the answer."""
     command = [sys.executable, "-m", "mimatrix.comm.bench_rank", json.dumps(request)]
     with _started([(command, dict(os.environ))]) as (process,):
         if os.environ["RANK"] == "0":

@@ -71,7 +71,7 @@ class Board:
 
     @property
     def now(self) -> tuple[str, Phase] | None:
-        """The phase that goes on."""
+        """The current phase."""
         return list(self.phases.items())[-1] if self.phases else None
 
     def hear(self, rank: int, text: str) -> bool:

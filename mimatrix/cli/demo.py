@@ -1,4 +1,4 @@
-"""`mimatrix demo`: three workers of unlike speed learn digits, evenly and then as planned."""
+"""`mimatrix demo`: three workers of unlike speed train on digits, evenly and then as planned."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def demo(
 ) -> None:
     """Train on three workers of this machine with speeds 1, 0.5 and 0.25: evenly as DDP does, then as planned.
 
-    A small network learns scikit-learn's digits. Shows who computes and who waits, then a table and a picture. It
+    Trains a small network on scikit-learn's digits. Shows who computes and who waits, then a table and a picture. It
     takes one to two minutes and needs no root.
 
     Example: mimatrix demo --picture demo.png
@@ -47,7 +47,7 @@ def demo(
     if epochs < 2:
         raise UserError(f"{epochs} epochs are too few to measure; use --epochs 2 or more")
     if find_spec("sklearn") is None:
-        raise UserError("the demo learns scikit-learn's digits; install it: pip install scikit-learn")
+        raise UserError("the demo trains on scikit-learn's digits; install it: pip install scikit-learn")
     found = _trained(epochs, slow_by)
     save_picture(_drawn(found), picture)
     if as_json:
@@ -78,7 +78,7 @@ def _print(found: Result, picture: Path) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = "Three workers of speed 1, 0.5 and 0.25 learn digits, 512 samples a step"
+    title = "Three workers of speed 1, 0.5 and 0.25 train on digits, 512 samples a step"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("")
     for heading in ("even", "planned"):

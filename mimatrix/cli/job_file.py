@@ -9,7 +9,7 @@ from mimatrix.core.units import parse_duration
 
 
 def read_job(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The script, beside the file unless it says otherwise, and what is asked for it."""
+    """The script, next to the file unless it says otherwise, and what is asked for it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

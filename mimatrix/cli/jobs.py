@@ -28,7 +28,7 @@ def jobs(
     every: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended, too.")] = False,
     state: Annotated[list[str] | None, typer.Option(help="Only these; may be given often.")] = None,
     user: Annotated[str, typer.Option(help="Only those of one user.")] = "",
-    most: Annotated[int, typer.Option(min=1, help="So many, the newest ones.")] = 50,
+    most: Annotated[int, typer.Option(min=1, help="Show at most this many jobs, the newest ones.")] = 50,
     as_json: Json = False,
 ) -> None:
     """List jobs, the newest first, each with the reason of what it does.
@@ -39,7 +39,7 @@ def jobs(
 
     for each in state or []:
         if each not in _STATES:
-            raise UserError(f'"{each}" is no state{nearest(each, _STATES)}')
+            raise UserError(f'unknown state "{each}"{nearest(each, _STATES)}')
     asked = tuple(state or () if every or state else _STATES[:6])
     with connected() as client:
         found, more = _newest(client, most, asked, user)
@@ -93,7 +93,7 @@ def explain(number: Number, as_json: Json = False) -> None:
 def logs(
     number: Number,
     rank: Annotated[int, typer.Option("--rank", "-r", min=0, help="Of which rank.")] = 0,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
     generation: Annotated[int | None, typer.Option(min=1, help="Of an earlier start.")] = None,
 ) -> None:
     """What a job printed.
@@ -132,7 +132,7 @@ def cancel(number: Number, as_json: Json = False) -> None:
 
 
 def retry(number: Number, as_json: Json = False) -> None:
-    """Queue a job once more that has ended; it goes on from its last checkpoint, if it has one.
+    """Queue a job again that has ended; it resumes from its last checkpoint, if it has one.
 
     Example: mimatrix retry 3
     """
@@ -144,7 +144,7 @@ def priority(
     value: Annotated[int, typer.Argument(min=0, max=100, metavar="N", help="The larger comes first.")],
     as_json: Json = False,
 ) -> None:
-    """Give a job another priority, from 0 to 100: while it waits, and while it runs beside others that wait.
+    """Give a job another priority, from 0 to 100: while it waits, and while it runs and others wait.
 
     Example: mimatrix priority 3 80
     """
@@ -212,7 +212,7 @@ def nodes(as_json: Json = False) -> None:
 
 
 def _newest(client: "Client", most: int, states: tuple[str, ...], user: str) -> "tuple[list[Job], int]":
-    """So many jobs, page by page, and how many older ones there are."""
+    """The newest `most` jobs, page by page, and how many older ones there are."""
     page = client.jobs(None, min(most, _PAGE), states, user)
     found = list(page.jobs)
     while page.next_before is not None and len(found) < most:
@@ -222,7 +222,7 @@ def _newest(client: "Client", most: int, states: tuple[str, ...], user: str) -> 
 
 
 def _patiently(ask: "Callable[[], T]", waits: bool) -> "T":
-    """The answer; a server that is being restarted is asked again for a while, if whoever asks waits anyway."""
+    """The answer; a server that is being restarted is asked again for a while, if the caller waits anyway."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:

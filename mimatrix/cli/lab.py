@@ -54,7 +54,7 @@ def up(
 def run(
     command: Annotated[list[str], typer.Argument(help="The command of every rank, after --.")],
     name: _Name = "lab",
-    grace: Annotated[str, typer.Option(help="How long the others may go on when one rank has failed.")] = "10s",
+    grace: Annotated[str, typer.Option(help="How long the other ranks may continue when one has failed.")] = "10s",
     timeout: Annotated[str, typer.Option(help="End everything after this time, as in 5min; exit code 124.")] = "",
 ) -> None:
     """Run a command once for every rank, with torchrun's variables, and wait for all.

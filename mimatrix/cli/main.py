@@ -78,7 +78,7 @@ def main() -> None:
         _complain(error)
         sys.exit(1)
     except BrokenPipeError:
-        # The reader (`head`, say) has seen enough. Python would complain once more when it closes stdout.
+        # The reader (`head`, say) has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:

@@ -94,7 +94,7 @@ def _stages(text: str) -> tuple[int, ...]:
     if text == "auto":
         return (0, 1, 2, 3)
     if text not in ("0", "1", "2", "3"):
-        raise UserError(f'"{text}" is no stage; use auto, 0, 1, 2 or 3')
+        raise UserError(f'unknown stage "{text}"; use auto, 0, 1, 2 or 3')
     return (int(text),)
 
 

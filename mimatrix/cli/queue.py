@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def simulate_queue(
     trace: Annotated[Path, typer.Argument(help="Devices and jobs as JSON.")],
     jobs: Annotated[bool, typer.Option("--jobs", help="Print what became of every job, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Replay a trace of jobs through the scheduler: who would wait for how long under which policy.
 

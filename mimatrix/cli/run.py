@@ -51,7 +51,7 @@ def run(
     groups: Annotated[
         str, typer.Option(help='Ranks that go together, as in 0,1/2/3, for mode="hybrid"; a lost group ends no other.')
     ] = "",
-    grace: Annotated[str, typer.Option(help="How long the others may go on when one worker has failed.")] = "5s",
+    grace: Annotated[str, typer.Option(help="How long the other workers may continue when one has failed.")] = "5s",
     timeout: Timeout = "",
     threads: Threads = None,
     as_json: Annotated[
@@ -109,7 +109,7 @@ def asked(
 
 
 def say(sentence: str) -> None:
-    """To the person, beside what workers print."""
+    """Tell the user on standard error, apart from what workers print."""
     typer.echo(f"mimatrix: {sentence}", err=True)
 
 

@@ -33,7 +33,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(what: str, hint: str = "") -> Iterator[Callable[[float], None]]:
-    """A moving line on standard error while something takes its time; silent where nobody watches.
+    """A moving line on standard error while something takes its time; silent where standard error is not a terminal.
 
     Gives a function that takes the part that is done. After a while the line shows `hint`: what would be quicker.
     """

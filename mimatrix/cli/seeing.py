@@ -63,7 +63,7 @@ def top(
 def metrics(
     number: Number,
     as_csv: Annotated[bool, typer.Option("--csv", help="One line for each point.")] = False,
-    points: Annotated[int, typer.Option(min=2, max=1000, help="At most so many.")] = 300,
+    points: Annotated[int, typer.Option(min=2, max=1000, help="Print at most this many.")] = 300,
     as_json: Json = False,
 ) -> None:
     """How a job went, as figures over time.

@@ -226,7 +226,7 @@ def _shares(text: str) -> "Shares | Literal['equal', 'bandwidth']":
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f'"{text}" are no shares; use equal, bandwidth, or weights such as 4,4,1,1') from None
+        raise UserError(f'invalid shares "{text}"; use equal, bandwidth, or weights such as 4,4,1,1') from None
     return Shares.of(weights)
 
 

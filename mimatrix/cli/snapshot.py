@@ -38,7 +38,7 @@ def archive(
 ) -> str:
     """Write the folder's files to `target` as .tar.gz; its SHA-256. The same files give the same archive.
 
-    The script and the `others`, which are put beside it, are taken along whatever they match, and wherever they are
+    The script and the `others`, which are put next to it, are taken along whatever they match, and wherever they are
     links to. Links that are left out are told with `say`.
     """
     walk = _Walk(folder)
@@ -61,14 +61,14 @@ def archive(
 
 
 def _beside(script: str, others: Sequence[Path]) -> dict[str, Path]:
-    """Files from elsewhere by their names; one of the folder gives way to them, the script does not."""
+    """Files from elsewhere by their names; they replace files of the folder, but not the script."""
     found: dict[str, Path] = {}
     for path in others:
         if not path.is_file():
             raise UserError(f'there is no file "{path}" to take along; check its path')
         if path.name in found or path.name == script:
             what = "the script" if path.name == script else f'"{found[path.name]}"'
-            raise UserError(f'"{path}" and {what} would both be "{path.name}" beside the script; rename one of them')
+            raise UserError(f'"{path}" and {what} would both be "{path.name}" next to the script; rename one of them')
         found[path.name] = path
     return found
 

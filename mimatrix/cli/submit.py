@@ -31,7 +31,9 @@ def submit(
     preemptible: Annotated[
         bool, typer.Option("--preemptible", help="May be told to save and wait for others.")
     ] = False,
-    max_time: Annotated[str, typer.Option(help="Ended after so long, as in 90s or 1h30m.")] = "",
+    max_time: Annotated[
+        str, typer.Option(help="Time limit, e.g. 90s or 1h30m; the job is stopped when it is reached.")
+    ] = "",
     groups: Annotated[
         str, typer.Option(help='Ranks that go together, as in 0,1/2/3, for mode="hybrid"; a lost group ends no other.')
     ] = "",
@@ -112,7 +114,7 @@ def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise UserError(f'"{text}" is no variable; write --env NAME=VALUE')
+        raise UserError(f'"{text}" is not a variable; write --env NAME=VALUE')
     return name, value
 
 

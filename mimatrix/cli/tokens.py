@@ -36,7 +36,7 @@ def _root(context: typer.Context, as_json: Json = False) -> None:
 
 @tokens.command("list")
 def listed(as_json: Json = False) -> None:
-    """The tokens that people have. Their secrets are known to nobody but them.
+    """List the tokens of users, without their secrets, which the server does not store.
 
     Example: mimatrix tokens list
     """
@@ -80,7 +80,7 @@ def revoke(
     number: Annotated[int, typer.Argument(min=1, metavar="TOKEN", help="Its number, as in `mimatrix tokens`.")],
     as_json: Json = False,
 ) -> None:
-    """End a token: its bearer is let in no more. Jobs that were handed in with it go on.
+    """Revoke a token, so that it is refused from now on. Jobs that were submitted with it continue.
 
     Example: mimatrix tokens revoke 3
     """
@@ -101,5 +101,6 @@ def _wanted(user: str, role: Role) -> "TokenWanted":
         return TokenWanted.model_validate({"user": user, "role": str(role)})
     except ValidationError:
         raise UserError(
-            f'"{user}" is no name for a user; take up to 100 letters, digits, ".", "_" and "-", a letter or digit first'
+            f'"{user}" is not a valid user name; use up to 100 letters, digits, ".", "_" and "-", '
+            "a letter or digit first"
         ) from None

@@ -51,7 +51,7 @@ def up(
         str, typer.Option(help="Of the Ray cluster, host:port; auto: the one that this machine belongs to.")
     ] = AUTO,
 ) -> None:
-    """Serve jobs on this machine: queue, devices, logs, state in a folder. Stop it with Ctrl-C; jobs go on.
+    """Serve jobs on this machine: queue, devices, logs, state in a folder. Stop it with Ctrl-C; jobs continue.
 
     Example: mimatrix up
     """

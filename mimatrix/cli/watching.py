@@ -55,7 +55,7 @@ def watched(board: Board, speeds: Sequence[float]) -> Iterator[Callable[[], None
 
 
 class _Lines:
-    """Where nobody watches a screen: a line when something begins, then one every few seconds."""
+    """For output that is not a terminal: a line when something begins, then one every few seconds."""
 
     def __init__(self, board: Board) -> None:
         self._board, self._said, self._at_s = board, "", time.monotonic()

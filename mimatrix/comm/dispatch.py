@@ -231,7 +231,7 @@ class Dispatcher:
         may_be_direct = op.collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER) and executor.maps_peers
 
         def fill(index: int) -> None:
-            """Stage a chunk: all of it, or for a direct program only what peers read before it is reduced."""
+            """Stage a whole chunk, or for a direct program only what peers read before it is reduced."""
             chunk, program = chunks[index], compiler.program(chunks[index].count)
             chunk.fill_slot(slots[index % len(slots)], op.dtype, program.direct if may_be_direct else None)
 

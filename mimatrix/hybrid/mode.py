@@ -40,7 +40,7 @@ class Hybrid:
         groups: The ranks of each group. By default those that `mimatrix run --groups` gave, or one group per host.
         policy: How groups share their parameters; docs/hybrid.md lists the policies.
         options: Options of the policy.
-        overlaps: Whether a group computes on while its push is under way: more samples per second, with more
+        overlaps: Whether a group keeps computing while its push is in flight: more samples per second, with more
             staleness.
     """
 

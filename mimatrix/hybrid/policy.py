@@ -11,7 +11,7 @@ A group computes the mean gradient of n samples on parameters of some version an
 pushed in the meantime. The server steps with `lr * factor`, where the factor is a product of
 
     scaling      n / B                                   samples in the push / samples that the lr was tuned for
-    warm-up      (1 + (n/B - 1) * min(1, s/W)) / (n/B)   if n > B: from no scaling to all of it within W samples
+    warm-up      (1 + (n/B - 1) * min(1, s/W)) / (n/B)   if n > B: from no scaling to full scaling within W samples
     staleness    (1 + t) ** -p                           t pushes of others since the group pulled its parameters
 
 With `momentum_correction`, momentum buffers keep their magnitude when the factor changes: they are multiplied by
@@ -92,7 +92,7 @@ class Policy:
     outer: Mapping[str, Any] | None = None
     """Hyperparameters of SGD at the server; None: it steps with the user's optimizer."""
     moving_rate: float = 1.0
-    """The fraction of the distance to the common parameters that a group moves after a push; 1: all of it."""
+    """The fraction of the distance to the common parameters that a group moves after a push; 1: all the way."""
 
 
 POLICIES = ("large", "plain", "bounded", "elastic", "local", "backup")

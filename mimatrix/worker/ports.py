@@ -10,7 +10,7 @@ _FIRST, _TRIES = 15_000, 200
 
 
 def free_port(address: str = "", taken: set[int] | None = None) -> int:
-    """Return a free port outside of the range that the kernel uses for outgoing connections.
+    """Return a free port outside the range that the kernel uses for outgoing connections.
 
     Seconds pass between this call and the moment in which a rank listens, since torch is imported in between. In that
     time the kernel may use a port of its own range.

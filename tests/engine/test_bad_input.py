@@ -331,7 +331,7 @@ class Twice(nn.Module):
 
 
 class Elsewhere(Twice):
-    """Uses a parameter outside of the module that has it, after that has run."""
+    """Uses a parameter outside the module that has it, after that has run."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.last(self.one(x)) * self.one.bias[:3]
@@ -358,7 +358,7 @@ def test_models_that_stage_3_cannot_run() -> None:
         return nn.Sequential(part)
 
     all_say("one.weight runs twice in one pass, and stage 3 gathers its parameters once", trains(Twice), stage=3)
-    all_say("one.weight is used outside of its module", trains(Elsewhere), stage=3, unit_bytes=64)
+    all_say("one.weight is used outside its module", trains(Elsewhere), stage=3, unit_bytes=64)
     all_say("the first loss is NaN", trains(Before), stage=3, unit_bytes=64)
     all_say("which torch.compile does not see; use stage 2", trains(compiled), stage=3)
 

@@ -163,11 +163,11 @@ def test_two_servers_do_not_share_a_folder(up: Server) -> None:
     [
         (("submit", "nothing.py"), 'there is no "nothing.py"'),
         (("submit", str(SCRIPTS / "hello.py"), "--devices", "x"), 'devices: "x" names no devices'),
-        (("submit", str(SCRIPTS / "hello.py"), "--env", "x"), '"x" is no variable'),
+        (("submit", str(SCRIPTS / "hello.py"), "--env", "x"), '"x" is not a variable'),
         (("show", "9999"), "there is no job 9999; see mimatrix jobs"),
-        (("tokens", "add", "b@d"), '"b@d" is no name for a user; take up to 100 letters'),
+        (("tokens", "add", "b@d"), '"b@d" is not a valid user name; use up to 100 letters'),
         (("submit", str(SCRIPTS / "hello.py"), "--max-time", "30m1h"), '"30m1h" is not a time; write for example 90s'),
-        (("jobs", "--state", "don"), '"don" is no state; did you mean "done"?'),
+        (("jobs", "--state", "don"), 'unknown state "don"; did you mean "done"?'),
     ],
 )
 def test_bad_input_is_one_sentence(up: Server, words: tuple[str, ...], sentence: str) -> None:

@@ -53,7 +53,7 @@ def test_files_from_elsewhere_are_put_beside_the_script(tmp_path: Path) -> None:
     [
         (["other/none.txt"], "there is no file .* to take along"),
         (["other/train.py"], "and the script would both be"),
-        (["other/a.txt", "more/a.txt"], 'would both be "a.txt" beside the script; rename one of them'),
+        (["other/a.txt", "more/a.txt"], 'would both be "a.txt" next to the script; rename one of them'),
     ],
 )
 def test_files_that_cannot_be_beside_the_script(tmp_path: Path, files: list[str], sentence: str) -> None:

@@ -86,7 +86,7 @@ class ControlClient:
     def failure(self, peer: int, members: Collection[int], doing: str) -> WorldError | None:
         """Return an error if a rank reported a mismatch, a member was lost, or the awaited `peer` has left.
 
-        A peer may have finished all that is expected of it and left since: look at its progress once more after this.
+        A peer may have finished all that is expected of it and left since: look at its progress again after this.
         """
         for ranks, error in self._faults.copy():
             if ranks <= set(members):

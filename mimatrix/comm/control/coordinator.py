@@ -140,7 +140,7 @@ class Coordinator:
                     self._send_to(self._members[member], MessageType.GO, answer)
 
     def _on_late(self, body: dict[str, Any]) -> None:
-        """Start to search for the rank that blocks the others, unless it is known or a search is under way."""
+        """Start to search for the rank that blocks the others, unless it is known or a search is in progress."""
         is_known = any(reason != LEFT and rank in body["members"] for rank, reason in self._lost.items())
         if self._search or is_known:
             return

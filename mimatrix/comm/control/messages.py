@@ -44,7 +44,7 @@ class ControlMessage:
     body: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Return the bytes that go on the wire."""
+        """Return the bytes to send."""
         return _FRAMES.pack({"type": self.type, "generation": self.generation, "body": self.body})
 
     @classmethod

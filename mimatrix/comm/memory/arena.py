@@ -28,7 +28,7 @@ class Slot:
         self._readers: list[Wait] = []
 
     def tensor(self, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
-        """Return the slot as a flat tensor: all of it, or its first `count` elements."""
+        """Return the whole slot, or its first `count` elements, as a flat tensor."""
         elements = self.size // dtype.itemsize if count is None else count
         if elements * dtype.itemsize > self.size:
             raise UserError(

@@ -1,7 +1,7 @@
 """How a rank without data keeps up with a loop whose body it does not run.
 
 In a global batch in which a rank has no samples, its user's loop is not entered: it sees no `break`, no call of a
-scheduler or of `run.save`, no learning rate that is set by hand. It learns of all of that here, from the others.
+scheduler or of `run.save`, no learning rate that is set by hand. All of that reaches it here, from the other ranks.
 """
 
 import json

@@ -97,7 +97,7 @@ class MetricLog:
         self._keep(merged)
 
     def merge_local(self, step: int) -> None:
-        """Merge the steps before `step` where there is one rank; values may stay on a GPU until someone looks."""
+        """Merge the steps before `step` where there is one rank; values may stay on a GPU until they are read."""
         self._keep({number: means for number, means in self._open.items() if number < step})
 
     def history(self, start: int = 0) -> list[tuple[int, dict[str, float]]]:

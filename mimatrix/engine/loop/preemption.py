@@ -1,7 +1,7 @@
 """Preemption: when asked to stop, all ranks save between two global batches and exit one batch later.
 
 What the user's loop does after a step (its scheduler, for example) belongs to that step, so the checkpoint begins when
-the loop asks for the next batch. Ranks without data learn of it at the end of that batch, which is repeated on resume.
+the loop asks for the next batch. Ranks without data are told at the end of that batch, which is repeated on resume.
 """
 
 from collections.abc import Callable, Sequence

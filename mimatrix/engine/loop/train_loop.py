@@ -337,7 +337,7 @@ class TrainLoop:
         self._catch_up_between_batches(reports)
 
     def repeats_epoch(self) -> bool:
-        """Return whether the loop goes through the samples once more: until all groups together had enough."""
+        """Return whether the loop goes through the samples again: until all groups together had enough."""
         return self._outer is not None and self._first_epoch >= self.epoch
 
     # What ranks tell each other

@@ -46,7 +46,7 @@ class Precision:
             context.__exit__(None, None, None)
 
     def autocast_forward(self, model: nn.Module) -> None:
-        """Let a model's forward use this precision outside of `begin` and `end` too, and return 32 bits there."""
+        """Let a model's forward use this precision outside `begin` and `end` too, and return 32 bits there."""
         dtype, forward, device = self._dtype, model.forward, self._device.type
         if dtype is None:
             return

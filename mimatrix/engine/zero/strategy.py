@@ -10,7 +10,7 @@ from torch import nn
 from mimatrix.comm.work import Work
 from mimatrix.engine.zero.units import Unit, UnitParam
 
-GRAD_OUTSIDE_BACKWARD = "gradients came outside of run.backward; call run.backward(loss) instead of loss.backward()"
+GRAD_OUTSIDE_BACKWARD = "gradients came outside run.backward; call run.backward(loss) instead of loss.backward()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class ParamShard:
     start: int
     stop: int
     value: torch.Tensor
-    """The parameter itself, in its shape, where the rank steps all of it."""
+    """The parameter itself, in its shape, where the rank steps the whole parameter."""
     grad: torch.Tensor | None
     """None where autograd leaves the gradient with the parameter."""
 
@@ -44,7 +44,7 @@ class UnitState:
     has_sums: bool = False
     """Whether `grads` has sums of this global batch already (stages 2 and 3)."""
     work: Work | None = None
-    """The reduction of `grads` that is under way (stages 0 and 1)."""
+    """The reduction of `grads` that is in flight (stages 0 and 1)."""
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -195,7 +195,7 @@ class SingleProcess:
         """Do nothing: no other rank reads them."""
 
     def param_shards(self) -> Iterator[ParamShard]:
-        """Yield every trainable parameter, all of it."""
+        """Yield every trainable parameter as a whole."""
         for param in self._trainable:
             yield ParamShard(param=param, start=0, stop=param.shape.numel(), value=param.parameter, grad=None)
 

@@ -56,7 +56,7 @@ class Zero0(DistributedStrategy):
         yield ParamShard(param=param, start=0, stop=param.shape.numel(), value=param.parameter, grad=grad)
 
     def owned_range(self, unit: Unit) -> range:
-        """Return an equal part of a unit: every rank has all of it, and each saves as much as the others."""
+        """Return an equal part of a unit: every rank has the whole unit, and all save about equally many elements."""
         sizes = Shares.equal(self.group.world_size).cut(unit.count)
         return range(sum(sizes[: self.group.rank]), sum(sizes[: self.group.rank + 1]))
 

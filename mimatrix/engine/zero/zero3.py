@@ -105,7 +105,7 @@ class Zero3(Zero2):
             return
         if bool(loss.detach().isnan()):
             raise UserError(
-                "the first loss is NaN; if it is not NaN in stage 2, a parameter is used outside of its module: "
+                "the first loss is NaN; if it is not NaN in stage 2, a parameter is used outside its module: "
                 "use stage 2, or name the class of the module that uses it: run.prepare(..., leaf_modules=(TheClass,))"
             )
         self._has_checked_loss = True
@@ -152,7 +152,7 @@ class Zero3(Zero2):
             shapes = {param.names[0]: sorted(param.shape) for param in unit.params}
             name = next((name for name, shape in shapes.items() if shape == sorted(tensor.shape)), unit.name)
             raise UserError(
-                f"{name} is used outside of its module, where stage 3 does not have it; use stage 2, or name the "
+                f"{name} is used outside its module, where stage 3 does not have it; use stage 2, or name the "
                 "class of the module that uses it: run.prepare(..., leaf_modules=(TheClass,))"
             )
         return unit

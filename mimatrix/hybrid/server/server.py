@@ -1,8 +1,8 @@
 """The shard server: one process on each group's host that holds parameter shards. It is not the job server.
 
-Every shard has a replica on another host. A push is applied on both before it is acknowledged and before anyone can
+Every shard has a replica on another host. A push is applied on both before it is acknowledged and before a group can
 pull it, so losing one server loses nothing that a group was told of. A group that cannot reach a shard's server turns
-to the replica, which becomes the primary. The old primary, if it is still alive, learns this with its next push, and
+to the replica, which becomes the primary. The old primary, if it is still alive, is told with its next push, and
 redirects its clients. A server whose shard has no replica copies it to another server, if there is one.
 
 A client that needs all shards with the same pushes applied holds them (`client.consistent_cut`). Its holds, and copies
