@@ -24,7 +24,7 @@ class Source:
         self._text = text
 
     def line_of(self, path: Path) -> int:
-        """Line (from 1) of the key at `path`; of the table it is missing from where it cannot be found."""
+        """Return the line (from 1) of the key at `path`, or of the table that it is missing from."""
         while path and path not in self._places:
             path = path[:-1]
         return self._places.get(path, 1)
@@ -42,12 +42,12 @@ class Table:
         self._known: list[str] = []
 
     def fail(self, key: str, sentence: str) -> ConfigError:
-        """An error at `key`: `cluster.toml line 7, key "rate" in [[link]] number 2: ...`."""
+        """Return an error at `key`: `cluster.toml line 7, key "rate" in [[link]] number 2: ...`."""
         line = self._source.line_of((*self._path, key))
         return ConfigError(f'{self._source.name} line {line}, key "{key}"{self._inside}: {sentence}')
 
     def take(self, key: str, kind: type[T], default: object = _REQUIRED) -> T:
-        """The value of `key`, which must be of `kind`; `default` where the file is silent."""
+        """Return the value of `key`, which must be of `kind`, or `default` if the file does not have it."""
         self._known.append(key)
         if key not in self._values:
             if default is _REQUIRED:
@@ -59,7 +59,7 @@ class Table:
         return value
 
     def parse(self, key: str, parser: Callable[[str], T], default: object = _REQUIRED) -> T:
-        """A quantity written as text, such as `rate = "25Gbit"`."""
+        """Return a quantity written as text, such as `rate = "25Gbit"`."""
         text = self.take(key, str, default)
         if key not in self._values:
             return text  # type: ignore[return-value]
@@ -69,7 +69,7 @@ class Table:
             raise self.fail(key, str(error)) from None
 
     def tables(self, key: str) -> list["Table"]:
-        """The `[[key]]` tables inside this one, or none."""
+        """Return the `[[key]]` tables inside this one, or none."""
         entries = self.take(key, object, [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise self.fail(key, f"wanted tables; write [[{key}]] and its keys below")
@@ -79,7 +79,7 @@ class Table:
         ]
 
     def inline(self, key: str) -> list["Table"]:
-        """A list of inline tables, as in `devices = [{ kind = "A40", memory = "48GB" }]`."""
+        """Return a list of inline tables, as in `devices = [{ kind = "A40", memory = "48GB" }]`."""
         entries = self.take(key, list)
         if not all(isinstance(entry, dict) for entry in entries):
             raise self.fail(key, f'wanted inline tables; write {key} = [{{ kind = "A40" }}]')
@@ -88,7 +88,7 @@ class Table:
         ]
 
     def inner(self, key: str) -> "Table | None":
-        """The single table under `key`, as in `bus = { rate = "16GB" }`, or None."""
+        """Return the single table under `key`, as in `bus = { rate = "16GB" }`, or None."""
         values = self.take(key, dict, None)
         return None if values is None else Table(self._source, values, (*self._path, key), self._inside)
 
@@ -105,7 +105,7 @@ class Table:
 
 
 def read_table(name: str, text: str, page: str = "docs/clusters.md") -> Table:
-    """The root table of a TOML text; `name` is what errors call the file, and `page` has an example of one."""
+    """Return the root table of a TOML text; `name` is what errors call the file, and `page` has an example of one."""
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -11,18 +11,16 @@ from mimatrix.core import environment
 
 PACKAGE = Path(__file__).parents[2] / "mimatrix"
 OWNER = "core/environment.py"
-NOT_YET = {"engine", "comm", "hybrid"}
-"""Packages that still spell names themselves."""
 # The beginning of a name counts, too: f"MIMATRIX_{name}" would hide which variables are read.
 _NAME = re.compile(r"MIMATRIX_[A-Z_]*")
 
 
 def spelled_names(sources: Mapping[str, str]) -> list[str]:
-    """Return a sentence for every string constant outside of `OWNER` that is the name of a variable."""
+    """Return a sentence for every string constant outside `OWNER` that is the name of a variable."""
     return [
         f"{path} line {node.lineno}: use mimatrix.core.environment instead of {node.value!r}"
         for path, text in sources.items()
-        if path != OWNER and path.split("/")[0] not in NOT_YET
+        if path != OWNER
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAME.fullmatch(node.value)
     ]
@@ -64,8 +62,7 @@ def test_every_listed_variable_is_used() -> None:
     for variable in environment.variables():
         attribute = variable.name.removeprefix("MIMATRIX_")
         assert getattr(environment, attribute) is variable
-        if not NOT_YET:
-            assert re.search(rf"\b{attribute}\.(get|name)\b", code), f"nothing uses {variable.name}"
+        assert re.search(rf"\b{attribute}\.(get|name)\b", code), f"nothing uses {variable.name}"
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
