@@ -15,27 +15,32 @@ import mimatrix
 
 
 def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """The mean over a batch."""
+    """Return the mean loss of a batch."""
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--stage", type=int, default=0)
-parser.add_argument("--batch", default="auto", help="samples of each rank, such as 32,16,16")
-parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--losses", type=Path)
-options = parser.parse_args()
-batch = "auto" if options.batch == "auto" else [int(word) for word in options.batch.split(",")]
+def batch_sizes(text: str) -> list[int]:
+    """Read numbers with commas between them."""
+    return [int(size) for size in text.split(",")]
 
-torch.manual_seed(0)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage")
+parser.add_argument("--batch", type=batch_sizes, default="auto", help="samples of each rank, such as 32,16,16")
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--losses", type=Path, help="JSON file for the loss of every step")
+options = parser.parse_args()
+
+run = mimatrix.init(global_batch=64, batch=options.batch, stage=options.stage, seed=0)
+
+# `init` has seeded torch, so every rank builds the same data and the same model.
 inputs = torch.randn(2000, 20, dtype=torch.float64)
 dataset = TensorDataset(inputs, (inputs[:, :5].sum(1) > 0).long())
-model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)).double()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+network = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)).double()
+adamw = torch.optim.AdamW(network.parameters(), lr=1e-3)
 
-run = mimatrix.init(global_batch=64, batch=batch, stage=options.stage)
-model, optimizer, loader = run.prepare(model, optimizer, dataset, loss=loss_fn)
+model, optimizer, loader = run.prepare(network, adamw, dataset, loss=loss_fn)
 
 for _ in run.epochs(options.epochs):
     for batch in loader:

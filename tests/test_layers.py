@@ -21,6 +21,8 @@ WITHOUT_TORCH = {*LAYERS["pure"], *LAYERS["interfaces"]}
 # The command starts all other interfaces; the server controls launchers through their protocol; the launcher uses the
 # lab to run processes together.
 OPENS = {("cli", package) for package in LAYERS["interfaces"]} | {("server", "launch"), ("launch", "lab")}
+# The worker has a script that trains as users' scripts do; `init` needs hybrid and engine, which are below the worker.
+USES_ROOT = {("worker", "init")}
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")
 
 
@@ -126,7 +128,7 @@ def _against(package: str, name: str) -> str:
     other = rest[0] if rest else ""
     if package == "core" and other != "core":
         return "core imports nothing of ours"
-    if other == package or other == "__version__":
+    if other == package or other == "__version__" or (package, other) in USES_ROOT:
         return ""
     if other not in LAYER_OF:
         return f"{other or 'mimatrix itself'} is in no layer"

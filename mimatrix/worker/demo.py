@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mimatrix.engine.api import init
+from mimatrix import init
 from mimatrix.engine.run import Run
 
 GLOBAL_BATCH = 512

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mimatrix.engine.observers import OBSERVERS
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import mimatrix
+from mimatrix.engine import run_hooks
 
 STEPS = 200
 out, turns = Path(sys.argv[1]), int(sys.argv[2])
-reporter: Any = OBSERVERS[0].__self__  # type: ignore[attr-defined]
+reporter: Any = run_hooks._hooks[0].__self__  # type: ignore[attr-defined]
 torch.set_num_threads(1)
 run = mimatrix.init(128, quiet=True)
 net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -28,7 +28,7 @@ def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 model, optimizer, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01), dataset, loss=loss_fn)
-real, is_on = reporter._reported, True
+real, is_on = reporter._send_report, True
 reports: list[tuple[float, float, float]] = []
 
 
@@ -42,7 +42,7 @@ def reported(pause: float) -> float:
     return again_s
 
 
-reporter._reported = reported
+reporter._send_report = reported
 found: dict[str, list[list[float]]] = {"with": [], "without": []}
 # The first two turns warm up; then with, without, without, with and so on, so that drifts cancel.
 for turn in run.epochs(2 * turns + 2):
@@ -57,5 +57,5 @@ for turn in run.epochs(2 * turns + 2):
         marks.append(time.monotonic())
     if turn > 1:
         found["with" if is_on else "without"].append(marks)
-reporter._reported = real
+reporter._send_report = real
 out.with_suffix(f".{run.rank}").write_text(json.dumps({**found, "reports": reports}))
