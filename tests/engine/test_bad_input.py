@@ -1,4 +1,4 @@
-"""Bad input: one sentence with the fix on every rank, and nobody waits."""
+"""Bad input to `init`, `prepare` and the loop raises one sentence with the fix on every rank; no rank hangs."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.features import PAIR, THREE
-from support.models import Perceptron, squared, vectors
+from support.models import Perceptron, cross_entropy, vectors
 from support.runs import in_runs
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -21,70 +21,70 @@ in_stages = pytest.mark.parametrize("stage", [0, 3])
 Act = Callable[[Run], Any]
 
 
-def said(act: Act, cut: dict[str, Any] = PAIR, **settings: Any) -> list[str]:
-    """What each rank says; all must object."""
+def errors_of(act: Act, split: dict[str, Any] = PAIR, **settings: Any) -> list[str]:
+    """Return the error of each rank."""
 
-    def each(run: Run) -> str:
+    def on_rank(run: Run) -> str:
         try:
             act(run)
         except MiMatrixError as error:
             return str(error)
         return "nothing"
 
-    more = {"unit_bytes": 300, **cut, **settings}
-    return in_runs(len(cut["batch"]), each, timeout_s=5, **more)
+    more = {"unit_bytes": 300, **split, **settings}
+    return in_runs(len(split["batch"]), on_rank, timeout_s=5, **more)
 
 
-def all_say(sentence: str, act: Act, cut: dict[str, Any] = PAIR, **settings: Any) -> None:
-    for found in said(act, cut, **settings):
-        assert sentence in found
-        assert "\n" not in found
+def all_raise(sentence: str, act: Act, split: dict[str, Any] = PAIR, **settings: Any) -> None:
+    for error in errors_of(act, split, **settings):
+        assert sentence in error
+        assert "\n" not in error
 
 
-def settings_say(sentence: str, ranks: int = 2, **settings: Any) -> None:
+def init_raises(sentence: str, ranks: int = 2, **settings: Any) -> None:
     with pytest.raises(UserError, match=sentence):
         in_runs(ranks, lambda run: None, timeout_s=5, **settings)
 
 
 def prepared(run: Run, model: nn.Module | None = None, optimizer: Any = None, *more: Any) -> tuple[Any, ...]:
     model = model or Perceptron().double()
-    learning = [each for each in model.parameters() if each.requires_grad]
-    found: Any = run.prepare(model, optimizer or torch.optim.SGD(learning, 0.1), vectors(15), *more, shuffle=False)
-    return tuple(found)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    result: Any = run.prepare(model, optimizer or torch.optim.SGD(trainable, 0.1), vectors(15), *more, shuffle=False)
+    return tuple(result)
 
 
 def loop(
     run: Run, back: Callable[..., Any] | None = None, model: nn.Module | None = None, optimizer: Any = None, *more: Any
 ) -> None:
-    """A loop that does something odd in place of `run.backward`."""
+    """Run a loop that calls `back` in place of `run.backward`."""
     model, optimizer, loader, *_ = prepared(run, model, optimizer, *more)
     for _ in run.epochs(1):
         for batch in loader:
-            found = squared(model, batch)
-            back(found) if back else run.backward(found)
+            loss = cross_entropy(model, batch)
+            back(loss) if back else run.backward(loss)
             optimizer.step()
 
 
-def test_settings() -> None:
-    settings_say(r"batch = \[3, 2\] sums to 5, but global_batch is 6; make them agree", batch=[3, 2], global_batch=6)
-    settings_say(r"shares = \[0.5, 0.4\] sums to 0.9; shares must sum to 1", batch=4, shares=[0.5, 0.4])
-    settings_say("shares has 3 numbers for 2 ranks; give one for each", batch=4, shares=[0.5, 0.25, 0.25])
-    settings_say("stage is 4; use 0, 1, 2, 3", batch=4, stage=4)
-    settings_say('unknown precision "bf17"; did you mean "bf16"', batch=4, precision="bf17")
-    settings_say("max_grad_norm is 0; give a number above 0", batch=4, max_grad_norm=0)
-    settings_say("max_grad_norm is True; give a number above 0", batch=4, max_grad_norm=True)
-    settings_say("stage is True; use 0, 1, 2, 3", batch=4, stage=True)
-    settings_say("unit_bytes is -1; give a number of bytes above 0", batch=4, unit_bytes=-1)
-    settings_say(r"shares is 1.0; give a list with a number for each rank", batch=4, shares=1.0)
-    settings_say(r"shares is \['a'\]; give a list with a number for each rank", batch=4, shares=["a"])
-    settings_say("rebalance is 'x'; use True or False", global_batch=4, plan="online", rebalance="x")
-    settings_say("leave out either plan or micro_batch", global_batch=4, plan="plan.json", micro_batch=1)
-    settings_say("leave out either plan or shares", global_batch=4, plan="plan.json", shares=[0.5, 0.5])
+def test_invalid_settings() -> None:
+    init_raises(r"batch = \[3, 2\] sums to 5, but global_batch is 6; make them agree", batch=[3, 2], global_batch=6)
+    init_raises(r"shares = \[0.5, 0.4\] sums to 0.9; shares must sum to 1", batch=4, shares=[0.5, 0.4])
+    init_raises("shares has 3 numbers for 2 ranks; give one for each", batch=4, shares=[0.5, 0.25, 0.25])
+    init_raises("stage is 4; use 0, 1, 2, 3", batch=4, stage=4)
+    init_raises('unknown precision "bf17"; did you mean "bf16"', batch=4, precision="bf17")
+    init_raises("max_grad_norm is 0; give a number above 0", batch=4, max_grad_norm=0)
+    init_raises("max_grad_norm is True; give a number above 0", batch=4, max_grad_norm=True)
+    init_raises("stage is True; use 0, 1, 2, 3", batch=4, stage=True)
+    init_raises("unit_bytes is -1; give a number of bytes above 0", batch=4, unit_bytes=-1)
+    init_raises(r"shares is 1.0; give a list with a number for each rank", batch=4, shares=1.0)
+    init_raises(r"shares is \['a'\]; give a list with a number for each rank", batch=4, shares=["a"])
+    init_raises("rebalance is 'x'; use True or False", global_batch=4, plan="online", rebalance="x")
+    init_raises("leave out either plan or micro_batch", global_batch=4, plan="plan.json", micro_batch=1)
+    init_raises("leave out either plan or shares", global_batch=4, plan="plan.json", shares=[0.5, 0.5])
 
 
 def test_settings_that_differ_between_ranks() -> None:
     sentence = r"rank \d was given seed = \d and rank \d \d; give all ranks the same"
-    settings_say(sentence, own=lambda rank: {"seed": rank}, batch=2)
+    init_raises(sentence, own=lambda rank: {"seed": rank}, batch=2)
 
 
 @pytest.mark.parametrize("what", ["a dataset of", "a model of", "lr"])
@@ -94,23 +94,23 @@ def test_ranks_that_prepare_different_things(what: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1 + run.rank if what == "lr" else 0.1)
         run.prepare(model, optimizer, vectors(15 + run.rank if what == "a dataset of" else 15))
 
-    all_say(what, act)
+    all_raise(what, act)
 
 
-def test_a_model_that_does_not_learn() -> None:
+def test_a_model_without_trainable_parameters() -> None:
     def act(run: Run) -> None:
         model = nn.Linear(6, 3).requires_grad_(False)
         run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15))
 
-    all_say("no trainable parameter; set requires_grad on some", act)
+    all_raise("no trainable parameter; set requires_grad on some", act)
 
 
-def test_a_model_that_has_no_shape_yet() -> None:
+def test_a_model_with_lazy_parameters() -> None:
     def act(run: Run) -> None:
         model = nn.Sequential(nn.Linear(6, 3), nn.LazyLinear(3))
         run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(15))
 
-    all_say("1.weight has no shape yet; run the model once", act)
+    all_raise("1.weight has no shape yet; run the model once", act)
 
 
 def test_a_dataset_smaller_than_the_batch() -> None:
@@ -118,22 +118,22 @@ def test_a_dataset_smaller_than_the_batch() -> None:
         model = nn.Linear(6, 3)
         run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), vectors(4))
 
-    all_say("the dataset has 4 samples, fewer than global_batch = 5; use a smaller", act)
+    all_raise("the dataset has 4 samples, fewer than global_batch = 5; use a smaller", act)
 
 
-def test_a_loss_that_is_no_scalar() -> None:
+def test_a_loss_that_is_not_a_scalar() -> None:
     def act(run: Run) -> None:
         loop(run, lambda loss: run.backward(loss.expand(3)))
 
-    all_say("the loss has the shape [3]; give run.backward a scalar, such as loss.mean()", act)
-    all_say("the loss has the shape float", lambda run: loop(run, lambda loss: run.backward(float(loss.detach()))))  # type: ignore[arg-type]
-    all_say(
+    all_raise("the loss has the shape [3]; give run.backward a scalar, such as loss.mean()", act)
+    all_raise("the loss has the shape float", lambda run: loop(run, lambda loss: run.backward(float(loss.detach()))))  # type: ignore[arg-type]
+    all_raise(
         "does not depend on any trainable parameter", lambda run: loop(run, lambda loss: run.backward(loss.detach()))
     )
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_backward_in_other_ways_than_once(stage: int) -> None:
+def test_backward_must_be_called_once_for_each_micro_batch(stage: int) -> None:
     def twice(run: Run) -> None:
         def back(loss: Any) -> None:
             run.backward(loss)
@@ -141,7 +141,7 @@ def test_backward_in_other_ways_than_once(stage: int) -> None:
 
         loop(run, back)
 
-    def beside(run: Run) -> None:
+    def extra_backward(run: Run) -> None:
         model: Any = Perceptron().double()
 
         def back(loss: Any) -> None:
@@ -156,23 +156,23 @@ def test_backward_in_other_ways_than_once(stage: int) -> None:
     def plainly(run: Run) -> None:
         loop(run, lambda loss: loss.backward())
 
-    all_say("run.backward was called twice for one micro-batch; add the losses", twice, stage=stage)
-    all_say("optimizer.step came before run.backward", never, stage=stage)
-    all_say("call run.backward(loss) instead of loss.backward()", plainly, stage=stage)
-    all_say("call run.backward(loss) instead of loss.backward()", beside, stage=stage)
+    all_raise("run.backward was called twice for one micro-batch; add the losses", twice, stage=stage)
+    all_raise("optimizer.step came before run.backward", never, stage=stage)
+    all_raise("call run.backward(loss) instead of loss.backward()", plainly, stage=stage)
+    all_raise("call run.backward(loss) instead of loss.backward()", extra_backward, stage=stage)
 
 
-def test_a_loop_that_never_goes_back() -> None:
+def test_an_epoch_without_backward() -> None:
     def act(run: Run) -> None:
         model, _, loader = prepared(run)
         for _ in run.epochs(1):
             for batch in loader:
-                squared(model, batch)
+                cross_entropy(model, batch)
 
-    all_say("run.backward was not called in this epoch", act)
+    all_raise("run.backward was not called in this epoch", act)
 
 
-def test_steps_in_the_wrong_order() -> None:
+def test_scheduler_step_before_optimizer_step() -> None:
     def early(run: Run) -> None:
         model = Perceptron().double()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -180,21 +180,21 @@ def test_steps_in_the_wrong_order() -> None:
 
         _, optimizer, loader, scheduler = prepared(run, model, optimizer, scheduler)
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             scheduler.step()
 
-    all_say("scheduler.step came before optimizer.step", early, {"batch": [3, 2]})
+    all_raise("scheduler.step came before optimizer.step", early, {"batch": [3, 2]})
 
 
-@pytest.mark.parametrize("batch", [[5], [3, 2], [5, 0]])
-def test_stepping_what_was_given_to_prepare(batch: list[int]) -> None:
+@pytest.mark.parametrize("batches", [[5], [3, 2], [5, 0]])
+def test_stepping_what_was_given_to_prepare(batches: list[int]) -> None:
     """It would step in every micro-batch."""
 
     def optimizer(run: Run) -> None:
         model = Perceptron().double()
         given = torch.optim.SGD(model.parameters(), 0.1)
-        for each in prepared(run, model, given)[2]:
-            run.backward(squared(model, each))
+        for batch in prepared(run, model, given)[2]:
+            run.backward(cross_entropy(model, batch))
             given.step()
 
     def scheduler(run: Run) -> None:
@@ -202,18 +202,18 @@ def test_stepping_what_was_given_to_prepare(batch: list[int]) -> None:
         sgd = torch.optim.SGD(model.parameters(), 0.1)
         given = StepLR(sgd, 1)
         _, stepper, loader, _ = prepared(run, model, sgd, given)
-        for each in loader:
-            run.backward(squared(model, each))
+        for batch in loader:
+            run.backward(cross_entropy(model, batch))
             stepper.step()
             given.step()
 
-    if 0 not in batch:  # a rank without data waits for the others, and tells that they left
-        all_say("called on the optimizer that was given to run.prepare", optimizer, {"batch": batch})
-    all_say("called on the scheduler that was given to run.prepare", scheduler, {"batch": batch})
+    if 0 not in batches:  # a rank without data waits for the others, and reports that they left
+        all_raise("called on the optimizer that was given to run.prepare", optimizer, {"batch": batches})
+    all_raise("called on the scheduler that was given to run.prepare", scheduler, {"batch": batches})
 
 
 class Lars(torch.optim.Optimizer):
-    """By the norms of whole tensors."""
+    """An optimizer that uses the norms of whole tensors."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-6) -> None:
         super().__init__(params, {"lr": lr})
@@ -221,38 +221,38 @@ class Lars(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    each.sub_(each.grad, alpha=float(group["lr"] * each.norm() / (each.grad.norm() + 1e-9)))
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=float(group["lr"] * param.norm() / (param.grad.norm() + 1e-9)))
 
 
 @pytest.mark.parametrize(
     ("kind", "stage"), [(Lars, 1), (Lars, 3), (torch.optim.Adafactor, 2), (torch.optim.Muon, 3)], ids=str
 )
-def test_optimizers_that_look_at_whole_tensors(kind: Any, stage: int) -> None:
+def test_optimizers_that_need_whole_tensors(kind: Any, stage: int) -> None:
     def act(run: Run) -> None:
         model = nn.Linear(6, 3, bias=False).double()
         run.prepare(model, kind(model.parameters(), lr=1e-6), vectors(15))
 
-    all_say(f"use stage 0, where it gets whole tensors, or another optimizer (stage is {stage})", act, stage=stage)
+    all_raise(f"use stage 0, where it gets whole tensors, or another optimizer (stage is {stage})", act, stage=stage)
 
 
 @in_stages
-def test_an_optimizer_that_runs_the_model(stage: int) -> None:
+def test_an_optimizer_that_needs_a_closure(stage: int) -> None:
     def act(run: Run) -> None:
         model = nn.Linear(6, 3)
         run.prepare(model, torch.optim.LBFGS(model.parameters()), vectors(15))
 
-    all_say("LBFGS runs the model several times in a step", act, stage=stage)
+    all_raise("LBFGS runs the model several times in a step", act, stage=stage)
 
 
 @in_stages
-def test_inside_of_a_global_batch(stage: int) -> None:
+def test_collective_calls_inside_a_global_batch(stage: int) -> None:
     def save(run: Run, model: nn.Module) -> None:
         run.save("/nowhere")
 
     def evaluate(run: Run, model: nn.Module) -> None:
-        run.evaluate(model, vectors(3), lambda model, batch: {"loss": squared(model, batch)})
+        run.evaluate(model, vectors(3), lambda model, batch: {"loss": cross_entropy(model, batch)})
 
     def state(run: Run, model: nn.Module) -> None:
         run.full_state_dict(model)
@@ -262,62 +262,64 @@ def test_inside_of_a_global_batch(stage: int) -> None:
         def act(run: Run, call: Callable[[Run, nn.Module], None] = call) -> None:
             model, _, loader = prepared(run)
             for batch in loader:
-                run.backward(squared(model, batch))
+                run.backward(cross_entropy(model, batch))
                 call(run, model)
 
-        all_say(f"run.{name} was called inside a global batch", act, stage=stage)
+        all_raise(f"run.{name} was called inside a global batch", act, stage=stage)
 
 
 @in_stages
-def test_leaving_the_loop_inside_of_a_global_batch(stage: int) -> None:
+def test_leaving_the_loop_inside_a_global_batch(stage: int) -> None:
     def act(run: Run) -> None:
         model, _, loader = prepared(run)
         for _ in run.epochs(2):
             for batch in loader:
-                run.backward(squared(model, batch))
+                run.backward(cross_entropy(model, batch))
                 break
 
-    all_say("was left inside a global batch; leave it when `not run.in_batch`", act, stage=stage)
+    all_raise("was left inside a global batch; leave it when `not run.in_batch`", act, stage=stage)
 
 
 @in_stages
-def test_what_needs_all_ranks_in_a_loop_that_not_all_run(stage: int) -> None:
+def test_collective_calls_while_a_rank_has_no_data(stage: int) -> None:
     def act(run: Run) -> None:
         model, optimizer, loader = prepared(run)
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             optimizer.step()
             if not run.in_batch:
-                run.evaluate(model, vectors(3), lambda model, batch: {"loss": squared(model, batch)})
+                run.evaluate(model, vectors(3), lambda model, batch: {"loss": cross_entropy(model, batch)})
 
     sentence = "rank 1 has no data in this batch and does not come to run.evaluate; call it after the loop"
-    all_say(sentence, act, THREE, stage=stage)
+    all_raise(sentence, act, THREE, stage=stage)
 
 
-def test_a_scheduler_that_needs_a_figure_on_a_rank_without_data() -> None:
+def test_reduce_lr_on_plateau_on_a_rank_without_data() -> None:
     def act(run: Run) -> None:
         model = Perceptron().double()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = ReduceLROnPlateau(optimizer)
         model, optimizer, loader, scheduler = prepared(run, model, optimizer, scheduler)
         for batch in loader:
-            found = squared(model, batch)
-            run.backward(found)
+            loss = cross_entropy(model, batch)
+            run.backward(loss)
             optimizer.step()
-            scheduler.step(float(found.detach()))
+            scheduler.step(float(loss.detach()))
 
-    all_say("ReduceLROnPlateau steps by a metric, which a rank without data does not have", act, THREE)
+    all_raise("ReduceLROnPlateau steps by a metric, which a rank without data does not have", act, THREE)
 
 
-def test_learning_rates_that_differ() -> None:
+def test_learning_rates_that_differ_between_ranks() -> None:
     def act(run: Run) -> None:
         model, optimizer, loader = prepared(run)
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             optimizer.param_groups[0]["lr"] = 0.1 + run.rank * (run.step == 1)
             optimizer.step()
 
-    all_say("the optimizer's lr (param group 0) is 0.1 on rank 0 and 1.1 on rank 1; set it from what is the same", act)
+    all_raise(
+        "the optimizer's lr (param group 0) is 0.1 on rank 0 and 1.1 on rank 1; set it from what is the same", act
+    )
 
 
 class Twice(nn.Module):
@@ -339,14 +341,14 @@ class Elsewhere(Twice):
 
 
 class Before(Twice):
-    """The same where autograd does not keep it."""
+    """Uses a parameter outside its module, where autograd does not keep it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.last(self.one(x)) + (x * self.one.bias)[:, :3]
         return y
 
 
-def test_models_that_stage_3_cannot_run() -> None:
+def test_models_that_zero3_cannot_run() -> None:
     def trains(kind: Callable[[], Any]) -> Act:
         def act(run: Run) -> None:
             loop(run, None, kind().double())
@@ -357,29 +359,31 @@ def test_models_that_stage_3_cannot_run() -> None:
         part: Any = torch.compile(nn.Linear(6, 3), backend="eager")
         return nn.Sequential(part)
 
-    all_say("one.weight runs twice in one pass, and stage 3 gathers its parameters once", trains(Twice), stage=3)
-    all_say("one.weight is used outside its module", trains(Elsewhere), stage=3, unit_bytes=64)
-    all_say("the first loss is NaN", trains(Before), stage=3, unit_bytes=64)
-    all_say("which torch.compile does not see; use stage 2", trains(compiled), stage=3)
+    all_raise("one.weight runs twice in one pass, and stage 3 gathers its parameters once", trains(Twice), stage=3)
+    all_raise("one.weight is used outside its module", trains(Elsewhere), stage=3, unit_bytes=64)
+    all_raise("the first loss is NaN", trains(Before), stage=3, unit_bytes=64)
+    all_raise("which torch.compile does not see; use stage 2", trains(compiled), stage=3)
 
 
-def test_running_the_model_again_in_stage_3() -> None:
+def test_extra_forward_passes_in_zero3() -> None:
     def act(run: Run) -> None:
         model, _, loader = prepared(run)
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             with torch.no_grad():
-                squared(model, batch)
+                cross_entropy(model, batch)
 
     def measures(run: Run) -> None:
         model, *_ = prepared(run)
-        run.evaluate(model, vectors(9), lambda model, batch: {"loss": squared(model, batch) + squared(model, batch)})
+        run.evaluate(
+            model, vectors(9), lambda model, batch: {"loss": cross_entropy(model, batch) + cross_entropy(model, batch)}
+        )
 
-    all_say("runs after run.backward inside a global batch, where other ranks do not", act, stage=3)
-    all_say("the metric function ran the model 2 times for a batch", measures, stage=3)
+    all_raise("runs after run.backward inside a global batch, where other ranks do not", act, stage=3)
+    all_raise("the metric function ran the model 2 times for a batch", measures, stage=3)
 
 
-def test_state_dicts_of_what_is_cut() -> None:
+def test_state_dicts_of_sharded_models_and_optimizers() -> None:
     def model_of(run: Run) -> None:
         prepared(run)[0].state_dict()
 
@@ -390,13 +394,13 @@ def test_state_dicts_of_what_is_cut() -> None:
         optimizer = prepared(run)[1]
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
-    all_say("use run.full_state_dict(model) or run.save()", model_of, stage=3)
-    all_say(
+    all_raise("use run.full_state_dict(model) or run.save()", model_of, stage=3)
+    all_raise(
         "the model cannot be copied; copy it before run.prepare", lambda run: copy.deepcopy(prepared(run)[0]), stage=3
     )
-    all_say("load weights before run.prepare", into_model, stage=3)
-    all_say("use run.save() and run.load()", lambda run: prepared(run)[1].state_dict(), stage=1)
-    all_say("load it before run.prepare, or use run.load()", into_optimizer, stage=1)
+    all_raise("load weights before run.prepare", into_model, stage=3)
+    all_raise("use run.save() and run.load()", lambda run: prepared(run)[1].state_dict(), stage=1)
+    all_raise("load it before run.prepare, or use run.load()", into_optimizer, stage=1)
 
 
 class Tied(nn.Module):
@@ -415,9 +419,9 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_that_come_twice(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_arrive_twice_in_one_backward(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "can_overlap", lambda group, units: True)
-    all_say("got a gradient twice in one backward pass", lambda run: loop(run, None, Tied().double()), stage=stage)
+    all_raise("got a gradient twice in one backward pass", lambda run: loop(run, None, Tied().double()), stage=stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -427,12 +431,12 @@ def test_sparse_gradients(stage: int) -> None:
         data = [(torch.tensor([number % 9]), number % 3) for number in range(15)]
         _, _, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
 
-    all_say("weight has a sparse gradient, which is not summed over ranks; use sparse=False", act, stage=stage)
+    all_raise("weight has a sparse gradient, which is not summed over ranks; use sparse=False", act, stage=stage)
 
 
-def test_changes_after_prepare() -> None:
+def test_changes_to_model_and_optimizer_after_prepare() -> None:
     def thaw(run: Run) -> None:
         model, _, loader = prepared(run)
         model.frozen.requires_grad_(True)
@@ -443,13 +447,13 @@ def test_changes_after_prepare() -> None:
         _, optimizer, loader = prepared(run, model, torch.optim.SGD(model.first.parameters(), 0.1))
         optimizer.add_param_group({"params": list(model.last.parameters())})
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             optimizer.step()
 
-    all_say("frozen.weight became trainable after run.prepare", thaw)
-    all_say("a param group was added after run.prepare", add)
-    all_say("run.prepare was called twice", lambda run: (prepared(run), prepared(run)))
-    all_say("nothing is prepared yet", lambda run: run.backward(torch.ones(())))
+    all_raise("frozen.weight became trainable after run.prepare", thaw)
+    all_raise("a param group was added after run.prepare", add)
+    all_raise("run.prepare was called twice", lambda run: (prepared(run), prepared(run)))
+    all_raise("nothing is prepared yet", lambda run: run.backward(torch.ones(())))
 
 
 def test_a_model_that_is_cast_after_prepare() -> None:
@@ -460,7 +464,7 @@ def test_a_model_that_is_cast_after_prepare() -> None:
         model.float().double()
         next(iter(loader))
 
-    all_say("weight was moved or cast after run.prepare", act, stage=1)
+    all_raise("weight was moved or cast after run.prepare", act, stage=1)
 
 
 def test_an_optimizer_that_was_made_after_prepare() -> None:
@@ -472,7 +476,7 @@ def test_an_optimizer_that_was_made_after_prepare() -> None:
             run.backward(nn.functional.cross_entropy(model(inputs), targets))
             other.step()
 
-    all_say("than the one that run.prepare returned", act, stage=0)
+    all_raise("than the one that run.prepare returned", act, stage=0)
 
 
 @pytest.mark.parametrize(
@@ -489,13 +493,13 @@ def test_unknown_loading_settings_name_the_nearest(setting: str, says: str) -> N
         more: Any = {setting: 1}
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors(10), **more)
 
-    all_say(says, act, stage=0)
+    all_raise(says, act, stage=0)
 
 
-def test_the_order_of_what_is_prepared() -> None:
+def test_prepare_arguments_in_the_wrong_order() -> None:
     def act(run: Run) -> None:
         model: Any = nn.Linear(6, 3).double()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         run.prepare(optimizer, model, vectors(10))
 
-    all_say("give them in this order", act, stage=0)
+    all_raise("give them in this order", act, stage=0)

@@ -1,4 +1,4 @@
-"""Three unequal parts of one GPU (CUDA MPS) give what one process gives, in every stage; so does a CPU beside them.
+"""Three unequal parts of one GPU (CUDA MPS) give what one process gives, in every stage; so do two of them and a CPU.
 
 Needs an NVIDIA GPU.
 """
@@ -27,7 +27,7 @@ def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path, last: str) -> None:
     ranks = []
     try:
         for rank, (percent, memory) in enumerate(PARTS):
-            mine = settings | {
+            environment = settings | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(PARTS)),
                 "MASTER_ADDR": "127.0.0.1",
@@ -38,16 +38,18 @@ def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path, last: str) -> None:
                 "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
             }
             if rank == 2 and last == "CPU":
-                mine["CUDA_VISIBLE_DEVICES"] = ""
+                environment["CUDA_VISIBLE_DEVICES"] = ""
             words = [sys.executable, str(SCRIPT)]
-            ranks.append(subprocess.Popen(words, env=mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        said = [rank.communicate(timeout=110) for rank in ranks]
+            ranks.append(
+                subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        outputs = [rank.communicate(timeout=110) for rank in ranks]
     finally:
         for rank_process in ranks:
             rank_process.kill()
         subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=settings, text=True, timeout=30, check=False)
-    for rank_process, (out, err) in zip(ranks, said, strict=True):
+    for rank_process, (out, err) in zip(ranks, outputs, strict=True):
         assert rank_process.returncode == 0, err[-3000:]
-        found = json.loads(out.splitlines()[-1])
-        assert len(found["apart"]) == 12
-        assert max(found["apart"].values()) < 1e-10, found["apart"]
+        report = json.loads(out.splitlines()[-1])
+        assert len(report["apart"]) == 12
+        assert max(report["apart"].values()) < 1e-10, report["apart"]

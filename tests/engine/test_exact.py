@@ -14,11 +14,11 @@ from support.models import (
     Residual,
     Transformer,
     adamw,
-    by_tokens,
+    cross_entropy,
+    images,
     momentum,
-    pictures,
     sentences,
-    squared,
+    token_cross_entropy,
     vectors,
 )
 from support.plain import plain_rounds, plain_run
@@ -39,8 +39,8 @@ UNIT_BYTES = 300
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a global batch and the states are cut."""
+class Partition:
+    """How a global batch and the sharded states are split over the ranks."""
 
     batches: tuple[int, ...]
     micro: tuple[int, ...]
@@ -62,15 +62,15 @@ class Cut:
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> Cut:
+def partitions(draw: st.DrawFn) -> Partition:
     ranks = draw(st.integers(1, 4))
     batches = draw(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks).filter(any))
     micro = draw(st.lists(st.integers(1, 5), min_size=ranks, max_size=ranks))
     weights = draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks).filter(any))
-    return Cut(tuple(batches), tuple(micro), tuple(weight / sum(weights) for weight in weights))
+    return Partition(tuple(batches), tuple(micro), tuple(weight / sum(weights) for weight in weights))
 
 
-def made(kind: type[nn.Module]) -> nn.Module:
+def build(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return kind().double()
 
@@ -80,105 +80,113 @@ def global_batches(data: list[Any], size: int) -> list[Any]:
     return [default_collate(data[start : start + size]) for start in range(0, len(data), size)]
 
 
-def trained(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], loss: Any) -> dict[str, Any]:
-    """The user's loop; what it ends with."""
+def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], loss: Any) -> dict[str, Any]:
+    """Run the loop that a user would write, and return its state and losses."""
     halving = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     model, optimizer, loader, scheduler = run.prepare(model, optimizer, data, halving, loss=loss, shuffle=False)
     for _ in run.epochs(1):
         for batch in loader:
-            found = loss(model, batch)
-            weight = float((batch != 0).sum()) if loss is by_tokens else None
-            run.backward(found, weight=weight)
+            value = loss(model, batch)
+            weight = float((batch != 0).sum()) if loss is token_cross_entropy else None
+            run.backward(value, weight=weight)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            run.log(loss=found)
+            run.log(loss=value)
     assert run.step == STEPS
     state = run.full_state_dict(model)
     return {"state": state, "losses": [means["loss"] for _, means in run.history]}
 
 
-def check(kind: type[nn.Module], cut: Cut, stage: int, optimizer: str, data: list[Any], loss: Any, **more: Any) -> None:
-    reference = made(kind)
+def check(
+    kind: type[nn.Module], partition: Partition, stage: int, optimizer: str, data: list[Any], loss: Any, **more: Any
+) -> None:
+    reference = build(kind)
     stepper = OPTIMIZERS[optimizer](reference)
-    batches = global_batches(data, sum(cut.batches))
+    batches = global_batches(data, sum(partition.batches))
     scheduler = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     if kind is Residual:
-        plain_rounds(reference, stepper, batches, loss, Split.of(cut.batches, list(cut.micro)), scheduler)
+        plain_rounds(reference, stepper, batches, loss, Split.of(partition.batches, list(partition.micro)), scheduler)
         losses = None
     else:
         clip = more.get("max_grad_norm")
         losses = plain_run(reference, stepper, batches, loss, scheduler=scheduler, max_grad_norm=clip)
-    models = [made(kind) for _ in cut.batches]
+    models = [build(kind) for _ in partition.batches]
     optimizers = [OPTIMIZERS[optimizer](model) for model in models]
 
-    def each(run: Run) -> dict[str, Any]:
-        return trained(run, models[run.rank], optimizers[run.rank], data, loss)
+    def on_rank(run: Run) -> dict[str, Any]:
+        return train(run, models[run.rank], optimizers[run.rank], data, loss)
 
-    for found in in_runs(cut.ranks, each, **cut.settings(stage, **more)):
+    for result in in_runs(partition.ranks, on_rank, **partition.settings(stage, **more)):
         expected = reference.state_dict()
-        assert found["state"].keys() == expected.keys()
-        for name, value in found["state"].items():
+        assert result["state"].keys() == expected.keys()
+        for name, value in result["state"].items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10, msg=partial("{}: {}".format, name))
         if losses:
-            assert found["losses"] == pytest.approx(losses, abs=1e-10)
+            assert result["losses"] == pytest.approx(losses, abs=1e-10)
 
 
 BY_HAND = [
-    Cut((3, 1), (2, 1), (0.7, 0.3)),
-    Cut((4, 0), (2, 1), (0.0, 1.0)),
-    Cut((1, 4, 2), (1, 4, 1), (0.7, 0.2, 0.1)),
-    Cut((2, 0, 3, 1), (1, 1, 3, 1), (0.25, 0.5, 0.0, 0.25)),
+    Partition((3, 1), (2, 1), (0.7, 0.3)),
+    Partition((4, 0), (2, 1), (0.0, 1.0)),
+    Partition((1, 4, 2), (1, 4, 1), (0.7, 0.2, 0.1)),
+    Partition((2, 0, 3, 1), (1, 1, 3, 1), (0.25, 0.5, 0.0, 0.25)),
 ]
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("cut", BY_HAND, ids=str)
-def test_perceptron(cut: Cut, optimizer: str, stage: int) -> None:
-    check(Perceptron, cut, stage, optimizer, vectors(STEPS * sum(cut.batches)), squared)
+@pytest.mark.parametrize("partition", BY_HAND, ids=str)
+def test_mlp_is_exact(partition: Partition, optimizer: str, stage: int) -> None:
+    check(Perceptron, partition, stage, optimizer, vectors(STEPS * sum(partition.batches)), cross_entropy)
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("cut", BY_HAND, ids=str)
-def test_transformer_with_tokens_and_clipping(cut: Cut, stage: int) -> None:
-    data = sentences(STEPS * sum(cut.batches))
-    check(Transformer, cut, stage, "adamw", data, by_tokens, max_grad_norm=0.5)
+@pytest.mark.parametrize("partition", BY_HAND, ids=str)
+def test_transformer_with_token_weights_and_clipping_is_exact(partition: Partition, stage: int) -> None:
+    data = sentences(STEPS * sum(partition.batches))
+    check(Transformer, partition, stage, "adamw", data, token_cross_entropy, max_grad_norm=0.5)
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("cut", BY_HAND, ids=str)
-def test_residual_with_batch_norm(cut: Cut, stage: int) -> None:
-    check(Residual, cut, stage, "momentum", pictures(STEPS * sum(cut.batches)), squared)
+@pytest.mark.parametrize("partition", BY_HAND, ids=str)
+def test_resnet_with_batch_norm_is_exact(partition: Partition, stage: int) -> None:
+    check(Residual, partition, stage, "momentum", images(STEPS * sum(partition.batches)), cross_entropy)
 
 
 @pytest.mark.parametrize("reads", [True, False])
-@pytest.mark.parametrize("cut", BY_HAND, ids=str)
-def test_zero0_with_and_without_shared_grads(cut: Cut, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stage 0 has two ways; which one is taken depends on processors and sizes."""
+@pytest.mark.parametrize("partition", BY_HAND, ids=str)
+def test_zero0_is_exact_with_and_without_shared_grads(
+    partition: Partition, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 0 has two implementations; which one is used depends on CPU cores and sizes."""
     monkeypatch.setattr(stages, "can_share_grads", lambda *_: reads)
-    count = STEPS * sum(cut.batches)
-    check(Perceptron, cut, 0, "adamw", vectors(count), squared)
-    check(Transformer, cut, 0, "momentum", sentences(count), by_tokens, max_grad_norm=0.5)
-    check(Residual, cut, 0, "adamw", pictures(count), squared)
+    count = STEPS * sum(partition.batches)
+    check(Perceptron, partition, 0, "adamw", vectors(count), cross_entropy)
+    check(Transformer, partition, 0, "momentum", sentences(count), token_cross_entropy, max_grad_norm=0.5)
+    check(Residual, partition, 0, "adamw", images(count), cross_entropy)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("pages", [24, 28])
-def test_an_arena_with_room_for_a_part_of_the_model(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_smaller_than_the_model_is_exact(pages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_BYTES, "host", 128)
     data = sentences(STEPS * sum(BY_HAND[2].batches))
-    check(Transformer, BY_HAND[2], stage, "adamw", data, by_tokens, arena_bytes=pages * ALIGNMENT)
+    check(Transformer, BY_HAND[2], stage, "adamw", data, token_cross_entropy, arena_bytes=pages * ALIGNMENT)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cut=cuts(), optimizer=st.sampled_from(sorted(OPTIMIZERS)), model=st.sampled_from(["mlp", "tokens", "norm"]))
-def test_any_cut(stage: int, cut: Cut, optimizer: str, model: str) -> None:
-    count = STEPS * sum(cut.batches)
+@given(
+    partition=partitions(),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    model=st.sampled_from(["mlp", "tokens", "norm"]),
+)
+def test_any_partition_is_exact(stage: int, partition: Partition, optimizer: str, model: str) -> None:
+    count = STEPS * sum(partition.batches)
     if model == "mlp":
-        check(Perceptron, cut, stage, optimizer, vectors(count), squared)
+        check(Perceptron, partition, stage, optimizer, vectors(count), cross_entropy)
     elif model == "tokens":
-        check(Transformer, cut, stage, optimizer, sentences(count), by_tokens, max_grad_norm=0.5)
+        check(Transformer, partition, stage, optimizer, sentences(count), token_cross_entropy, max_grad_norm=0.5)
     else:
-        check(Residual, cut, stage, optimizer, pictures(count), squared)
+        check(Residual, partition, stage, optimizer, images(count), cross_entropy)

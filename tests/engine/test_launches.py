@@ -1,4 +1,4 @@
-"""The script of examples/ gives the same losses on three unlike workers, under torchrun, and alone."""
+"""Across launchers: examples/train.py gives the same losses under `mimatrix run`, under torchrun, and alone."""
 
 import json
 import os
@@ -18,11 +18,11 @@ def losses(file: Path, *words: str) -> list[float]:
     settings = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=settings)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[float] = json.loads(file.read_text())
-    return found
+    recorded: list[float] = json.loads(file.read_text())
+    return recorded
 
 
-def test_the_same_script_gives_the_same_losses(tmp_path: Path) -> None:
+def test_the_example_gives_the_same_losses_under_every_launcher(tmp_path: Path) -> None:
     alone = losses(tmp_path / "alone", str(SCRIPT))
     assert len(alone) == 32
     assert losses(tmp_path / "run", *RUN, "--stage", "3") == pytest.approx(alone, abs=1e-12)

@@ -14,12 +14,12 @@ from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
 def errors_of(task: Callable[[int], Any], action: str | None = None) -> list[Exception]:
     """Run `task(rank)` on two ranks and return what each raises."""
 
-    def each(group: Group) -> Exception:
+    def on_rank(group: Group) -> Exception:
         with pytest.raises(Exception) as caught:  # noqa: PT011 (the caller looks at it)
             gather_or_raise(RankExchange(group), lambda: task(group.rank), action=action)
         return caught.value
 
-    return in_groups(2, each)
+    return in_groups(2, on_rank)
 
 
 def fail_with(error: Exception) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""A short training with ranks as threads beside the same in a plain loop, for trying one feature after another."""
+"""A short training on ranks that are threads, compared with a plain loop in one process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,53 +47,53 @@ class Case:
     size: int = 5
     """Samples in a global batch."""
 
-    def made(self) -> tuple[nn.Module, Optimizer]:
-        """Always the same; not on ranks, which are threads that share a random stream."""
+    def build(self) -> tuple[nn.Module, Optimizer]:
+        """Return the same model and optimizer each time; not on ranks, which share a random generator."""
         torch.manual_seed(3)
         model = self.model()
-        return model, self.optimizer([each for each in model.parameters() if each.requires_grad])
+        return model, self.optimizer([param for param in model.parameters() if param.requires_grad])
 
     def batches(self) -> list[Any]:
-        cut = [list(self.data[start : start + self.size]) for start in range(0, len(self.data), self.size)]
+        batches = [list(self.data[start : start + self.size]) for start in range(0, len(self.data), self.size)]
         if dict(self.loading).get("drop_last"):
-            cut = [each for each in cut if len(each) == self.size]
-        return [default_collate(each) for each in cut]
+            batches = [batch for batch in batches if len(batch) == self.size]
+        return [default_collate(batch) for batch in batches]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a training ended."""
+class TrainResult:
+    """The model, losses and learning rates at the end of a training."""
 
     state: dict[str, torch.Tensor]
     losses: list[float]
     lr: list[float]
 
 
-def in_one(case: Case) -> Ended:
-    """The plain loop."""
-    model, optimizer = case.made()
+def train_alone(case: Case) -> TrainResult:
+    """Train in a plain loop in one process."""
+    model, optimizer = case.build()
     scheduler = case.scheduler(optimizer) if case.scheduler else None
     losses = []
     for _ in range(case.epochs):
         losses += plain_run(
             model, optimizer, case.batches(), case.loss, scheduler=scheduler, max_grad_norm=case.max_grad_norm
         )
-    return Ended(model.state_dict(), losses, [float(group["lr"]) for group in optimizer.param_groups])
+    return TrainResult(model.state_dict(), losses, [float(group["lr"]) for group in optimizer.param_groups])
 
 
-def on_ranks(case: Case, stage: int, cut: dict[str, Any], **settings: Any) -> list[Ended]:
-    """The same on ranks."""
-    made = [case.made() for _ in cut["batch"]]
+def train_on_ranks(case: Case, stage: int, split: dict[str, Any], **settings: Any) -> list[TrainResult]:
+    """Train on ranks, which are threads."""
+    built = [case.build() for _ in split["batch"]]
 
-    def each(run: Run) -> Ended:
-        return looped(run, case, *made[run.rank])
+    def on_rank(run: Run) -> TrainResult:
+        return train_loop(run, case, *built[run.rank])
 
-    more = {"unit_bytes": UNIT_BYTES, "max_grad_norm": case.max_grad_norm, **cut, **settings}
-    return in_runs(len(cut["batch"]), each, stage=stage, **more)
+    more = {"unit_bytes": UNIT_BYTES, "max_grad_norm": case.max_grad_norm, **split, **settings}
+    return in_runs(len(split["batch"]), on_rank, stage=stage, **more)
 
 
-def looped(run: Run, case: Case, model: nn.Module, optimizer: Optimizer) -> Ended:
-    """The user's loop."""
+def train_loop(run: Run, case: Case, model: nn.Module, optimizer: Optimizer) -> TrainResult:
+    """Run the loop that a user would write."""
     given: Any = (case.scheduler(optimizer),) if case.scheduler else ()
     prepared: Any = run.prepare(
         model, optimizer, case.data, *given, loss=case.loss, **{"shuffle": False, **dict(case.loading)}
@@ -109,20 +109,20 @@ def looped(run: Run, case: Case, model: nn.Module, optimizer: Optimizer) -> Ende
                 scheduler.step()
             run.log(loss=loss)
     lr = [float(group["lr"]) for group in optimizer.param_groups]
-    return Ended(run.full_state_dict(model), [means["loss"] for _, means in run.history], lr)
+    return TrainResult(run.full_state_dict(model), [means["loss"] for _, means in run.history], lr)
 
 
-def check(case: Case, stage: int, cut: dict[str, Any] = THREE, **settings: Any) -> None:
-    """Ranks end as one process does."""
-    expected = in_one(case)
-    for found in on_ranks(case, stage, cut, **settings):
-        same(found.state, expected.state, case.tolerance)
-        assert found.losses == pytest.approx(expected.losses, abs=max(case.tolerance, 1e-10))
-        assert found.lr == pytest.approx(expected.lr, rel=1e-12)
+def check(case: Case, stage: int, split: dict[str, Any] = THREE, **settings: Any) -> None:
+    """Check that ranks end with what one process ends with."""
+    expected = train_alone(case)
+    for result in train_on_ranks(case, stage, split, **settings):
+        assert_same(result.state, expected.state, case.tolerance)
+        assert result.losses == pytest.approx(expected.losses, abs=max(case.tolerance, 1e-10))
+        assert result.lr == pytest.approx(expected.lr, rel=1e-12)
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
         say = partial("{}: {}".format, name)
         torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance, msg=say)

@@ -1,5 +1,6 @@
 """Small models in float64, with the cases that make sharding hard: tied weights, frozen and unused parameters."""
 
+import threading
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 WIDTH, WORDS, LENGTH = 6, 13, 5
+_SEEDING = threading.Lock()
+"""Ranks may be threads, which share one random generator."""
 
 
 class Perceptron(nn.Module):
@@ -26,7 +29,7 @@ class Perceptron(nn.Module):
 
 
 class Residual(nn.Module):
-    """A ResNet in small."""
+    """A small ResNet: convolutions with batch norm, and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,44 +61,54 @@ class Transformer(nn.Module):
         return y
 
 
-def squared(model: nn.Module, batch: Any) -> torch.Tensor:
+def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, targets = batch
     return F.cross_entropy(model(inputs), targets)
 
 
-def by_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens that are not padding."""
+def token_cross_entropy(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the mean over tokens that are not padding."""
     return F.cross_entropy(model(tokens).transpose(1, 2), tokens, ignore_index=0)
 
 
 def vectors(count: int) -> list[tuple[torch.Tensor, int]]:
-    made = torch.Generator().manual_seed(5)
-    return [(torch.randn(WIDTH, generator=made, dtype=torch.float64), number % 3) for number in range(count)]
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(WIDTH, generator=generator, dtype=torch.float64), number % 3) for number in range(count)]
 
 
-def pictures(count: int) -> list[tuple[torch.Tensor, int]]:
-    made = torch.Generator().manual_seed(6)
-    return [(torch.randn(2, 4, 4, generator=made, dtype=torch.float64), number % 3) for number in range(count)]
+def images(count: int) -> list[tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(6)
+    return [(torch.randn(2, 4, 4, generator=generator, dtype=torch.float64), number % 3) for number in range(count)]
 
 
 def sentences(count: int) -> list[torch.Tensor]:
-    """Padded with zeros to one length."""
-    made = torch.Generator().manual_seed(7)
-    rows = torch.randint(1, WORDS, (count, LENGTH), generator=made)
-    lengths = torch.randint(1, LENGTH + 1, (count,), generator=made)
+    """Return token sequences, padded with zeros to one length."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randint(1, WORDS, (count, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (count,), generator=generator)
     return [row * (torch.arange(LENGTH) < length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two param groups."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    thick = [parameter for parameter in learning if parameter.dim() > 1]
-    thin = [parameter for parameter in learning if parameter.dim() <= 1]
-    groups = [{"params": thick, "weight_decay": 0.1}, {"params": thin, "lr": 3e-3, "weight_decay": 0.0}]
+    """Return AdamW with two param groups."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+    others = [parameter for parameter in trainable if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-6)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    halves: list[dict[str, Any]] = [{"params": learning[::2]}, {"params": learning[1::2], "lr": 0.02, "nesterov": True}]
-    return torch.optim.SGD(halves, lr=0.05, momentum=0.9)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    slower = {"params": trainable[1::2], "lr": 0.02, "nesterov": True}
+    groups: list[dict[str, Any]] = [{"params": trainable[::2]}, slower]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def seeded_perceptron() -> tuple[Perceptron, torch.optim.Optimizer]:
+    """Return the same perceptron on every rank, in float64, and an optimizer for it."""
+    with _SEEDING:
+        torch.manual_seed(3)
+        model = Perceptron()
+        model.double()
+    return model, momentum(model)

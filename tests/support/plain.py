@@ -22,25 +22,25 @@ def plain_run(
     scheduler: Any = None,
     max_grad_norm: float | None = None,
 ) -> list[float]:
-    """Steps on whole global batches; the loss of each."""
+    """Step on whole global batches, and return the loss of each."""
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        found = loss(model, batch)
-        found.backward()  # type: ignore[no-untyped-call]
+        value = loss(model, batch)
+        value.backward()  # type: ignore[no-untyped-call]
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], max_grad_norm)
         optimizer.step()
         if scheduler:
             scheduler.step()
-        losses.append(float(found.detach()))
+        losses.append(float(value.detach()))
     return losses
 
 
 def plain_rounds(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss: Loss, split: Split, scheduler: Any
 ) -> None:
-    """The same for models in which samples meet: each micro-step is the union of what the ranks have in it."""
+    """Step where samples depend on each other: each micro-step is the union of what the ranks have in it."""
     for inputs, targets in batches:
         optimizer.zero_grad()
         for number in range(split.rounds):

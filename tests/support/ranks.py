@@ -1,4 +1,4 @@
-"""Ranks as threads of this process."""
+"""Ranks that are threads of this process."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ T = TypeVar("T")
 ARENA_BYTES = 32 << 20
 
 
-def together(size: int, each: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
-    """Run `each(rank)` on a thread per rank; return their results, or raise the first error."""
+def together(size: int, on_rank: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `on_rank(rank)` on `size` threads; return their results, or raise the first error."""
     results: list[T | None] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = each(rank)
+            results[rank] = on_rank(rank)
         except BaseException as error:  # noqa: BLE001 (raised below)
             errors.append((rank, error))
 
@@ -39,14 +39,14 @@ def together(size: int, each: Callable[[int], T], timeout_s: float = 60.0) -> li
 
 def in_groups(
     size: int,
-    each: Callable[[Group], T],
+    on_rank: Callable[[Group], T],
     *,
     hosts: Sequence[str] | None = None,
     kinds: Callable[[], dict[str, WindowKind]] | None = None,
     timeout_s: float = 20.0,
     with_gloo: bool = False,
 ) -> list[T]:
-    """Run `each(group)` on threads that are the ranks of one group: over windows in this process, and Gloo if asked."""
+    """Run `on_rank(group)` on threads that are the ranks of one group, over windows in this process."""
     store, shared = HashStore(), InProcessWindows()
 
     def rank_alone(rank: int) -> T:
@@ -55,7 +55,7 @@ def in_groups(
         endpoint = Endpoint.join(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
         try:
             gloo = {"cpu": C10dBackend(_gloo(store, rank, size), rank, size, timeout_s)} if with_gloo else None
-            return each(Group.create(endpoint, "all", range(size), backends=gloo, timeout_s=timeout_s, tune=False))
+            return on_rank(Group.create(endpoint, "all", range(size), backends=gloo, timeout_s=timeout_s, tune=False))
         finally:
             endpoint.close()
 

@@ -1,4 +1,4 @@
-"""Runs with ranks as threads."""
+"""Training runs whose ranks are threads of this process."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def in_runs(
     ranks: int,
-    each: Callable[[Run], T],
+    on_rank: Callable[[Run], T],
     *,
     timeout_s: float = 15.0,
     arena_bytes: int = 16 << 20,
@@ -28,13 +28,13 @@ def in_runs(
     outer: Callable[[int], OuterOptimizer | None] = lambda _: None,
     **settings: Any,
 ) -> list[T]:
-    """Run `each(run)` on threads that are the ranks of one run; `own` are further settings of a rank."""
+    """Run `on_rank(run)` on threads that are the ranks of one run; `own` are further settings of a rank."""
     store, windows = HashStore(), InProcessWindows()
     causes: list[BaseException] = []
 
     def rank_alone(rank: int) -> T:
         if ranks == 1:
-            return each(Run(Membership(World.join(Settings(quiet=True, **settings), outer=outer(0)))))
+            return on_rank(Run(Membership(World.join(Settings(quiet=True, **settings), outer=outer(0)))))
         endpoint = Endpoint.join(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
         groups: list[Group] = []
 
@@ -50,18 +50,18 @@ def in_runs(
             world = World.join(
                 Settings(quiet=True, **given), rank=rank, world_size=ranks, new_group=group, outer=outer(rank)
             )
-            return each(Run(Membership(world)))
+            return on_rank(Run(Membership(world)))
         except BaseException as error:
             causes.append(error)
             raise
         finally:
-            for each_group in groups:
-                each_group.thread.close()
+            for further_group in groups:
+                further_group.thread.close()
             endpoint.close()
 
     with torch.random.fork_rng():
         try:
             return together(ranks, rank_alone, timeout_s=60)
         except BaseException as error:  # noqa: BLE001
-            # Not what the others said about it, but what happened first.
+            # Not how the other ranks report it, but what happened first.
             raise causes[0] if causes else error  # noqa: B904

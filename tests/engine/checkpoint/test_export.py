@@ -19,22 +19,22 @@ pytestmark = pytest.mark.timeout(90)
 def test_export_writes_the_weights_of_all_ranks_under_all_names(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    def each(run: Run) -> dict[str, torch.Tensor]:
+    def on_rank(run: Run) -> dict[str, torch.Tensor]:
         prepared = Prepared(run, TASKS["tokens"])
         prepared.train(epochs=1)
         run.save(tmp_path / "all", wait=True)
         return run.full_state_dict(prepared.model)
 
-    expected = in_runs(2, each, **settings({"batch": [3, 5], "stage": 3}))[0]
+    expected = in_runs(2, on_rank, **settings({"batch": [3, 5], "stage": 3}))[0]
     file = tmp_path / "model.safetensors"
     words = ["export", str(tmp_path / "all"), str(file), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "mimatrix.cli.main", *words], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["step"], said["tensors"]) == (6, len(expected))
-    assert said["tied"] == [["words.weight", "output.weight"]]
+    report = json.loads(done.stdout)
+    assert (report["step"], report["tensors"]) == (6, len(expected))
+    assert report["tied"] == [["words.weight", "output.weight"]]
     same(load_file(file), expected)
     Transformer().double().load_state_dict(load_file(file))
     assert names(tmp_path) == ["all", "model.safetensors"]

@@ -16,11 +16,11 @@ from support.models import (
     Residual,
     Transformer,
     adamw,
-    by_tokens,
+    cross_entropy,
+    images,
     momentum,
-    pictures,
     sentences,
-    squared,
+    token_cross_entropy,
     vectors,
 )
 from support.runs import in_runs
@@ -43,12 +43,12 @@ ELSEWHERE: list[tuple[int, dict[str, Any]]] = [
     (3, {"batch": [0, 5, 3], "micro_batch": [1, 2, 3], "shares": [0.6, 0.0, 0.4], "stage": 2}),
 ]
 TASKS: dict[str, tuple[type[nn.Module], Callable[[nn.Module], Any], list[Any], Any]] = {
-    "perceptron": (Perceptron, adamw, vectors(SAMPLES), squared),
-    "tokens": (Transformer, adamw, sentences(SAMPLES), by_tokens),
-    "momentum": (Perceptron, momentum, vectors(SAMPLES), squared),
+    "perceptron": (Perceptron, adamw, vectors(SAMPLES), cross_entropy),
+    "tokens": (Transformer, adamw, sentences(SAMPLES), token_cross_entropy),
+    "momentum": (Perceptron, momentum, vectors(SAMPLES), cross_entropy),
 }
 Task = tuple[type[nn.Module], Callable[[nn.Module], Any], list[Any], Any]
-Each = Callable[[Run], Any]
+OnRank = Callable[[Run], Any]
 
 
 class Prepared:
@@ -62,18 +62,18 @@ class Prepared:
         self.model = kind().double()
         optimizer = make(self.model)
         slower = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 9, 12], 0.5)
-        found = run.prepare(self.model, optimizer, data, slower, loss=self.loss)
-        _, self.optimizer, self.loader, self.scheduler = found
+        prepared = run.prepare(self.model, optimizer, data, slower, loss=self.loss)
+        _, self.optimizer, self.loader, self.scheduler = prepared
 
     def train(self, each_step: Callable[[], None] = lambda: None, epochs: int = EPOCHS) -> list[float]:
         for _ in self.run.epochs(epochs):
             for batch in self.loader:
-                found = self.loss(self.model, batch)
-                self.run.backward(found, weight=float((batch != 0).sum()) if self.loss is by_tokens else None)
+                loss = self.loss(self.model, batch)
+                self.run.backward(loss, weight=float((batch != 0).sum()) if self.loss is token_cross_entropy else None)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.scheduler.step()
-                self.run.log(loss=found)
+                self.run.log(loss=loss)
                 if not self.run.in_batch:
                     each_step()
         return [means["loss"] for _, means in self.run.history]
@@ -81,13 +81,13 @@ class Prepared:
     def state(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state: for each parameter the slice and what is kept for it."""
         loop = self.run._prepared()
-        found = {}
+        states = {}
         for parameter, leaf in loop.optimizer.shard_params.items():
             piece = loop.optimizer.find_shard(parameter)
             assert piece
             kept = {key: value.clone() for key, value in loop.optimizer.optimizer.state.get(leaf, {}).items()}
-            found[piece.param.names[0]] = (piece.start, piece.stop, kept)
-        return found
+            states[piece.param.names[0]] = (piece.start, piece.stop, kept)
+        return states
 
 
 def settings(more: dict[str, Any]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def tensors_of(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has something to say about reading without ranks
         dcp_to_torch_save(checkpoint, folder / "plain.pt")
-    found: dict[str, torch.Tensor] = torch.load(folder / "plain.pt")
-    return {key: value for key, value in found.items() if not key.startswith("random.")}
+    tensors: dict[str, torch.Tensor] = torch.load(folder / "plain.pt")
+    return {key: value for key, value in tensors.items() if not key.startswith("random.")}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -113,7 +113,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def uninterrupted(folder: Path, task: Task) -> tuple[list[float], list[Any]]:
     """Stage 3 on 4 uneven ranks, one of them without data: its losses, and what each rank had when it saved."""
 
-    def each(run: Run) -> Any:
+    def on_rank(run: Run) -> Any:
         prepared, kept = Prepared(run, task), {}
 
         def save() -> None:
@@ -126,8 +126,8 @@ def uninterrupted(folder: Path, task: Task) -> tuple[list[float], list[Any]]:
         assert run.step == STEPS
         return losses, kept
 
-    found = in_runs(4, each, **settings(UNEVEN))
-    return found[0][0], [kept for _, kept in found]
+    results = in_runs(4, on_rank, **settings(UNEVEN))
+    return results[0][0], [kept for _, kept in results]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -143,7 +143,7 @@ def test_a_run_resumes_with_other_ranks_shares_and_stage(name: str, tmp_path: Pa
                 if value.dim():
                     assert torch.equal(original[f"optimizer.{parameter}.{key}"][start:stop], value), (parameter, key)
 
-    def each(run: Run) -> Any:
+    def on_rank(run: Run) -> Any:
         prepared = Prepared(run, task)
         assert run.load(tmp_path / "from")
         assert (run.step, run.position.epoch, run.position.batch) == (SAVED_AT, 1, 2)
@@ -154,13 +154,13 @@ def test_a_run_resumes_with_other_ranks_shares_and_stage(name: str, tmp_path: Pa
         return losses, weights
 
     for ranks, more in ELSEWHERE:
-        found = in_runs(ranks, each, **settings(more))
+        results = in_runs(ranks, on_rank, **settings(more))
         (again,) = storage.list_checkpoints(tmp_path / f"to-{ranks}")
         same(tensors_of(again, tmp_path), original)
         metadata, before = storage.read_metadata(again), storage.read_metadata(saved)
         for what in ("state", "groups", "schedulers", "parameters", "buffers", "step", "position", "loss_scale"):
             assert metadata[what] == before[what], what
-        for later, weights in found:
+        for later, weights in results:
             assert later == pytest.approx(losses[SAVED_AT:], abs=1e-10)
             for parameter, value in weights.items():
                 stored = original.get(f"model.{parameter}")
@@ -169,7 +169,7 @@ def test_a_run_resumes_with_other_ranks_shares_and_stage(name: str, tmp_path: Pa
 
 
 def test_buffers_and_rng_states_are_saved(tmp_path: Path) -> None:
-    task: Task = (Residual, momentum, pictures(SAMPLES), squared)
+    task: Task = (Residual, momentum, images(SAMPLES), cross_entropy)
 
     def first(run: Run) -> list[float]:
         prepared = Prepared(run, task)
@@ -184,7 +184,7 @@ def test_buffers_and_rng_states_are_saved(tmp_path: Path) -> None:
         run.close()
         return losses
 
-    # Batch norm is over the union of a micro-step: whole batches are the same however they are cut.
+    # Batch norm is over the union of a micro-step: whole batches are the same however they are split.
     losses = in_runs(2, first, **settings({"batch": [0, 8], "stage": 3, "shares": [0.3, 0.7]}))[0]
     elsewhere: list[tuple[int, dict[str, Any]]] = [(1, {"global_batch": 8}), (3, {"batch": [3, 3, 2], "stage": 1})]
     for ranks, more in elsewhere:
@@ -204,28 +204,28 @@ def test_buffers_and_rng_states_are_saved(tmp_path: Path) -> None:
     in_runs(1, drawn, **settings({"global_batch": 8}))
 
 
-def alone(each: Each, **more: Any) -> Any:
-    return in_runs(1, each, **settings({"global_batch": 8, **more}))[0]
+def alone(on_rank: OnRank, **more: Any) -> Any:
+    return in_runs(1, on_rank, **settings({"global_batch": 8, **more}))[0]
 
 
-def saving(folder: Path, keep: int = 3, task: str = "perceptron") -> Each:
+def saving(folder: Path, keep: int = 3, task: str = "perceptron") -> OnRank:
     """One epoch, saved after every step."""
 
-    def each(run: Run) -> Prepared:
+    def on_rank(run: Run) -> Prepared:
         prepared = Prepared(run, TASKS[task])
         prepared.train(lambda: run.save(folder, keep=keep), epochs=1)
         run.close()
         return prepared
 
-    return each
+    return on_rank
 
 
 def loading(folder: Path, task: str = "perceptron") -> Callable[[Run], int]:
-    def each(run: Run) -> int:
+    def on_rank(run: Run) -> int:
         Prepared(run, TASKS[task])
         return run.step if run.load(folder) else -1
 
-    return each
+    return on_rank
 
 
 def names(folder: Path) -> list[str]:
@@ -241,7 +241,7 @@ def test_save_keeps_the_last_checkpoints_and_removes_leftovers(tmp_path: Path) -
 
 
 def test_load_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         before = {name: value.clone() for name, value in prepared.model.state_dict().items()}
         assert not run.load(tmp_path / "nowhere")
@@ -249,11 +249,11 @@ def test_load_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
         same(before, prepared.model.state_dict())
         assert run.step == 0
 
-    alone(each)
+    alone(on_rank)
 
 
 def test_save_and_load_at_the_wrong_moment_are_refused(tmp_path: Path) -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         for what in (run.save, run.load):
             with pytest.raises(UserError, match=r"call run\.prepare"):
                 what(tmp_path)
@@ -267,7 +267,7 @@ def test_save_and_load_at_the_wrong_moment_are_refused(tmp_path: Path) -> None:
                 run.load(tmp_path)
             break
 
-    alone(each)
+    alone(on_rank)
     assert names(tmp_path) == []
 
 
@@ -287,13 +287,13 @@ CORRUPTIONS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("said", CORRUPTIONS)
-def test_load_skips_a_corrupt_checkpoint(said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("message", CORRUPTIONS)
+def test_load_skips_a_corrupt_checkpoint(message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_runs(2, saving(tmp_path), **settings({"batch": [3, 5], "stage": 1}))
-    CORRUPTIONS[said](tmp_path / "step-00000006")
+    CORRUPTIONS[message](tmp_path / "step-00000006")
     assert set(in_runs(2, loading(tmp_path), **settings({"batch": [4, 4]}))) == {5}
     (line,) = caplog.messages
-    assert said in line
+    assert message in line
     assert line.startswith("rank ")
     assert line.endswith(f"using the next older checkpoint, {tmp_path / 'step-00000005'}")
     assert alone(loading(tmp_path / "step-00000004")) == 4
@@ -315,17 +315,19 @@ def test_load_refuses_a_checkpoint_of_another_model(tmp_path: Path) -> None:
             self.first = nn.Linear(6, 11, bias=False)
             self.last = nn.Linear(7, 4)
 
-    def each(run: Run, task: Task, said: str) -> None:
+    def on_rank(run: Run, task: Task, sentence: str) -> None:
         Prepared(run, task)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=sentence):
             run.load(tmp_path)
 
-    narrow = (Wider, adamw, vectors(SAMPLES), squared)
-    alone(lambda run: each(run, narrow, r"last.weight has the shape \[4, 7\] here and \[3, 7\] in the checkpoint"))
+    narrow = (Wider, adamw, vectors(SAMPLES), cross_entropy)
+    alone(lambda run: on_rank(run, narrow, r"last.weight has the shape \[4, 7\] here and \[3, 7\] in the checkpoint"))
     tokens = TASKS["tokens"]
-    alone(lambda run: each(run, tokens, r"the model has a parameter words.weight, and the checkpoint has none; load"))
+    alone(
+        lambda run: on_rank(run, tokens, r"the model has a parameter words.weight, and the checkpoint has none; load")
+    )
     other = TASKS["momentum"]
-    alone(lambda run: each(run, other, "the checkpoint is of AdamW, not SGD"))
+    alone(lambda run: on_rank(run, other, "the checkpoint is of AdamW, not SGD"))
 
 
 def test_load_refuses_other_param_groups(tmp_path: Path) -> None:
@@ -333,40 +335,40 @@ def test_load_refuses_other_param_groups(tmp_path: Path) -> None:
         groups = adamw(model).param_groups
         return torch.optim.AdamW([{"params": groups[1]["params"]}, {"params": groups[0]["params"]}])
 
-    def each(run: Run) -> None:
-        Prepared(run, (Perceptron, swapped, vectors(SAMPLES), squared))
+    def on_rank(run: Run) -> None:
+        Prepared(run, (Perceptron, swapped, vectors(SAMPLES), cross_entropy))
         with pytest.raises((UserError, WorldError), match=r"is in param group . here and in . in the checkpoint"):
             run.load(tmp_path)
 
     alone(saving(tmp_path))
-    in_runs(2, each, **settings({"batch": [3, 5], "stage": 1, "shares": [0.0, 1.0]}))
+    in_runs(2, on_rank, **settings({"batch": [3, 5], "stage": 1, "shares": [0.0, 1.0]}))
 
 
 def test_resume_position_with_another_global_batch(tmp_path: Path) -> None:
-    def each(run: Run) -> tuple[int, int]:
+    def on_rank(run: Run) -> tuple[int, int]:
         Prepared(run, TASKS["perceptron"])
         run.load(tmp_path / "step-00000004")
         return run.position.epoch, run.position.batch
 
     alone(saving(tmp_path))
-    assert alone(each, global_batch=4) == (0, 8)
+    assert alone(on_rank, global_batch=4) == (0, 8)
     with pytest.raises(UserError, match="after 32 samples, which is not a multiple of 12; use the same"):
-        alone(each, global_batch=12)
+        alone(on_rank, global_batch=12)
     with pytest.raises(UserError, match="from the middle of an epoch with seed = 5, and with 6"):
-        alone(each, seed=6)
+        alone(on_rank, seed=6)
 
 
 def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("a file")
 
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         with pytest.raises(WorldError, match="rank 0 could not begin a checkpoint: FileExistsError"):
             prepared.train(lambda: run.save(blocked))
         run.save(tmp_path / "free", wait=True)
 
-    in_runs(2, each, **settings({"batch": [3, 5]}))
+    in_runs(2, on_rank, **settings({"batch": [3, 5]}))
     assert any("the checkpoint of step 1 is not saved" in line for line in caplog.messages)
     assert len(storage.list_checkpoints(tmp_path / "free")) == 1
 
@@ -381,18 +383,18 @@ def test_save_names_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(storage, "write_part", write_or_fail)
 
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         Prepared(run, TASKS["perceptron"])
         with pytest.raises(WorldError, match=r"rank 1 could not write its part: OSError.*No space left"):
             run.save(tmp_path, wait=True)
 
-    in_runs(3, each, **settings({"batch": [3, 4, 1]}))
+    in_runs(3, on_rank, **settings({"batch": [3, 4, 1]}))
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("waits", ["wait", "a second folder"])
 def test_waiting_in_the_loop_for_a_rank_without_data_is_refused(waits: str, tmp_path: Path) -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
 
         def save() -> None:
@@ -405,11 +407,11 @@ def test_waiting_in_the_loop_for_a_rank_without_data_is_refused(waits: str, tmp_
         with pytest.raises(UserError, match=r"rank 1 has no data in this batch and does not come to .*run\.save"):
             prepared.train(save, epochs=1)
 
-    in_runs(2, each, **settings({"batch": [8, 0]}))
+    in_runs(2, on_rank, **settings({"batch": [8, 0]}))
 
 
 def test_ranks_without_data_join_a_save_before_the_loop_is_left(tmp_path: Path) -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         for batch in prepared.loader:
             run.backward(prepared.loss(prepared.model, batch))
@@ -420,24 +422,24 @@ def test_ranks_without_data_join_a_save_before_the_loop_is_left(tmp_path: Path) 
         run.save(tmp_path / "after", wait=True)
         run.close()
 
-    in_runs(2, each, **settings({"batch": [0, 8], "stage": 3}))
+    in_runs(2, on_rank, **settings({"batch": [0, 8], "stage": 3}))
     for folder in ("in", "after"):
         assert names(tmp_path / folder) == ["step-00000002"]
 
 
 def test_other_ranks_join_a_save_of_one_rank(tmp_path: Path) -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         prepared.train(lambda: run.save(tmp_path) if run.rank == 0 else None, epochs=1)
         run.close()
 
-    in_runs(3, each, **settings({"batch": [3, 4, 1], "stage": 2}))
+    in_runs(3, on_rank, **settings({"batch": [3, 4, 1], "stage": 2}))
     assert names(tmp_path) == [f"step-0000000{step}" for step in (4, 5, 6)]
     assert alone(loading(tmp_path)) == 6
 
 
 def test_the_leading_rank_must_save(tmp_path: Path) -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         prepared.train(lambda: run.save(tmp_path) if run.rank == 1 and run.step == 2 else None, epochs=1)
         with pytest.raises(
@@ -445,14 +447,14 @@ def test_the_leading_rank_must_save(tmp_path: Path) -> None:
         ):
             run.close()
 
-    in_runs(2, each, **settings({"batch": [3, 5]}))
+    in_runs(2, on_rank, **settings({"batch": [3, 5]}))
     assert names(tmp_path) == []
 
 
 def test_a_rewound_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
     alone(saving(tmp_path))
 
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         assert run.load(tmp_path / "step-00000004")
         prepared.train(lambda: run.save(tmp_path) if run.step == 5 else None, epochs=1)
@@ -461,7 +463,7 @@ def test_a_rewound_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
         assert run.load(tmp_path)
         assert run.step == 6
 
-    alone(each)
+    alone(on_rank)
     assert names(tmp_path) == ["step-00000005-2", "step-00000006", "step-00000006-2"]
     assert storage.list_checkpoints(tmp_path)[0].name == "step-00000006-2"
 
@@ -481,7 +483,7 @@ class Scalars(nn.Module):
 
 
 def test_scalars_and_channels_last_parameters_are_saved(tmp_path: Path) -> None:
-    task: Task = (Scalars, adamw, pictures(SAMPLES), squared)
+    task: Task = (Scalars, adamw, images(SAMPLES), cross_entropy)
 
     def first(run: Run) -> Any:
         prepared = Prepared(run, task)
@@ -509,15 +511,15 @@ def test_a_run_killed_while_saving_leaves_complete_checkpoints() -> None:
     soak = Path(__file__).parents[1] / "soak_saving.py"
     done = subprocess.run([sys.executable, soak, "--rounds", "3"], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads(done.stdout)
-    assert said["wrong"] == []
-    assert said["last_step"] >= 3
+    report = json.loads(done.stdout)
+    assert report["wrong"] == []
+    assert report["last_step"] >= 3
 
 
 def test_loaded_hyperparameters_survive_the_end_of_an_epoch(tmp_path: Path) -> None:
     """The first loop after such a load has nothing to do."""
 
-    def each(run: Run, saves: bool) -> float:
+    def on_rank(run: Run, saves: bool) -> float:
         model = nn.Linear(6, 3).double()
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, optimizer, loader = run.prepare(model, optimizer, vectors(8), shuffle=False)
@@ -533,4 +535,4 @@ def test_loaded_hyperparameters_survive_the_end_of_an_epoch(tmp_path: Path) -> N
         return float(optimizer.param_groups[0]["lr"])
 
     for saves in (True, False):
-        assert in_runs(2, partial(each, saves=saves), stage=1, global_batch=4) == [0.01, 0.01]
+        assert in_runs(2, partial(on_rank, saves=saves), stage=1, global_batch=4) == [0.01, 0.01]

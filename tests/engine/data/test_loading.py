@@ -160,7 +160,7 @@ def test_a_stream_that_is_too_small_is_refused_in_the_training_process() -> None
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "said"),
+    ("dataset", "options", "sentence"),
     [
         (
             Stream(5),
@@ -181,10 +181,10 @@ def test_a_stream_that_is_too_small_is_refused_in_the_training_process() -> None
         ),
     ],
 )
-def test_wrong_loading_settings_are_refused(dataset: Any, options: dict[str, Any], said: str) -> None:
+def test_wrong_loading_settings_are_refused(dataset: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         MicroBatchSource(dataset, Split.of([4]), 0, **options)
-    assert str(caught.value) == said
+    assert str(caught.value) == sentence
 
 
 Pair = namedtuple("Pair", ["x", "name"])
@@ -243,9 +243,9 @@ def test_copies_run_ahead_and_arrive_complete(workers: int) -> None:
     rows = torch.arange(64).repeat_interleave(1 << 16).view(64, -1)
     source = MicroBatchSource(rows, Split.of([4, 4], 2), 0, num_workers=workers, device="cuda")
     busy = torch.randn(4096, 4096, device="cuda")
-    found, want = [], MicroBatchSource(range(64), Split.of([4, 4], 2), 0).epoch(0)
+    batches, expected = [], MicroBatchSource(range(64), Split.of([4, 4], 2), 0).epoch(0)
     for _, batch in source.epoch(0):
         busy = (busy @ busy).clamp_(-1, 1)
-        found.append(batch.float().mean(dim=1))
+        batches.append(batch.float().mean(dim=1))
     assert source.head() == DataPosition(0, 8)
-    assert [batch.tolist() for batch in found] == [data.tolist() for _, data in want]
+    assert [batch.tolist() for batch in batches] == [data.tolist() for _, data in expected]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.models import Perceptron, adamw, squared, vectors
+from support.models import Perceptron, adamw, cross_entropy, vectors
 from support.plain import plain_run
 from support.runs import in_runs
 from torch import nn
@@ -46,11 +46,11 @@ def model_of() -> nn.Module:
 def wanted(steps: int = STEPS, epochs: int = 1) -> dict[str, torch.Tensor]:
     model, data = model_of(), vectors(BATCH * steps)
     batches = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
-    plain_run(model, adamw(model), batches * epochs, squared)
+    plain_run(model, adamw(model), batches * epochs, cross_entropy)
     return model.state_dict()
 
 
-def trained(run: Run, loss: Any = squared, steps: int = STEPS, epochs: int = 1, **loading: Any) -> dict[str, Any]:
+def trained(run: Run, loss: Any = cross_entropy, steps: int = STEPS, epochs: int = 1, **loading: Any) -> dict[str, Any]:
     model = model_of()
     model, optimizer, loader = run.prepare(
         model, adamw(model), vectors(BATCH * steps), loss=loss, shuffle=False, **loading
@@ -59,14 +59,14 @@ def trained(run: Run, loss: Any = squared, steps: int = STEPS, epochs: int = 1, 
         for batch in loader:
             run.backward(loss(model, batch))
             optimizer.step()
-    found = {name: value.detach().clone() for name, value in run.full_state_dict(model).items()}
-    return {"state": found, "run": run, "splits": [run.split]}
+    state = {name: value.detach().clone() for name, value in run.full_state_dict(model).items()}
+    return {"state": state, "run": run, "splits": [run.split]}
 
 
-def check(found: Sequence[dict[str, Any]], steps: int = STEPS, epochs: int = 1) -> None:
-    for each in found:
+def check(results: Sequence[dict[str, Any]], steps: int = STEPS, epochs: int = 1) -> None:
+    for result in results:
         for name, value in wanted(steps, epochs).items():
-            torch.testing.assert_close(each["state"][name], value, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(result["state"][name], value, rtol=1e-10, atol=1e-10)
 
 
 class Script:
@@ -96,7 +96,7 @@ def plan_of(split: Split, stage: int, shares: Shares) -> Plan:
 
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
-    """Any cut of BATCH samples over 3 ranks."""
+    """Any split of BATCH samples over 3 ranks."""
     ends = sorted(draw(st.lists(st.integers(0, BATCH), min_size=2, max_size=2)))
     batches = [ends[0], ends[1] - ends[0], BATCH - ends[1]]
     return Split.of(batches, draw(st.lists(st.integers(1, 6), min_size=3, max_size=3)))
@@ -107,9 +107,9 @@ def follow(run: Run, script: Script) -> None:
     prepare = run.prepare
 
     def prepared(*arguments: Any, **named: Any) -> Any:
-        found = prepare(*arguments, **named)
+        prepared = prepare(*arguments, **named)
         run._prepared()._plans._drift = script  # type: ignore[assignment]
-        return found
+        return prepared
 
     run.prepare = prepared  # type: ignore[method-assign]
 
@@ -117,56 +117,56 @@ def follow(run: Run, script: Script) -> None:
 def test_epochs_of_one_batch_are_followed_too() -> None:
     script = Script([Split(((8,), (4,))), Split(((3,), (9,)))], 0, Shares.equal(2))
 
-    def each(run: Run) -> dict[str, Any]:
+    def on_rank(run: Run) -> dict[str, Any]:
         follow(run, script if run.rank == 0 else Script([], 0, run.shares))
         return trained(run, steps=1, epochs=7)
 
-    found = in_runs(2, each, global_batch=BATCH, plan="online")
-    check(found, steps=1, epochs=7)
-    assert all(one["run"].split == Split(((3,), (9,))) for one in found)
+    results = in_runs(2, on_rank, global_batch=BATCH, plan="online")
+    check(results, steps=1, epochs=7)
+    assert all(result["run"].split == Split(((3,), (9,))) for result in results)
     assert script.steps_left == [6, 4, 2, 1, 0]
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 3), st.lists(splits(), min_size=1, max_size=4))
 def test_splits_that_change_in_the_middle_change_nothing(stage: int, changes: list[Split]) -> None:
-    def each(run: Run) -> dict[str, Any]:
+    def on_rank(run: Run) -> dict[str, Any]:
         follow(run, Script(changes, stage, run.shares))
         return trained(run, epochs=2)
 
-    found = in_runs(3, each, global_batch=BATCH, stage=stage, plan="online", unit_bytes=300)
-    check(found, epochs=2)
-    assert all(len(one["run"].plan_changes) == len(changes) for one in found)
-    assert all(one["run"].split == changes[-1] for one in found)
+    results = in_runs(3, on_rank, global_batch=BATCH, stage=stage, plan="online", unit_bytes=300)
+    check(results, epochs=2)
+    assert all(len(result["run"].plan_changes) == len(changes) for result in results)
+    assert all(result["run"].split == changes[-1] for result in results)
 
 
 def test_measured_plans_are_exact() -> None:
-    found = in_runs(2, trained, global_batch=BATCH, plan="profile", unit_bytes=300)
-    check(found)
-    plans = [one["run"].plan for one in found]
+    results = in_runs(2, trained, global_batch=BATCH, plan="profile", unit_bytes=300)
+    check(results)
+    plans = [result["run"].plan for result in results]
     assert plans[0] == plans[1]
     assert plans[0].global_batch == BATCH
     assert plans[0].reasons
 
 
 def test_one_rank_is_planned_too() -> None:
-    found = in_runs(1, trained, global_batch=BATCH, plan="profile")
-    check(found)
-    assert found[0]["run"].plan.split.batches == (BATCH,)
+    results = in_runs(1, trained, global_batch=BATCH, plan="profile")
+    check(results)
+    assert results[0]["run"].plan.split.batches == (BATCH,)
 
 
 def test_a_slow_rank_is_learned() -> None:
     def slow(run: Run) -> dict[str, Any]:
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             time.sleep((0.008 if run.rank else 0.002) * len(batch[0]))
-            return squared(model, batch)
+            return cross_entropy(model, batch)
 
         return trained(run, loss, steps=30)
 
-    found = in_runs(2, slow, global_batch=BATCH, plan="online")
-    check(found, steps=30)
-    fast, late = found[0]["run"].split.batches
-    assert fast >= 2 * late, found[0]["run"].plan_changes
+    results = in_runs(2, slow, global_batch=BATCH, plan="online")
+    check(results, steps=30)
+    fast, late = results[0]["run"].split.batches
+    assert fast >= 2 * late, results[0]["run"].plan_changes
 
 
 def test_a_stored_plan_is_used(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_a_stored_plan_is_used(tmp_path: Path) -> None:
     plan = plan_of(Split(((5, 4), (3,))), 1, Shares((0.75, 0.25)))
     file.write_text(json.dumps(plan.to_json()))
     for given_plan in (str(file), file, plan):
-        found = in_runs(2, trained, global_batch=BATCH, plan=given_plan, unit_bytes=300)
-        check(found)
-        assert found[0]["run"].stage == 1
-        assert found[0]["run"].shares == plan.shares
-        assert found[0]["run"].split == plan.split
+        results = in_runs(2, trained, global_batch=BATCH, plan=given_plan, unit_bytes=300)
+        check(results)
+        assert results[0]["run"].stage == 1
+        assert results[0]["run"].shares == plan.shares
+        assert results[0]["run"].split == plan.split
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_a_plan_for_something_else_is_refused(change: dict[str, Any], sentence: 
 def test_a_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     fields = plan_of(Split(((6,), (7,))), 0, Shares.equal(2)).to_json()
-    for change, said in (({}, "is for a global batch of 13"), ({"step_s": 0}, "is damaged .step_s is 0")):
+    for change, sentence in (({}, "is for a global batch of 13"), ({"step_s": 0}, "is damaged .step_s is 0")):
         file.write_text(json.dumps(fields | change))
-        with pytest.raises(UserError, match=f'plan="{file}" {said}'):
+        with pytest.raises(UserError, match=f'plan="{file}" {sentence}'):
             in_runs(2, trained, global_batch=BATCH, plan=str(file))
 
 
@@ -224,27 +224,27 @@ def test_bad_input_is_refused(given_settings: dict[str, Any], sentence: str) -> 
 
 
 def test_measuring_needs_the_loss() -> None:
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         model = model_of()
         run.prepare(model, adamw(model), vectors(BATCH))
 
     with pytest.raises(UserError, match=r"give run\.prepare the loss: loss=loss_fn"):
-        in_runs(2, each, global_batch=BATCH, plan="profile")
+        in_runs(2, on_rank, global_batch=BATCH, plan="profile")
 
 
 def test_what_one_rank_cannot_do_is_said_by_all() -> None:
-    said: list[str] = []
+    errors: list[str] = []
 
-    def each(run: Run) -> None:
+    def on_rank(run: Run) -> None:
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             if run.rank == 1:
                 raise UserError("this rank cannot run the model; use another")
-            return squared(model, batch)
+            return cross_entropy(model, batch)
 
         try:
             trained(run, loss)
         except UserError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
-    in_runs(2, each, global_batch=BATCH, plan="profile")
-    assert said == ["rank 1: this rank cannot run the model; use another"] * 2
+    in_runs(2, on_rank, global_batch=BATCH, plan="profile")
+    assert errors == ["rank 1: this rank cannot run the model; use another"] * 2

@@ -17,11 +17,11 @@ from support.models import (  # noqa: E402
     Residual,
     Transformer,
     adamw,
-    by_tokens,
+    cross_entropy,
+    images,
     momentum,
-    pictures,
     sentences,
-    squared,
+    token_cross_entropy,
     vectors,
 )
 from support.plain import plain_rounds, plain_run  # noqa: E402
@@ -35,9 +35,9 @@ STEPS = 5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES, MICRO, SHARES = [5, 2, 1], [2, 1, 1], [0.6, 0.3, 0.1]
 CASES: dict[str, Any] = {
-    "perceptron": (Perceptron, momentum, vectors, squared, {}),
-    "transformer": (Transformer, adamw, sentences, by_tokens, {"max_grad_norm": 0.5}),
-    "residual": (Residual, momentum, pictures, squared, {}),
+    "perceptron": (Perceptron, momentum, vectors, cross_entropy, {}),
+    "transformer": (Transformer, adamw, sentences, token_cross_entropy, {"max_grad_norm": 0.5}),
+    "residual": (Residual, momentum, images, cross_entropy, {}),
 }
 
 
@@ -74,7 +74,7 @@ def trained(model: Any, optimizer_of: Any, data: Any, loss: Any, stage: Any, mor
     halving = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     model, optimizer, loader, scheduler = run.prepare(model, optimizer, data, halving, loss=loss, shuffle=False)
     for batch in loader:
-        run.backward(loss(model, batch), weight=float((batch != 0).sum()) if loss is by_tokens else None)
+        run.backward(loss(model, batch), weight=float((batch != 0).sum()) if loss is token_cross_entropy else None)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.hybrid_groups import BATCH, SAMPLES, make_model, shard_servers
-from support.models import adamw, momentum, squared, vectors
+from support.models import adamw, cross_entropy, momentum, vectors
 from support.plain import plain_run
 from support.runs import in_runs
 from torch import nn
@@ -22,11 +22,11 @@ def trained(run: Run, model: nn.Module, optimizer: Any, epochs: int = 1) -> dict
     stepper = optimizer(model)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     model, stepper, loader, scheduler = run.prepare(
-        model, stepper, vectors(SAMPLES), halving, loss=squared, shuffle=False
+        model, stepper, vectors(SAMPLES), halving, loss=cross_entropy, shuffle=False
     )
     for _ in run.epochs(epochs):
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             stepper.step()
             stepper.zero_grad()
             scheduler.step()
@@ -45,7 +45,7 @@ def test_a_single_group_trains_like_one_process(batches: tuple[int, ...], stage:
     stepper = optimizer(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, len(data), BATCH)]
-    plain_run(reference, stepper, whole, squared, scheduler=halving)
+    plain_run(reference, stepper, whole, cross_entropy, scheduler=halving)
     models = [make_model() for _ in batches]
     with shard_servers(Policy(scaling=PushScaling(reference=BATCH, warm_up=100))) as found:
         states = in_runs(
@@ -84,7 +84,7 @@ def test_groups_without_backups_step_as_one_process() -> None:
     stepper = momentum(reference)
     halving = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
     whole = [default_collate(data[start : start + BATCH]) for start in range(0, steps * BATCH, BATCH)]
-    plain_run(reference, stepper, whole, squared, scheduler=halving)
+    plain_run(reference, stepper, whole, cross_entropy, scheduler=halving)
     assert steps == -(-SAMPLES // (2 * BATCH))
     for name, value in reference.state_dict().items():
         for state in states.values():
@@ -149,7 +149,7 @@ def test_local_and_elastic_steps_match_their_formulas(name: str, ranks: tuple[in
     velocity = torch.zeros_like(common)
     for start in range(0, 2 * 7, 3):
         batches = batches_of(vectors(SAMPLES), 2)[start : start + 3]
-        plain_run(reference, stepper, batches, squared, scheduler=halving)
+        plain_run(reference, stepper, batches, cross_entropy, scheduler=halving)
         if len(batches) < 3:
             break
         here = row_of(reference)
@@ -182,10 +182,12 @@ def test_local_and_elastic_steps_match_their_formulas(name: str, ranks: tuple[in
 def stepped(run: Run, model: nn.Module, optimizer: Any, steps: int) -> dict[str, torch.Tensor]:
     made = optimizer(model)
     halving = torch.optim.lr_scheduler.StepLR(made, 2, 0.5)
-    model, made, loader, scheduler = run.prepare(model, made, vectors(SAMPLES), halving, loss=squared, shuffle=False)
+    model, made, loader, scheduler = run.prepare(
+        model, made, vectors(SAMPLES), halving, loss=cross_entropy, shuffle=False
+    )
     while run.step < steps:
         for batch in loader:
-            run.backward(squared(model, batch))
+            run.backward(cross_entropy(model, batch))
             made.step()
             made.zero_grad()
             scheduler.step()
@@ -206,12 +208,12 @@ def test_bounded_groups_wait_for_the_slowest() -> None:
         def train(run: Run) -> None:
             number = run.settings.seed
             made = momentum(models[number])
-            model, made, loader = run.prepare(models[number], made, vectors(3 * SAMPLES), loss=squared)
+            model, made, loader = run.prepare(models[number], made, vectors(3 * SAMPLES), loss=cross_entropy)
             both.wait(20)
             for batch in loader:
                 if number == 1 and run.step == 3:
                     goes_on.wait(20)
-                run.backward(squared(model, batch))
+                run.backward(cross_entropy(model, batch))
                 made.step()
                 made.zero_grad()
             run.close()
@@ -247,11 +249,11 @@ def test_logs_schedulers_and_saves_are_complete_after_an_epoch(batches: tuple[in
         made = momentum(models[run.rank])
         halving = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
         model, stepper, loader, scheduler = run.prepare(
-            models[run.rank], made, vectors(2 * BATCH), halving, loss=squared
+            models[run.rank], made, vectors(2 * BATCH), halving, loss=cross_entropy
         )
         for _ in run.epochs(2):
             for batch in loader:
-                run.backward(squared(model, batch))
+                run.backward(cross_entropy(model, batch))
                 stepper.step()
                 scheduler.step()
                 run.log(loss=1.0)
@@ -270,12 +272,12 @@ def test_logs_schedulers_and_saves_are_complete_after_an_epoch(batches: tuple[in
 def test_break_ends_the_epoch_of_a_group() -> None:
     def train(run: Run) -> tuple[list[int], int, list[int]]:
         model = make_model()
-        model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
+        model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=cross_entropy)
         seen = []
         for number in run.epochs(3):
             seen.append(number)
             for batch in loader:
-                run.backward(squared(model, batch))
+                run.backward(cross_entropy(model, batch))
                 stepper.step()
                 run.log(loss=1.0)
                 if run.step >= 2:
@@ -290,10 +292,10 @@ def test_break_ends_the_epoch_of_a_group() -> None:
 def test_steps_skipped_for_nan_count_towards_the_epoch() -> None:
     def train(run: Run) -> int:
         model = make_model()
-        model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=squared)
+        model, stepper, loader = run.prepare(model, momentum(model), vectors(SAMPLES), loss=cross_entropy)
         for _ in run.epochs(2):
             for batch in loader:
-                run.backward(squared(model, batch) * float("nan"))
+                run.backward(cross_entropy(model, batch) * float("nan"))
                 stepper.step()
                 assert run.step < 100
         found = run.step
@@ -320,11 +322,11 @@ def test_groups_see_each_epoch_number_at_most_once(local_steps: int) -> None:
         def train(run: Run) -> None:
             number = run.settings.seed
             net = make_model()
-            model, made, loader = run.prepare(net, momentum(net), vectors(SAMPLES), loss=squared)
+            model, made, loader = run.prepare(net, momentum(net), vectors(SAMPLES), loss=cross_entropy)
             for epoch in run.epochs(5):
                 told[number].append(epoch)
                 for batch in loader:
-                    run.backward(squared(model, batch))
+                    run.backward(cross_entropy(model, batch))
                     made.step()
                     made.zero_grad()
             run.close()
@@ -346,7 +348,7 @@ def test_groups_see_each_epoch_number_at_most_once(local_steps: int) -> None:
 def test_optimizers_that_are_not_elementwise_are_refused() -> None:
     def begun(run: Run) -> None:
         model = make_model()
-        run.prepare(model, torch.optim.Adafactor(model.parameters()), vectors(SAMPLES), loss=squared)
+        run.prepare(model, torch.optim.Adafactor(model.parameters()), vectors(SAMPLES), loss=cross_entropy)
 
     with pytest.raises(
         Exception, match="Adafactor does not treat every element by itself, so groups cannot split its state"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.hybrid_groups import BATCH, SAMPLES, ShardServers, make_model, make_push, shard_servers
-from support.models import adamw, momentum, squared, vectors
+from support.models import adamw, cross_entropy, momentum, vectors
 from support.runs import in_runs
 from torch import nn
 
@@ -32,12 +32,12 @@ def trained(
 ) -> State:
     made = optimizer(model)
     halving = torch.optim.lr_scheduler.StepLR(made, 5, 0.5)
-    model, made, loader, scheduler = run.prepare(model, made, vectors(SAMPLES), halving, loss=squared)
+    model, made, loader, scheduler = run.prepare(model, made, vectors(SAMPLES), halving, loss=cross_entropy)
     try:
         before()
         while run.step < to:
             for batch in loader:
-                run.backward(squared(model, batch))
+                run.backward(cross_entropy(model, batch))
                 made.step()
                 made.zero_grad()
                 scheduler.step()

@@ -1,0 +1,159 @@
+"""Ranks without data follow loops whose body they do not run: breaks, schedulers, learning rates set by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.features import PAIR, THREE, Case, assert_same
+from support.models import cross_entropy, seeded_perceptron, vectors
+from support.runs import in_runs
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.run import Run
+from mimatrix.planner.split import Split
+
+in_stages = pytest.mark.parametrize("stage", range(4))
+UNITS: dict[str, Any] = {"unit_bytes": 300}
+
+
+@in_stages
+@pytest.mark.parametrize("split", [PAIR, THREE], ids=["all have data", "one has none"])
+def test_idle_ranks_leave_the_loop_with_the_others(split: dict[str, Any], stage: int) -> None:
+    """Ranks without data leave with the others, and all continue with the next epoch."""
+
+    def on_rank(run: Run) -> tuple[int, int, list[float], dict[str, torch.Tensor]]:
+        model, optimizer = seeded_perceptron()
+        halving = StepLR(optimizer, 1, 0.5)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
+        for _ in run.epochs(3):
+            for batch in loader:
+                loss = cross_entropy(model, batch)
+                run.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                run.log(loss=loss)
+                if run.step % 2 == 0 and not run.in_batch:
+                    break
+        return (
+            run.step,
+            run.position.epoch,
+            [group["lr"] for group in optimizer.param_groups],
+            run.full_state_dict(model),
+        )
+
+    model, optimizer = seeded_perceptron()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    batches = Case(lambda: model, vectors(20), cross_entropy).batches()
+    for _ in range(3):
+        for batch in batches[:2]:
+            cross_entropy(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    for steps, epoch, rates, state in in_runs(len(split["batch"]), on_rank, stage=stage, **split, **UNITS):
+        assert (steps, epoch) == (6, 3)
+        assert rates == [group["lr"] for group in optimizer.param_groups]
+        assert_same(state, model.state_dict(), 1e-10)
+
+
+def test_idle_ranks_do_not_wait_for_a_loader_iterator_that_is_kept() -> None:
+    def on_rank(run: Run) -> list[int]:
+        model, optimizer = seeded_perceptron()
+        _, optimizer, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
+        kept = []
+        for _ in run.epochs(2):
+            kept.append(iter(loader))
+            for batch in kept[-1]:
+                run.backward(cross_entropy(model, batch))
+                optimizer.step()
+                if run.step % 2 == 0 and not run.in_batch:
+                    break
+        return [run.step]
+
+    assert in_runs(3, on_rank, stage=1, **THREE) == [[4]] * 3
+
+
+@in_stages
+def test_idle_ranks_take_over_learning_rates_that_are_set_by_hand(stage: int) -> None:
+    """A rank without data does not run the body of the loop, and steps with them all the same."""
+
+    def on_rank(run: Run) -> dict[str, torch.Tensor]:
+        model, optimizer = seeded_perceptron()
+        _, optimizer, loader = run.prepare(model, optimizer, vectors(20), shuffle=False)
+        for batch in loader:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (run.step + 1)
+            run.backward(cross_entropy(model, batch))
+            optimizer.step()
+        return run.full_state_dict(model)
+
+    model, optimizer = seeded_perceptron()
+    for number, batch in enumerate(Case(lambda: model, vectors(20), cross_entropy).batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (number + 1)
+        cross_entropy(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in in_runs(3, on_rank, stage=stage, **THREE, **UNITS):
+        assert_same(state, model.state_dict(), 1e-10)
+
+
+@in_stages
+@pytest.mark.parametrize("how", ["a scheduler", "before a step", "after a step"])
+def test_learning_rates_agree_where_ranks_become_idle_and_busy(how: str, stage: int) -> None:
+    """As plans may have it: a rank has no data for a while, or just where the other has some."""
+    changes = {1: ((4,), ()), 2: ((), (4,)), 3: ((4,), ()), 4: ((1, 1), (2,))}
+
+    def set_rates(optimizer: torch.optim.Optimizer, step: int, when: str) -> None:
+        if how == when:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (step + 1)
+
+    def on_rank(run: Run) -> dict[str, torch.Tensor]:
+        model, optimizer = seeded_perceptron()
+        halving = StepLR(optimizer, 1, 0.5)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(20), halving, shuffle=False)
+        for number, micro in changes.items():
+            run._prepared().source.change_split(Split(micro), DataPosition(0, number))
+        for batch in loader:
+            set_rates(optimizer, run.step, "before a step")
+            run.backward(cross_entropy(model, batch))
+            optimizer.step()
+            if how == "a scheduler":
+                scheduler.step()
+            if not run.in_batch:
+                set_rates(optimizer, run.step, "after a step")
+        return run.full_state_dict(model)
+
+    model, optimizer = seeded_perceptron()
+    scheduler = StepLR(optimizer, 1, 0.5)
+    for step, batch in enumerate(Case(lambda: model, vectors(20), cross_entropy, size=4).batches()):
+        set_rates(optimizer, step, "before a step")
+        cross_entropy(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "a scheduler":
+            scheduler.step()
+        set_rates(optimizer, step + 1, "after a step")
+    for state in in_runs(2, on_rank, stage=stage, batch=[2, 2], **UNITS):
+        assert_same(state, model.state_dict(), 1e-10)
+
+
+def test_reduce_lr_on_plateau_after_the_loop_over_the_loader() -> None:
+    """After the loop over the loader, which all ranks come by."""
+
+    def on_rank(run: Run) -> list[float]:
+        model, optimizer = seeded_perceptron()
+        plateau = ReduceLROnPlateau(optimizer, patience=0)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(15), plateau)
+        for _ in run.epochs(3):
+            for batch in loader:
+                run.backward(cross_entropy(model, batch))
+                optimizer.step()
+            run.evaluate(model, vectors(5), lambda model, batch: {"loss": cross_entropy(model, batch)})
+            scheduler.step(1.0)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    for rates in in_runs(3, on_rank, stage=2, **THREE):
+        assert rates == pytest.approx([0.0005, 0.0002])
