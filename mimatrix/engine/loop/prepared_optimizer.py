@@ -30,6 +30,9 @@ class PreparedOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise UserError("a prepared optimizer belongs to its run and cannot be copied; use run.save() and run.load()")
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 

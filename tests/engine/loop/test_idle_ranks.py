@@ -1,15 +1,20 @@
 """Ranks without data follow loops whose body they do not run: breaks, schedulers, learning rates set by hand."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
 from support.features import PAIR, THREE, Case, assert_same
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
+from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.loop.batch_report import BatchReport
+from mimatrix.engine.loop.global_step import GlobalStep
+from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopState, SyncedLRScheduler
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
 
@@ -157,3 +162,126 @@ def test_reduce_lr_on_plateau_after_the_loop_over_the_loader() -> None:
 
     for rates in in_runs(3, on_rank, stage=2, **THREE):
         assert rates == pytest.approx([0.0005, 0.0002])
+
+
+@dataclass
+class Step:
+    """Stands in for the global step: inside a global batch or not."""
+
+    is_open: bool = False
+    is_complete: bool = False
+
+
+def synced(step: Step | None = None) -> tuple[SyncedLRScheduler, StepLR]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    optimizer.step()  # torch warns about schedulers that step first
+    return SyncedLRScheduler(scheduler, cast(GlobalStep, step or Step())), scheduler
+
+
+def test_synced_lr_scheduler_delegates_attributes_and_state() -> None:
+    prepared, scheduler = synced()
+    assert isinstance(prepared, LRScheduler)
+    assert prepared.optimizer is scheduler.optimizer
+    assert (prepared.gamma, prepared.last_epoch) == (0.5, 0)
+    prepared.step()
+    assert (prepared.last_epoch, prepared.get_last_lr()) == (1, [0.5])
+    assert prepared.state_dict() == scheduler.state_dict()
+    state = prepared.state_dict()
+    prepared.step()
+    prepared.load_state_dict(state)
+    assert scheduler.last_epoch == 1
+    assert not prepared.is_bypassed
+    with pytest.raises(AttributeError):
+        _ = SyncedLRScheduler.__new__(SyncedLRScheduler).last_epoch
+
+
+def test_synced_lr_scheduler_steps_between_global_batches_only() -> None:
+    step = Step(is_open=True)
+    prepared, scheduler = synced(step)
+    prepared.step()
+    assert (prepared.calls, scheduler.last_epoch) == (0, 0)
+    step.is_complete = True
+    with pytest.raises(UserError, match=r"call optimizer.step\(\) first"):
+        prepared.step()
+
+
+def test_synced_lr_scheduler_catches_up_and_notices_a_bypass() -> None:
+    prepared, scheduler = synced()
+    prepared.catch_up([0, 3])
+    assert (prepared.calls, scheduler.last_epoch) == (3, 3)
+    prepared.catch_up([3, 2])
+    assert not prepared.is_bypassed
+    scheduler.step()
+    assert prepared.is_bypassed
+    assert scheduler.last_epoch == 4
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        LoopState(continues=True),
+        LoopState(continues=False),
+        LoopState(continues=False, collective_call="run.evaluate"),
+        LoopState(continues=False, report=BatchReport(lr_scheduler_calls=[2], hyperparams={"0/lr": 0.1})),
+    ],
+)
+def test_loop_state_survives_its_text(state: LoopState) -> None:
+    assert LoopState.from_text(state.to_text()) == state
+    assert LoopState.from_text(state.to_text().encode()) == state
+
+
+def hyperparam_sync(lr: Any = 0.1) -> tuple[HyperparamSync, dict[str, Any]]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=lr)
+    return HyperparamSync(optimizer), optimizer.param_groups[0]
+
+
+def reports(*ranks: tuple[dict[str, Any], tuple[bool, bool]]) -> list[BatchReport]:
+    return [BatchReport(hyperparams=changes, was_in_body=in_body) for changes, in_body in ranks]
+
+
+BUSY, IDLE, ONLY_AFTER, ONLY_BEFORE = (True, True), (False, False), (True, False), (False, True)
+
+
+def test_hyperparam_sync_reports_what_changed() -> None:
+    sync, group = hyperparam_sync()
+    assert sync.changed() == {}
+    group["lr"] = 0.2
+    assert sync.changed() == {"0/lr": 0.2}
+    sync.reset()
+    assert sync.changed() == {}
+
+
+def test_an_idle_rank_takes_over_what_busy_ranks_set() -> None:
+    sync, group = hyperparam_sync()
+    sync.agree(reports(({"0/lr": 0.2}, BUSY), ({}, IDLE)), rank=1)
+    assert group["lr"] == 0.2
+    assert sync.changed() == {}
+
+
+def test_a_tensor_lr_is_set_in_place() -> None:
+    rate = torch.tensor(0.1)
+    sync, group = hyperparam_sync(rate)
+    sync.agree(reports(({"0/lr": 0.5}, BUSY), ({}, IDLE)), rank=1)
+    assert group["lr"] is rate
+    assert float(rate) == 0.5
+
+
+def test_busy_ranks_must_agree() -> None:
+    sync, _ = hyperparam_sync()
+    with pytest.raises(UserError, match=r"lr \(param group 0\) is 0.2 on rank 0 and 0.1 on rank 1; set it from"):
+        sync.agree(reports(({"0/lr": 0.2}, BUSY), ({}, BUSY)), rank=0)
+
+
+def test_what_is_set_before_a_step_overrides_what_was_set_after_the_last() -> None:
+    """No rank ran the loop's body both times."""
+    sync, group = hyperparam_sync()
+    sync.agree(reports(({"0/lr": 0.2, "0/momentum": 0.5}, ONLY_AFTER), ({"0/lr": 0.3}, ONLY_BEFORE)), rank=0)
+    assert (group["lr"], group["momentum"]) == (0.3, 0.5)
+
+
+def test_an_idle_ranks_own_change_is_undone() -> None:
+    sync, group = hyperparam_sync()
+    group["lr"] = 0.7
+    sync.agree(reports(({}, BUSY), (sync.changed(), IDLE)), rank=1)
+    assert group["lr"] == 0.1

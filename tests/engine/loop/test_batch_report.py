@@ -1,0 +1,59 @@
+"""A batch report travels as JSON: every field survives, and only what differs from the defaults is sent."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from mimatrix.engine.checkpoint.manager import SaveCalls
+from mimatrix.engine.loop.batch_report import BatchReport, PreemptionReport
+from mimatrix.engine.planning.plan_follower import PaceReport
+
+VALUES: dict[str, Any] = {
+    "weight": 3.5,
+    "grad_square": 0.1,
+    "touched": [0, 2],
+    "lr_scheduler_calls": [4],
+    "has_bypassed_scheduler": True,
+    "metrics": {"7": {"loss": [1.25, 5.0]}},
+    "save_calls": SaveCalls(2, "checkpoints", 3),
+    "hyperparams": {"0/lr": 0.01, "0/betas": [0.9, 0.999]},
+    "was_in_body": [False, True],
+    "pace": PaceReport(busy_s=0.25, head=[1, 3], offer={"plan": 1}),
+    "preemption": PreemptionReport(is_requested=True, has_saved=False),
+    "backward_calls": 2,
+    "has_called_step": True,
+}
+"""For every field a value that is not the default."""
+
+
+def round_trip(report: BatchReport) -> BatchReport:
+    return BatchReport.from_json(json.loads(json.dumps(report.to_json())))
+
+
+def test_every_field_is_tried() -> None:
+    assert VALUES.keys() == {field.name for field in fields(BatchReport)}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_field_survives_json_and_travels_alone(name: str) -> None:
+    report = BatchReport(**{name: VALUES[name]})
+    assert report != BatchReport()
+    assert list(report.to_json()) == [name]
+    assert round_trip(report) == report
+
+
+def test_all_fields_survive_json_together() -> None:
+    report = BatchReport(**VALUES)
+    assert round_trip(report) == report
+
+
+def test_defaults_are_not_sent() -> None:
+    assert BatchReport().to_json() == {}
+    assert round_trip(BatchReport()) == BatchReport()
+
+
+def test_floats_survive_json_bit_for_bit() -> None:
+    report = BatchReport(weight=0.1 + 0.2, grad_square=1e-310)
+    assert [round_trip(report).weight, round_trip(report).grad_square] == [0.1 + 0.2, 1e-310]

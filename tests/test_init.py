@@ -1,0 +1,45 @@
+"""`mimatrix.init` sets up logging and random seeds, and resolves the mode by its name."""
+
+import pytest
+import torch
+
+import mimatrix
+from mimatrix import _init
+from mimatrix.core import environment
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leave this process's logging and hooks alone; return what would have been called."""
+    calls: list[str] = []
+    monkeypatch.setattr(_init, "install_excepthook", lambda: calls.append("excepthook"))
+    monkeypatch.setattr(_init, "configure_logging", lambda *, quiet: calls.append(f"logging, quiet={quiet}"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv(environment.GROUPS.name, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_init_configures_logging(calls: list[str], quiet: bool) -> None:
+    run = mimatrix.init(global_batch=4, quiet=quiet, device="cpu")
+    assert calls == ["excepthook", f"logging, quiet={quiet}"]
+    assert (run.rank, run.world_size, run.device) == (0, 1, torch.device("cpu"))
+
+
+def test_init_names_the_nearest_mode() -> None:
+    with pytest.raises(mimatrix.UserError, match='unknown mode "hybird"; did you mean "hybrid"'):
+        mimatrix.init(global_batch=4, mode="hybird", device="cpu")
+
+
+def test_init_seeds_torch() -> None:
+    with torch.random.fork_rng():
+        draws = []
+        for seed in (3, 3, 4):
+            mimatrix.init(global_batch=4, seed=seed, device="cpu")
+            draws.append(torch.rand(4).tolist())
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_init_takes_the_arguments_that_the_readme_shows() -> None:
+    run = mimatrix.init(global_batch=4, batch=[4], stage=0, plan=None, mode="sync", seed=1, device="cpu")
+    assert (run.settings.global_batch, run.settings.batch, run.stage, run.settings.seed) == (4, [4], 0, 1)
