@@ -19,7 +19,13 @@ from mimatrix.core.errors import (
 
 if TYPE_CHECKING:
     from mimatrix._init import init
+    from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler
+    from mimatrix.engine.loop.loader import MicroBatchLoader
+    from mimatrix.engine.loop.preemption import Preempted
+    from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
     from mimatrix.engine.run import Run
+    from mimatrix.engine.run_status import RunStatus
+    from mimatrix.engine.step_timer import StepStats
     from mimatrix.hybrid.mode import Hybrid
     from mimatrix.planner.plan import Plan
 
@@ -29,11 +35,17 @@ __all__ = [
     "ConfigError",
     "Hybrid",
     "MiMatrixError",
+    "MicroBatchLoader",
     "MismatchError",
     "PeerLost",
     "Plan",
+    "Preempted",
+    "PreparedOptimizer",
     "Run",
+    "RunStatus",
     "ScheduleError",
+    "StepStats",
+    "SyncedLRScheduler",
     "UnsuitedError",
     "UserError",
     "WorldError",
@@ -44,8 +56,14 @@ __all__ = [
 # The command and the server start without torch: these are imported with their first use.
 _LAZY = {
     "Hybrid": "mimatrix.hybrid.mode",
+    "MicroBatchLoader": "mimatrix.engine.loop.loader",
     "Plan": "mimatrix.planner.plan",
+    "Preempted": "mimatrix.engine.loop.preemption",
+    "PreparedOptimizer": "mimatrix.engine.loop.prepared_optimizer",
     "Run": "mimatrix.engine.run",
+    "RunStatus": "mimatrix.engine.run_status",
+    "StepStats": "mimatrix.engine.step_timer",
+    "SyncedLRScheduler": "mimatrix.engine.loop.idle_ranks",
     "init": "mimatrix._init",
 }
 

@@ -4,12 +4,12 @@
     ├── UserError            the person can fix it: one sentence, and the fix
     │   ├── ConfigError      ... in a file: where, which key, the nearest match
     │   └── UnsuitedError    ... for this algorithm; another one can do it
-    ├── WorldError           something outside gave way
-    │   ├── PeerLost         a rank did not come: which, where, in what, since when
-    │   └── MismatchError    two ranks asked for different things: both ranks, both values
-    └── ScheduleError        an algorithm is wrong: which rank, which block, what it holds
+    ├── WorldError           something outside the program failed
+    │   ├── PeerLost         a rank is gone or silent: which, on which host, in which collective, since when
+    │   └── MismatchError    two ranks called different collectives: both ranks, both calls
+    └── ScheduleError        a collective algorithm is wrong: which rank, which block, what it holds
 
-What is our own mistake is an assertion, not an error of this tree.
+A bug in MiMatrix is an assertion, not an error of this tree.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _SHOWN = 20
 
 
 class MiMatrixError(Exception):
-    """Anything that MiMatrix raises on purpose."""
+    """The base of all errors that MiMatrix raises on purpose."""
 
 
 class UserError(MiMatrixError):
@@ -28,19 +28,23 @@ class UserError(MiMatrixError):
 
 
 class ConfigError(UserError):
-    """Bad input in a file; the message starts with the place."""
+    """Bad input in a file; the message starts with the file and the line."""
 
 
 class UnsuitedError(UserError):
-    """An algorithm cannot do what is asked here, and another one can: whoever tries several goes on."""
+    """An algorithm that cannot do what is asked, where another one can: a caller that tries several continues."""
 
 
 class WorldError(MiMatrixError):
-    """Something outside gave way, and nobody's input is to blame."""
+    """Something outside the program failed, such as a peer, a disk or a network; the input is not to blame."""
 
 
 class PeerLost(WorldError):  # noqa: N818 (the name that the design gives it)
-    """A peer did not come. The message says who, where, in which collective and round, and since when."""
+    """A peer is gone or silent. The message names its rank, its host, the collective and since when.
+
+    Attributes:
+        rank: The rank of the peer.
+    """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -48,7 +52,7 @@ class PeerLost(WorldError):  # noqa: N818 (the name that the design gives it)
 
 
 class MismatchError(WorldError):
-    """Ranks called different collectives, or the same one with other shapes or types."""
+    """Ranks called different collectives, or the same one with different shapes or types."""
 
 
 class ScheduleError(MiMatrixError):
