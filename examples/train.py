@@ -6,6 +6,7 @@ It runs the same under torchrun and alone, and writes the loss of every step to 
 import argparse
 import json
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,14 +21,14 @@ def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
-def batch_sizes(text: str) -> list[int]:
-    """Read numbers with commas between them."""
-    return [int(size) for size in text.split(",")]
+def batch_sizes(text: str) -> list[int] | Literal["auto"]:
+    """Read "auto", or numbers with commas between them."""
+    return "auto" if text == "auto" else [int(size) for size in text.split(",")]
 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage")
-parser.add_argument("--batch", type=batch_sizes, default="auto", help="samples of each rank, such as 32,16,16")
+parser.add_argument("--batch", type=batch_sizes, default="auto", help="samples per rank, such as 32,16,16")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--losses", type=Path, help="JSON file for the loss of every step")
 options = parser.parse_args()

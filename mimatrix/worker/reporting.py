@@ -110,25 +110,25 @@ class Reporter:
 
     def _report(self) -> Report:
         identity, run = self._identity, self._run
-        known: dict[str, Any] = {"protocol": PROTOCOL, "generation": identity.generation, "rank": identity.rank}
-        known |= {"use": self._sample_device(), "traffic": self._sample_link()}
+        values: dict[str, Any] = {"protocol": PROTOCOL, "generation": identity.generation, "rank": identity.rank}
+        values |= {"use": self._sample_device(), "traffic": self._sample_link()}
         if run is None:
-            return Report(**known, state=JobState.STARTING if self._begins() else JobState.TRAINING)
+            return Report(**values, state=JobState.STARTING if self._begins() else JobState.TRAINING)
         stats, plan, history, status = _recent(run.stats()), run.plan, run.history_from(-1), run.status
-        known |= {"state": JobState(status.phase), "step": run.step, "epoch": run.position.epoch}
+        values |= {"state": JobState(status.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
             seconds = sum(step.seconds for step in stats) / len(stats)
-            known |= {f"{name}_s": _trimmed_mean(stats, f"{name}_s") for name in _PARTS} | {
+            values |= {f"{name}_s": _trimmed_mean(stats, f"{name}_s") for name in _PARTS} | {
                 "step_s": _trimmed_mean(stats, "seconds"),
                 "samples_per_s": _round(sum(run.split.batches) / seconds) if seconds else 0.0,
                 "samples": stats[-1].samples,
                 "moved_bytes": sum(stats[-1].moved_bytes.values()),
             }
         if plan:
-            known |= {"predicted_step_s": _round(plan.step_s), "planned_s": _round(plan.parts[run.rank].busy_s)}
-        known |= {"follows": run.settings.follows, "waiting": _waiting(status.waiting), "aside": status.is_excluded}
-        known |= {"group": status.group, "pushed": _pushed(status.pushes)}
-        return Report(**known, metrics=_finite(history[0][1] if history else {}))
+            values |= {"predicted_step_s": _round(plan.step_s), "planned_s": _round(plan.parts[run.rank].busy_s)}
+        values |= {"follows": run.settings.follows, "waiting": _waiting(status.waiting), "aside": status.is_excluded}
+        values |= {"group": status.group, "pushed": _pushed(status.pushes)}
+        return Report(**values, metrics=_finite(history[0][1] if history else {}))
 
     def _write_tensorboard(self, report: Report) -> None:
         if self._run is not None and self._is_speaker:

@@ -178,9 +178,8 @@ def _copy_into(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 def _counter_device(train_state: TrainState, leaf: torch.Tensor) -> torch.device:
     """Return where an optimizer keeps its counters: on the device if capturable or fused, otherwise on the CPU."""
-    group = next(
-        each for each in train_state.optimizer.optimizer.param_groups if any(leaf is one for one in each["params"])
-    )
+    groups = train_state.optimizer.optimizer.param_groups
+    group = next(group for group in groups if any(leaf is param for param in group["params"]))
     return leaf.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 

@@ -50,7 +50,7 @@ class BatchReport:
         message = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
         for name, kind in _NESTED.items():
             if name in message:
-                message[name] = [getattr(message[name], each.name) for each in fields(kind)]
+                message[name] = [getattr(message[name], part.name) for part in fields(kind)]
         return message
 
     @classmethod
@@ -58,7 +58,7 @@ class BatchReport:
         """Read what `to_json` gave."""
         nested = {name: kind for name, kind in _NESTED.items() if name in message}
         parts = {
-            name: kind(**dict(zip((each.name for each in fields(kind)), message[name], strict=True)))
+            name: kind(**dict(zip((part.name for part in fields(kind)), message[name], strict=True)))
             for name, kind in nested.items()
         }
         return cls(**{**message, **parts})

@@ -124,7 +124,7 @@ class HyperparamSync:
         changes = [report.hyperparams for report in reports]
         after = [rank for rank, report in enumerate(reports) if report.was_in_body[0]]
         before = [rank for rank, report in enumerate(reports) if report.was_in_body[1]]
-        both = [each for each in after if each in before]
+        both = [busy for busy in after if busy in before]
         for ranks in [both] if both else [after, before]:
             for other in ranks[1:]:
                 _check_equal(changes[ranks[0]], changes[other], self._agreed, ranks[0], other)
