@@ -62,5 +62,6 @@ class SyncMode:
             world_size=dist.get_world_size(),
             device=device,
             new_group=GroupFactory(timeout),
+            timeout_s=timeout_s,
         )
         return Membership(world)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import TrainState
-from mimatrix.engine.data.loading import check_loading
+from mimatrix.engine.data.loading import check_loading, dataset_size
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
 from mimatrix.engine.loop.idle_ranks import Hyperparams, HyperparamSync, IdleRanks, LoopSignal, SyncedLRScheduler
@@ -120,7 +120,7 @@ def prepare(
         may_share_grads=world.outer is None,
     )
     strategy.broadcast_buffers(inputs.model)
-    optimizer = ShardedOptimizer(
+    optimizer = ShardedOptimizer.attach(
         inputs.optimizer, strategy.param_shards(), [param.parameter for unit in units for param in unit.params]
     )
     shadow = _sync_batchnorm(world, context, strategy) if context.num_sync_batchnorms else None
@@ -173,11 +173,12 @@ def _build_units(world: World, context: PrepareContext, stage: int) -> tuple[Uni
 def _create_stepper(
     world: World, inputs: PrepareInputs, strategy: ShardingStrategy, optimizer: ShardedOptimizer
 ) -> Stepper:
+    stepper = OptimizerStepper.attach(inputs.optimizer)
     if world.outer is None:
-        return OptimizerStepper(inputs.optimizer)
+        return stepper
     world.outer.begin(inputs.model, optimizer, world.main, sharded=strategy.grads_are_sharded)
     strategy.all_gather_params()
-    return OuterStepper(world.outer, inputs.optimizer, world.split.total, world.timer)
+    return OuterStepper(world.outer, inputs.optimizer, stepper, world.split.total, world.timer)
 
 
 def _sync_batchnorm(world: World, context: PrepareContext, strategy: ShardingStrategy) -> ShadowStep:
@@ -219,12 +220,13 @@ def _check_consistency(
     description = _describe(dataset, units, optimizer, hyperparams.current())
     messages = world.exchange.all_gather({**description, "run": secrets.token_hex(8)})
     _check_same(messages, world.rank)
-    return hyperparams, LoopSignal(world.main, messages[0]["run"])
+    return hyperparams, LoopSignal(world.main, messages[0]["run"], world.timeout_s)
 
 
 def _describe(dataset: Any, units: Sequence[Unit], optimizer: Optimizer, settings: Hyperparams) -> dict[str, Any]:
+    size = dataset_size(dataset)
     return {
-        "dataset": f"a dataset of {len(dataset)} samples" if hasattr(dataset, "__len__") else "a stream",
+        "dataset": "a stream" if size is None else f"a dataset of {size} samples",
         "model": _describe_model(units),
         "optimizer": type(optimizer).__name__,
         "settings": settings,

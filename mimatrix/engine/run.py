@@ -14,7 +14,7 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
-from mimatrix.engine.data.loading import check_loading
+from mimatrix.engine.data.loading import check_loading, dataset_size
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
@@ -59,7 +59,6 @@ class Run:
         model: ModelT,
         optimizer: Optimizer,
         dataset: Any,
-        /,
         *,
         loss: LossFn | None = None,
         leaf_modules: LeafModules = (),
@@ -72,7 +71,6 @@ class Run:
         model: ModelT,
         optimizer: Optimizer,
         dataset: Any,
-        /,
         scheduler: LRScheduler,
         *,
         loss: LossFn | None = None,
@@ -85,7 +83,6 @@ class Run:
         model: nn.Module,
         optimizer: Optimizer,
         dataset: Any,
-        /,
         scheduler: LRScheduler | None = None,
         *,
         loss: LossFn | None = None,
@@ -122,6 +119,8 @@ class Run:
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer
+        if isinstance(scheduler, SyncedLRScheduler):
+            scheduler = scheduler.scheduler
         inputs = PrepareInputs(
             model=model, optimizer=optimizer, dataset=dataset, loss=loss, leaf_modules=leaf_modules, loading=loading
         )
@@ -129,6 +128,8 @@ class Run:
         if self._membership.measures_devices or self.settings.plan == "profile":
             self._phase = "profiling"
         self._world = self._membership.settle(inputs)
+        # What is settled stays so, also if the rest fails.
+        self._membership, self._loop = Membership(self._world), NotPrepared(self._world)
         prepared = prepare(self._world, inputs, scheduler, self._preemption)
         self._loop = prepared.loop
         if self._preemption:
@@ -263,7 +264,7 @@ class Run:
         """
         self._loop.check_between_batches("run.evaluate")
         self._loop.require_all_ranks("run.evaluate")
-        size = len(dataset) if hasattr(dataset, "__len__") else None
+        size = dataset_size(dataset)
         if size == 0:
             raise UserError("run.evaluate was given a dataset without samples; give it at least one")
         split = self.split.for_samples(self.split.total if size is None else min(self.split.total, size))

@@ -33,12 +33,15 @@ class World:
         new_group: NewGroup | None,
         outer: OuterOptimizer | None = None,
         choice: Choice | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
         self.settings, self.rank, self.device, self.devices = settings, rank, device, devices
         self.main = main
         """The group in which gradients are reduced; None where there is one rank."""
         self.outer = outer
         """Who steps in place of the optimizer, where this run is one group of several."""
+        self.timeout_s = timeout_s
+        """How long to wait for a peer before it counts as lost."""
         self.choice = choice
         """What `mode="auto"` chose, from what, and why."""
         self.exchange = RankExchange(main)
@@ -60,13 +63,23 @@ class World:
         device: torch.device | str = "cpu",
         new_group: NewGroup | None = None,
         outer: OuterOptimizer | None = None,
+        timeout_s: float = 300.0,
     ) -> "World":
         """Meet the other ranks, and check that all were given the same settings. A collective."""
         device = torch.device(device)
         new_group = new_group if world_size > 1 else None
         main = new_group("reduce") if new_group else None
         devices = _exchange_devices(RankExchange(main), settings, rank, device)
-        return cls(settings, rank=rank, device=device, devices=devices, main=main, new_group=new_group, outer=outer)
+        return cls(
+            settings,
+            rank=rank,
+            device=device,
+            devices=devices,
+            main=main,
+            new_group=new_group,
+            outer=outer,
+            timeout_s=timeout_s,
+        )
 
     @property
     def world_size(self) -> int:
@@ -74,7 +87,7 @@ class World:
         return len(self.devices)
 
     def with_settings(self, settings: Settings, choice: Choice | None = None) -> "World":
-        """Return the same ranks and groups with other settings, and why `mode="auto"` took its mode."""
+        """Return the same ranks with other settings, before any further group is made; `choice` is `mode="auto"`'s."""
         return World(
             settings,
             rank=self.rank,
@@ -84,6 +97,7 @@ class World:
             new_group=self._new_group,
             outer=self.outer,
             choice=choice,
+            timeout_s=self.timeout_s,
         )
 
     def new_group(self, name: str, *, timed: bool = False) -> Group:

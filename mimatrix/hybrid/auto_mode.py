@@ -60,7 +60,14 @@ class AutoMode:
         dist.init_process_group(
             "mimatrix", store=PrefixStore("together", store), rank=rank, world_size=world_size, timeout=timeout
         )
-        world = World.join(settings, rank=rank, world_size=world_size, device=device, new_group=GroupFactory(timeout))
+        world = World.join(
+            settings,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            new_group=GroupFactory(timeout),
+            timeout_s=timeout_s,
+        )
         return UndecidedMembership(world, store, timeout)
 
 

@@ -100,6 +100,7 @@ class Hybrid:
             device=device,
             new_group=GroupFactory(timeout),
             outer=outer,
+            timeout_s=timeout_s,
         )
 
     def check(self, settings: Settings, groups: int = _ANY_NUMBER_OF_GROUPS) -> Policy:

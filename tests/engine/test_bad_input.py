@@ -209,7 +209,7 @@ def test_stepping_what_was_given_to_prepare(batches: list[int]) -> None:
 
     if 0 not in batches:  # a rank without data waits for the others, and reports that they left
         all_raise("called on the optimizer that was given to run.prepare", optimizer, {"batch": batches})
-    all_raise("called on the scheduler that was given to run.prepare", scheduler, {"batch": batches})
+    all_raise("the scheduler that was given to run.prepare was stepped or loaded", scheduler, {"batch": batches})
 
 
 class Lars(torch.optim.Optimizer):

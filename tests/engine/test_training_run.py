@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +12,13 @@ from support.features import ALONE, PAIR, THREE, Case, assert_same, train_alone
 from support.models import Perceptron, cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
 from torch import nn
+from torch.utils.data import DataLoader
 
+from mimatrix.core.errors import UserError
+from mimatrix.engine.mode import Membership
 from mimatrix.engine.run import Run
+from mimatrix.engine.settings import Settings
+from mimatrix.engine.world import World
 
 in_stages = pytest.mark.parametrize("stage", range(4))
 UNITS: dict[str, Any] = {"unit_bytes": 300}
@@ -171,3 +177,32 @@ def test_full_state_dict_is_exact(stage: int) -> None:
             assert sum(param.numel() for param in model.parameters()) == sum(map(torch.numel, expected.values()))
 
     in_runs(3, on_rank, stage=stage, **THREE, **UNITS)
+
+
+class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
+    """A stream, which does not know its length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(6.0))
+
+
+def test_evaluation_takes_a_loader_of_a_stream() -> None:
+    run = Run(Membership(World.join(Settings(global_batch=4, quiet=True))))
+    loader = DataLoader(Numbers(), batch_size=2)
+    means = run.evaluate(nn.Identity(), loader, lambda model, batch: {"mean": model(batch).mean()})
+    assert means == {"mean": pytest.approx(2.5)}
+
+
+def test_evaluation_refuses_weights_that_sum_to_zero() -> None:
+    run = Run(Membership(World.join(Settings(global_batch=4, quiet=True))))
+    with pytest.raises(UserError, match="the weights of accuracy sum to 0"):
+        run.evaluate(nn.Identity(), vectors(4), lambda *_: {"accuracy": 1.0, "weight": 0})
+
+
+def test_prepare_takes_names() -> None:
+    run = Run(Membership(World.join(Settings(global_batch=4, quiet=True))))
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, _, loader = run.prepare(model=model, optimizer=optimizer, dataset=vectors(4))
+    assert prepared is model
+    assert len(loader) == 1

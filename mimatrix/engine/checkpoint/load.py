@@ -206,8 +206,7 @@ def _restore_groups(train_state: TrainState, metadata: Metadata) -> None:
 
 def _restore_schedulers(train_state: TrainState, metadata: Metadata) -> None:
     for synced, saved in zip(train_state.lr_schedulers, metadata["schedulers"], strict=True):
-        synced.scheduler.load_state_dict(unpack(saved["state"]))
-        synced.calls = saved["calls"]
+        synced.restore(unpack(saved["state"]), saved["calls"])
 
 
 def _check_tensors(saved: Mapping[str, Metadata], here: Mapping[str, Metadata], what: str) -> None:

@@ -42,6 +42,9 @@ class HasLRScheduler(Protocol):
     scheduler: LRScheduler
     calls: int
 
+    def restore(self, state_dict: dict[str, Any], calls: int) -> None:
+        """Load a saved state, and how often the scheduler had been stepped."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:

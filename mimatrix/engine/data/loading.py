@@ -32,6 +32,14 @@ LOADING_SETTINGS = ("shuffle", "drop_last", "collate_fn", "num_workers", "prefet
 """What `run.prepare` and `run.evaluate` accept, under the names of torch's DataLoader."""
 
 
+def dataset_size(dataset: Any) -> int | None:
+    """Return the number of samples of a dataset or a DataLoader; None for a stream."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
 def check_loading(settings: Mapping[str, Any]) -> None:
     """Raise a `UserError` for an unknown setting; it names the nearest known one."""
     for name in settings:

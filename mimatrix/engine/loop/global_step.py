@@ -39,7 +39,7 @@ class StepResult:
     weight: float
     norm: float | None
     """Of the whole gradient, before clipping; known where it is clipped or may overflow."""
-    is_finite: bool
+    should_step: bool
     """Whether there is something to step by: samples, and no gradient that is infinite or NaN."""
     grad_factor: float
     """What gradients are multiplied by before the step: weights, loss scale and clipping."""

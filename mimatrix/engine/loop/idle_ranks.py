@@ -174,28 +174,44 @@ def _to_json(value: Any) -> Any:
 class SyncedLRScheduler(LRScheduler):
     """The user's lr scheduler, stepping between global batches only, and equally often on every rank.
 
-    Everything but `step` is the wrapped scheduler's own, which is in `scheduler`.
+    Everything but `step` is the wrapped scheduler's own, which is in `scheduler`: attributes are read and set there.
     """
 
     scheduler: LRScheduler
+    calls: int
+    """How often it was stepped."""
+    _OWN = ("scheduler", "calls", "_global_step", "_position")
 
     def __init__(self, scheduler: LRScheduler, global_step: GlobalStep) -> None:
         # Not LRScheduler's constructor, which would take the optimizer over.
         self.scheduler, self._global_step = scheduler, global_step
         self.calls = 0
-        self._last_epoch = _last_epoch(scheduler)
+        self._position = _position(scheduler)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # while it is being unpickled or copied
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
-    def step(self, *arguments: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.scheduler, name, value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.scheduler!r})"
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the scheduler; does nothing inside a global batch."""
         if self._global_step.is_complete:
             raise UserError("scheduler.step came before optimizer.step; call optimizer.step() first")
         if not self._global_step.is_open:
-            self._step(*arguments)
+            self._step(*args, **kwargs)
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rates that the wrapped scheduler computes."""
+        return self.scheduler.get_lr()
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of the last step."""
@@ -208,15 +224,21 @@ class SyncedLRScheduler(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped scheduler's state."""
         self.scheduler.load_state_dict(state_dict)
-        self.refresh()
+        self._position = _position(self.scheduler)
 
-    def refresh(self) -> None:
-        """Accept the state that the wrapped scheduler has now: a checkpoint was loaded."""
-        self._last_epoch = _last_epoch(self.scheduler)
+    def restore(self, state_dict: dict[str, Any], calls: int) -> None:
+        """Load the state of a checkpoint, and how often the scheduler had been stepped."""
+        self.load_state_dict(state_dict)
+        self.calls = calls
+
+    @property
+    def needs_metric(self) -> bool:
+        """Whether it steps by a metric, which a rank without data does not have."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def catch_up(self, calls: Sequence[int]) -> None:
         """Step as often as on the other ranks, if this rank did not run the loop's body."""
-        if min(calls) < max(calls) and isinstance(self.scheduler, ReduceLROnPlateau):
+        if self.needs_metric and min(calls) < max(calls):
             raise UserError(
                 "ReduceLROnPlateau steps by a metric, which a rank without data does not have; "
                 "step it after the loop over the loader, with a metric of run.evaluate"
@@ -227,17 +249,18 @@ class SyncedLRScheduler(LRScheduler):
     @property
     def is_bypassed(self) -> bool:
         """Whether the wrapped scheduler was stepped directly, which would happen in every micro-batch."""
-        return bool(_last_epoch(self.scheduler) != self._last_epoch)
+        return _position(self.scheduler) != self._position
 
-    def _step(self, *arguments: Any) -> None:
+    def _step(self, *args: Any, **kwargs: Any) -> None:
         self.calls += 1
-        self.scheduler.step(*arguments)
-        self.refresh()
+        self.scheduler.step(*args, **kwargs)
+        self._position = _position(self.scheduler)
 
 
-def _last_epoch(scheduler: LRScheduler) -> Any:
-    """Return how far a scheduler is; None for those that do not count."""
-    return getattr(scheduler, "last_epoch", None)
+def _position(scheduler: LRScheduler) -> list[Any]:
+    """Return how far a scheduler is, or the schedulers that it chains."""
+    chained = getattr(scheduler, "_schedulers", ())
+    return [getattr(scheduler, "last_epoch", None), *(_position(each) for each in chained)]
 
 
 class IdleRanks:
@@ -276,8 +299,6 @@ class IdleRanks:
 
     def reset_hyperparams(self) -> None:
         """Accept the optimizer's settings as they are: a checkpoint was loaded, on all ranks."""
-        for scheduler in self._lr_schedulers:
-            scheduler.refresh()
         if self._peers:
             self._peers[0].reset()
 
@@ -295,7 +316,9 @@ class IdleRanks:
         if state.collective_call:
             raise _missing_rank(state.collective_call, self._rank)
         if state.report:
-            self._catch_up([state.report], progress)
+            # What is wrong with a scheduler is raised where all ranks meet next, on all of them.
+            repeatable = [scheduler for scheduler in self._lr_schedulers if not scheduler.needs_metric]
+            self._repeat_calls([state.report], progress, repeatable)
         return state.continues
 
     def leave_loop(self, report: Callable[[], BatchReport]) -> None:
@@ -319,18 +342,24 @@ class IdleRanks:
 
     def catch_up(self, reports: Sequence[BatchReport], progress: Callable[[], Progress]) -> None:
         """Do before a step what the others' loops did since the last one; the optimizer's settings included."""
-        self._catch_up(reports, progress)
+        if any(report.has_bypassed_scheduler for report in reports):
+            raise UserError(
+                "the scheduler that was given to run.prepare was stepped or loaded directly; use the one that "
+                "run.prepare returned"
+            )
+        self._repeat_calls(reports, progress, self._lr_schedulers)
         if self._peers:
             self._peers[0].agree(reports, rank=self._rank)
         self._is_behind = False
 
-    def _catch_up(self, reports: Sequence[BatchReport], progress: Callable[[], Progress]) -> None:
-        if any(report.has_bypassed_scheduler for report in reports):
-            raise UserError(
-                "scheduler.step was called on the scheduler that was given to run.prepare; call it on the one that "
-                "run.prepare returned"
-            )
-        for number, scheduler in enumerate(self._lr_schedulers):
+    def _repeat_calls(
+        self,
+        reports: Sequence[BatchReport],
+        progress: Callable[[], Progress],
+        lr_schedulers: Sequence[SyncedLRScheduler],
+    ) -> None:
+        for scheduler in lr_schedulers:
+            number = self._lr_schedulers.index(scheduler)
             scheduler.catch_up([report.lr_scheduler_calls[number] for report in reports])
         self._checkpoints.catch_up([report.save_calls for report in reports], progress)
 

@@ -146,4 +146,7 @@ def merge_means(sums_of_ranks: Iterable[Mapping[str, Sequence[float]]]) -> dict[
     merged = WeightedMeans()
     for sums in sums_of_ranks:
         merged.add_sums(sums)
+    for name, (_, weight) in merged.sums().items():
+        if not weight:
+            raise UserError(f"the weights of {name} sum to 0, so it has no mean; give at least one batch a weight")
     return merged.means()

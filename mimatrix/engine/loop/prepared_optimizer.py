@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import MicroBatch
@@ -15,11 +16,13 @@ from mimatrix.engine.step_timer import StepTimer
 class PreparedOptimizer(Optimizer):
     """What `run.prepare` returns for an optimizer: `step` acts at the end of each global batch and at no other time.
 
-    Param groups, state and defaults are those of the wrapped optimizer, which is in `optimizer`. `zero_grad` does
-    nothing, because gradients end with the step that used them.
+    Everything else is the wrapped optimizer's own, which is in `optimizer`: attributes are read and set there.
+    `zero_grad` does nothing, because gradients end with the step that used them.
     """
 
     optimizer: Optimizer
+    _OWN = ("optimizer", "step", "_on_step")
+    """`step`, because an lr scheduler that is made of it replaces it to count its calls."""
 
     def __init__(self, optimizer: Optimizer, on_step: Callable[[], None]) -> None:
         # Not Optimizer's constructor, which would take the parameters over.
@@ -29,6 +32,12 @@ class PreparedOptimizer(Optimizer):
         if name == "optimizer":  # while it is being unpickled or copied
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UserError("a prepared optimizer belongs to its run and cannot be copied; use run.save() and run.load()")
@@ -104,7 +113,21 @@ class OptimizerStepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._is_stepping = False
-        self._guard = optimizer.register_step_pre_hook(self._refuse)
+        self._guards: list[RemovableHandle] = []
+
+    @classmethod
+    def attach(cls, optimizer: Optimizer) -> "OptimizerStepper":
+        """Take an optimizer over: from now on only this object may step it.
+
+        Raises:
+            UserError: Another run has it.
+        """
+        hooks = optimizer._optimizer_step_pre_hooks.values()
+        if any(isinstance(getattr(hook, "__self__", None), cls) for hook in hooks):
+            raise UserError("the optimizer belongs to another run; call close() on that run first")
+        stepper = cls(optimizer)
+        stepper._guards.append(optimizer.register_step_pre_hook(stepper._refuse))
+        return stepper
 
     def step(self, micro: MicroBatch) -> None:  # noqa: ARG002 (steppers differ)
         """Step the optimizer."""
@@ -116,8 +139,9 @@ class OptimizerStepper:
             self._optimizer.step()
 
     def close(self) -> None:
-        """Remove the guard."""
-        self._guard.remove()
+        """Let others step the optimizer again."""
+        while self._guards:
+            self._guards.pop().remove()
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -138,9 +162,11 @@ class OptimizerStepper:
 class OuterStepper:
     """Lets an outer optimizer step, which may let the user's one step first."""
 
-    def __init__(self, outer: OuterOptimizer, optimizer: Optimizer, global_batch: int, timer: StepTimer) -> None:
-        self._outer, self._optimizer, self._global_batch, self._timer = outer, optimizer, global_batch, timer
-        self._inner = OptimizerStepper(optimizer)
+    def __init__(
+        self, outer: OuterOptimizer, optimizer: Optimizer, inner: OptimizerStepper, global_batch: int, timer: StepTimer
+    ) -> None:
+        self._outer, self._optimizer, self._inner = outer, optimizer, inner
+        self._global_batch, self._timer = global_batch, timer
 
     def step(self, micro: MicroBatch) -> None:
         """Step with the other groups."""
@@ -149,5 +175,5 @@ class OuterStepper:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # lr schedulers look at it
 
     def close(self) -> None:
-        """Remove the guard of the inner optimizer."""
+        """Let others step the optimizer again."""
         self._inner.close()

@@ -130,13 +130,13 @@ class TrainLoop:
         self._idle.catch_up(reports, self.progress)
         self._update(reports, micro)
         result = self.global_step.agree(reports, self._world.settings.max_grad_norm)
-        if result.is_finite:
+        if result.should_step:
             self.global_step.scale_grads(result.grad_factor)
             self.optimizer.assign_grads(result.touched)
             self._stepper.step(micro)
             self.strategy.all_gather_params()
         if result.weight:
-            self.global_step.scale.update(result.is_finite)
+            self.global_step.scale.update(result.should_step)
         self.optimizer.clear_grads()
         self.strategy.clear()
         self.global_step.clear()
@@ -175,7 +175,7 @@ class TrainLoop:
         self.stats = [*self.stats[1 - _MAX_STATS :], stats]
         self.step += 1
         self._has_ended_batch, self._has_exchanged = True, False
-        if self._outer and not result.is_finite:
+        if self._outer and not result.should_step:
             self._skipped_samples += micro.global_samples
         self._idle.begin_wait(batches, had_data=micro.num_micro_steps > 0)
 

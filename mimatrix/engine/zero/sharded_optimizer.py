@@ -16,22 +16,35 @@ _TRIAL_LR = 0.1
 
 
 class ShardedOptimizer:
-    """An optimizer whose parameters are this rank's shards, or the parameters themselves where nothing is sharded.
+    """An optimizer whose parameters are this rank's shards, or the parameters themselves where nothing is sharded."""
 
-    `model_params` are all parameters of the model: the optimizer may have no others.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, shards: Iterable[ParamShard], model_params: Collection[nn.Parameter]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, shards: Iterable[ParamShard]) -> None:
         self.optimizer = optimizer
-        _check_params(optimizer, model_params)
         self._shards = {shard.param.parameter: shard for shard in shards}
         self.original_params = [list(group["params"]) for group in optimizer.param_groups]
         """The model's own parameters, by the optimizer's param groups."""
         self.shard_params: dict[nn.Parameter, nn.Parameter] = {}
         """The tensor that the optimizer has for a parameter of the model."""
-        for group in optimizer.param_groups:
+        self._grads: list[tuple[int, nn.Parameter, torch.Tensor]] = []
+
+    @classmethod
+    def attach(
+        cls, optimizer: Optimizer, shards: Iterable[ParamShard], model_params: Collection[nn.Parameter]
+    ) -> "ShardedOptimizer":
+        """Replace the parameters of an optimizer by this rank's shards of them.
+
+        Args:
+            optimizer: The user's optimizer.
+            shards: What this rank steps of each parameter.
+            model_params: All parameters of the model: the optimizer may have no others.
+        """
+        _check_params(optimizer, model_params)
+        sharded = cls(optimizer, shards)
+        sharded._replace_params()
+        return sharded
+
+    def _replace_params(self) -> None:
+        for group in self.optimizer.param_groups:
             group["params"] = [self._replace_param(param) for param in group["params"] if param in self._shards]
         # Where autograd leaves gradients with the parameters, there is nothing to assign.
         self._grads = [

@@ -1,6 +1,7 @@
 """Ranks without data follow loops whose body they do not run: breaks, schedulers, learning rates set by hand."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from support.features import PAIR, THREE, Case, assert_same
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, StepLR
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition
@@ -285,3 +286,58 @@ def test_an_idle_ranks_own_change_is_undone() -> None:
     group["lr"] = 0.7
     sync.agree(reports(({}, BUSY), (sync.changed(), IDLE)), rank=1)
     assert group["lr"] == 0.1
+
+
+def one_step() -> GlobalStep:
+    return cast(GlobalStep, SimpleNamespace(is_complete=False, is_open=False))
+
+
+def test_a_synced_scheduler_reads_and_sets_the_wrapped_ones_attributes() -> None:
+    scheduler = StepLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 1, 0.5)
+    synced: Any = SyncedLRScheduler(scheduler, one_step())
+    synced.gamma = 0.25
+    assert scheduler.gamma == 0.25
+    with pytest.warns(UserWarning, match="get_last_lr"):
+        assert len(synced.get_lr()) == 1
+    assert repr(scheduler) in repr(synced)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_synced_scheduler_notices_steps_of_the_wrapped_one(chained: bool) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    inner = StepLR(optimizer, 1, 0.5)
+    optimizer.step()
+    scheduler = ChainedScheduler([inner]) if chained else inner
+    synced = SyncedLRScheduler(scheduler, one_step())
+    synced.step()
+    assert (synced.calls, synced.is_bypassed) == (1, False)
+    synced.restore(scheduler.state_dict(), 7)
+    assert (synced.calls, synced.is_bypassed) == (7, False)
+    scheduler.step()
+    assert synced.is_bypassed
+
+
+def test_a_plateau_scheduler_stepped_before_a_break_is_refused_on_all_ranks() -> None:
+    """The rank without data finds out where all ranks exchange their reports next."""
+
+    def on_rank(run: Run) -> str:
+        model, optimizer = seeded_perceptron()
+        plateau = ReduceLROnPlateau(optimizer)
+        _, optimizer, loader, scheduler = run.prepare(model, optimizer, vectors(15), plateau, shuffle=False)
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                for batch in loader:
+                    loss = cross_entropy(model, batch)
+                    run.backward(loss)
+                    optimizer.step()
+                    if not run.in_batch:
+                        scheduler.step(metrics=float(loss.detach()))
+                        break
+
+        with pytest.raises(UserError) as raised:
+            train()
+        return str(raised.value)
+
+    for message in in_runs(3, on_rank, **THREE):
+        assert message.startswith("ReduceLROnPlateau steps by a metric")

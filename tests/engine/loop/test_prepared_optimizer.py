@@ -92,9 +92,23 @@ def test_an_unfinished_instance_does_not_recurse() -> None:
 
 
 def test_the_wrapped_optimizer_refuses_steps_of_the_user_until_closed(wrapped: torch.optim.Optimizer) -> None:
-    stepper = OptimizerStepper(wrapped)
+    stepper = OptimizerStepper.attach(wrapped)
     with pytest.raises(UserError, match=r"call it on the one that run.prepare returned"):
         wrapped.step()
     stepper.step_optimizer()
     stepper.close()
     wrapped.step()
+
+
+def test_attributes_are_set_on_the_wrapped_optimizer(wrapped: torch.optim.Optimizer) -> None:
+    prepared: Any = PreparedOptimizer(wrapped, lambda: None)
+    prepared.note = "kept"
+    assert wrapped.note == "kept"  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_belongs_to_one_run_at_a_time(wrapped: torch.optim.Optimizer) -> None:
+    first = OptimizerStepper.attach(wrapped)
+    with pytest.raises(UserError, match=r"belongs to another run; call close\(\) on that run first"):
+        OptimizerStepper.attach(wrapped)
+    first.close()
+    OptimizerStepper.attach(wrapped).close()
