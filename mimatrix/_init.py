@@ -45,7 +45,7 @@ def init(
     the same arguments, `device` and `quiet` excepted.
 
     Args:
-        global_batch: Samples in one optimizer step, over all ranks. It stays the same whoever takes part.
+        global_batch: Samples in one optimizer step, over all ranks. It does not change with the number of ranks.
         batch: Samples of each rank: "auto" (equal), one number for all, a list by rank, or a dict by rank or by a
             part of the device's name.
         micro_batch: The most samples that a rank processes at once; a list gives each rank its own.
