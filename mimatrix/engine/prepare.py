@@ -173,11 +173,12 @@ def _build_units(world: World, context: PrepareContext, stage: int) -> tuple[Uni
 def _create_stepper(
     world: World, inputs: PrepareInputs, strategy: ShardingStrategy, optimizer: ShardedOptimizer
 ) -> Stepper:
-    stepper = OptimizerStepper.attach(inputs.optimizer)
     if world.outer is None:
-        return stepper
+        return OptimizerStepper.attach(inputs.optimizer)
+    # Before the optimizer is taken over: the outer optimizer tries out what it does with parts of tensors.
     world.outer.begin(inputs.model, optimizer, world.main, sharded=strategy.grads_are_sharded)
     strategy.all_gather_params()
+    stepper = OptimizerStepper.attach(inputs.optimizer)
     return OuterStepper(world.outer, inputs.optimizer, stepper, world.split.total, world.timer)
 
 
