@@ -31,3 +31,8 @@ def test_sync_mode_refuses_a_job_with_groups(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(environment.GROUPS.name, "[[0], [1]]")
     with pytest.raises(UserError, match='use mode="hybrid", or leave out --groups'):
         SyncMode().join(Settings(global_batch=4), torch.device("cpu"), 5.0)
+
+
+def test_a_world_keeps_its_timeout_with_other_settings() -> None:
+    world = World.join(Settings(global_batch=4, quiet=True), timeout_s=7.0)
+    assert world.with_settings(world.settings).timeout_s == 7.0

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.mode import Membership
+from mimatrix.engine.prepare import PrepareInputs
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.world import World
@@ -206,3 +207,35 @@ def test_prepare_takes_names() -> None:
     prepared, _, loader = run.prepare(model=model, optimizer=optimizer, dataset=vectors(4))
     assert prepared is model
     assert len(loader) == 1
+
+
+def test_prepared_objects_can_be_prepared_again_after_close() -> None:
+    """They are unwrapped: a wrapper around a wrapper would wait for a run that is closed."""
+    model = nn.Linear(6, 3).double()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    original = (optimizer, scheduler)
+    for _ in range(2):
+        run = Run(Membership(World.join(Settings(global_batch=4, quiet=True))))
+        _, prepared, _, synced = run.prepare(model, optimizer, vectors(4), scheduler)
+        assert (prepared.optimizer, synced.scheduler) == original
+        run.close()
+        optimizer, scheduler = prepared, synced
+
+
+def test_a_mode_is_settled_once_also_if_preparing_fails() -> None:
+    world = World.join(Settings(global_batch=4, quiet=True))
+    settled: list[World] = []
+
+    class Undecided(Membership):
+        def settle(self, inputs: PrepareInputs) -> World:
+            inputs.open(world)
+            settled.append(world.with_settings(world.settings))
+            return settled[-1]
+
+    run = Run(Undecided(world))
+    model, other = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+    with pytest.raises(UserError, match="not parameters of the model"):
+        run.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1), vectors(4))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), vectors(4))
+    assert len(settled) == 1

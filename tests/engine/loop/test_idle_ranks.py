@@ -9,13 +9,14 @@ import torch
 from support.features import PAIR, THREE, Case, assert_same
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
+from torch._C._distributed_c10d import HashStore
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, StepLR
 
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import PeerLost, UserError
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.global_step import GlobalStep
-from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopState, SyncedLRScheduler
+from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopSignal, LoopState, SyncedLRScheduler
 from mimatrix.engine.run import Run
 from mimatrix.planner.split import Split
 
@@ -341,3 +342,35 @@ def test_a_plateau_scheduler_stepped_before_a_break_is_refused_on_all_ranks() ->
 
     for message in in_runs(3, on_rank, **THREE):
         assert message.startswith("ReduceLROnPlateau steps by a metric")
+
+
+def test_a_bypassed_scheduler_before_a_break_is_refused_on_all_ranks() -> None:
+    """Also on the rank that stepped it, and not as a lost peer."""
+
+    def on_rank(run: Run) -> str:
+        model, optimizer = seeded_perceptron()
+        given = StepLR(optimizer, 1, 0.5)
+        _, optimizer, loader, _ = run.prepare(model, optimizer, vectors(15), given, shuffle=False)
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                for batch in loader:
+                    run.backward(cross_entropy(model, batch))
+                    optimizer.step()
+                    if not run.in_batch:
+                        given.step()
+                        break
+
+        with pytest.raises(UserError) as raised:
+            train()
+        return str(raised.value)
+
+    for message in in_runs(3, on_rank, **THREE):
+        assert message.startswith("the scheduler that was given to run.prepare was stepped")
+
+
+def test_a_loop_signal_that_never_comes_names_the_leader_after_its_timeout() -> None:
+    control = SimpleNamespace(check=lambda *_: None, describe=lambda rank: f"rank {rank} on here")
+    group: Any = SimpleNamespace(endpoint=SimpleNamespace(store=HashStore(), control=control), members=(0, 1))
+    with pytest.raises(PeerLost, match="rank 1 on here did not continue the loop over its loader"):
+        LoopSignal(group, "run", timeout_s=0.05).wait(1, 1)
