@@ -93,7 +93,10 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         return dict(self.mimatrix.counters + self.c10d_calls)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Reduce by sum, average, maximum or minimum; c10d carries other operations."""
+        """Reduce by sum, average, maximum or minimum; c10d carries other operations.
+
+        The average of integers is their sum divided and rounded towards zero, as with NCCL.
+        """
         reduce_op = _reduce_op(opts)
         if reduce_op is None or not _are_supported(*tensors) or len(tensors) > 1:
             return self._delegate("all_reduce", "allreduce", tensors, *_given(opts))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.execution.reduce import divide
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -68,7 +69,7 @@ class C10dBackend:
 
     def _average(self, total: torch.Tensor, reduce_op: str) -> None:
         if reduce_op == "avg":
-            total.div_(self._world_size)
+            divide(total, self._world_size)
 
     def _finish(self, work: Any) -> None:
         work.wait(self._timeout)

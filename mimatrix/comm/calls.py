@@ -22,7 +22,7 @@ DTYPES = (
     torch.uint8,
 )
 COLLECTIVES = tuple(Collective)
-_PACKED = struct.Struct("<QQQIIIBBBx")
+_PACKED = struct.Struct("<QQQIIIIBBBx")
 PACKED_BYTES = _PACKED.size
 _NUMBER, _OFFSET, _REST = slice(0, 8), slice(8, 16), slice(16, PACKED_BYTES)
 
@@ -69,11 +69,11 @@ class CallSignature:
         what = f"{self.collective.value}{root} of {self.count} {_dtype_name(self.dtype)}"
         return f"{what} ({self.reduce_op}, {self.choice})"
 
-    def pack(self, number: int, offset: int) -> bytes:
-        """Return a header for peers: the number of the call in its group, and where in the arena its data lie."""
+    def pack(self, number: int, offset: int, user_call: int = 0) -> bytes:
+        """Return a header for peers: the call's number in its group, where its data lie, the user's call."""
         codes = COLLECTIVES.index(self.collective), DTYPES.index(self.dtype), REDUCE_OPS.index(self.reduce_op)
         choice = zlib.crc32(self.choice.encode())
-        return _PACKED.pack(number, offset, self.count, choice, self.root, self.shares, *codes)
+        return _PACKED.pack(number, offset, self.count, choice, self.root, self.shares, user_call, *codes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,8 @@ class CallHeader:
     choice: int
     root: int
     shares: int
+    user_call: int
+    """The code of the user's call in which it is made, 0 if that is not known."""
     collective: Collective
     dtype: torch.dtype
     reduce_op: str
@@ -93,7 +95,7 @@ class CallHeader:
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "CallHeader":
         """Return the header that `CallSignature.pack` made."""
-        number, offset, count, choice, root, shares, collective, dtype, reduce_op = _PACKED.unpack(data)
+        number, offset, count, choice, root, shares, user_call, collective, dtype, reduce_op = _PACKED.unpack(data)
         return cls(
             number=number,
             offset=offset,
@@ -101,6 +103,7 @@ class CallHeader:
             choice=choice,
             root=root,
             shares=shares,
+            user_call=user_call,
             collective=COLLECTIVES[collective],
             dtype=DTYPES[dtype],
             reduce_op=REDUCE_OPS[reduce_op],

@@ -330,7 +330,7 @@ def _open_flags(endpoint: Endpoint, name: str, members: Sequence[int], timeout_s
         mapped = page.bytes if member == own else endpoint.window("host", rank).view(offset, offset + PAGE_BYTES)
         assert mapped is not None
         pages.append(mapped.numpy().data.cast("B"))
-    return FlagSync(own, pages, members, endpoint.control, timeout_s)
+    return FlagSync(own, pages, members, endpoint.control, timeout_s, group=name)
 
 
 def _copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ class Group:
         self.rank, self.world_size = dispatcher.rank, dispatcher.world_size
         self.sync, self.forecast = dispatcher.sync, dispatcher.forecast
         self.backends, self.cpu_backend = dispatcher.backends, dispatcher.cpu_backend
+        self.caller = self.endpoint.control.caller
         self.counters = Counter[str]()
         """Calls by collective and transport, as in `all_reduce windows`."""
         self.bytes_moved = Counter[str]()
@@ -230,10 +231,22 @@ class Group:
             doing: What the task is, for errors about lost ranks.
             inline: Run it on the calling thread if nothing else is queued.
         """
-        ordered = task if tensor is None else with_side_stream(task, tensor)
-        work = Work(ordered, partial(self.endpoint.control.check, -1, self.members, doing))
+        user_call = self.caller.of_this_thread()
+
+        def run() -> None:
+            self.sync.user_call = user_call
+            task()
+
+        ordered = run if tensor is None else with_side_stream(run, tensor)
+        work = Work(ordered, partial(self.watch, doing))
         self.thread.submit(work, inline=inline)
         return work
+
+    def watch(self, doing: str) -> None:
+        """Say that the calling thread waits for this group, and raise if a rank was lost or cannot come."""
+        control = self.endpoint.control
+        control.note_waiting(self.name)
+        control.check(-1, self.members, doing)
 
     def cached_choice(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """Return the choice for a call, or None if it has to be measured first."""
@@ -281,8 +294,6 @@ class Group:
             raise UserError(f'unknown reduction "{op.reduce_op}"; use {", ".join(REDUCE_OPS)}')
         if tensor.dtype not in DTYPES:
             raise UserError(f"tensors of {tensor.dtype} cannot be reduced; use float32 or another common type")
-        if op.reduce_op == "avg" and not tensor.is_floating_point():
-            raise UserError(f"{tensor.dtype} cannot hold an average; use sum, or a floating-point type")
         if op.shares and len(op.shares) != self.world_size:
             raise UserError(f"got {len(op.shares)} shares for {self.world_size} ranks; give one for each rank")
         if not 0 <= op.root < self.world_size:

@@ -3,7 +3,8 @@
     MiMatrixError
     ├── UserError            the person can fix it: one sentence, and the fix
     │   ├── ConfigError      ... in a file: where, which key, the nearest match
-    │   └── UnsuitedError    ... for this algorithm; another one can do it
+    │   ├── UnsuitedError    ... for this algorithm; another one can do it
+    │   └── DifferentCalls   ... ranks make different calls: both ranks, both calls, with their lines
     ├── WorldError           something outside the program failed
     │   ├── PeerLost         a rank is gone or silent: which, on which host, in which collective, since when
     │   └── MismatchError    two ranks called different collectives: both ranks, both calls
@@ -17,6 +18,8 @@ from difflib import get_close_matches
 
 # A cluster knows thousands of names, and an error is one sentence.
 _SHOWN = 20
+EXIT_PEER_LOST = 76
+"""The exit code of a rank that stopped because another one was lost: it is not the rank to blame."""
 
 
 class MiMatrixError(Exception):
@@ -33,6 +36,10 @@ class ConfigError(UserError):
 
 class UnsuitedError(UserError):
     """An algorithm that cannot do what is asked, where another one can: a caller that tries several continues."""
+
+
+class DifferentCalls(UserError):  # noqa: N818 (it names what ranks do)
+    """Ranks make different calls of the user's script and wait for each other; the message has their lines already."""
 
 
 class WorldError(MiMatrixError):

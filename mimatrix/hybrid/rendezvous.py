@@ -227,8 +227,8 @@ class Rendezvous:
         first = store.get("digest/0").decode()
         if first != own:
             raise UserError(
-                f"group {self.group} starts with other parameters or another optimizer than group 0; make the model "
-                "after mimatrix.init, which seeds all ranks alike, or load the same weights in all groups"
+                f"group {self.group} starts with other parameters or another optimizer than group 0; seed "
+                "all ranks alike before the model is made (torch.manual_seed), or load the same weights in all groups"
             )
 
 

@@ -1,5 +1,6 @@
 """The backend in torch.distributed, with real processes: what each script in scripts/ says of itself must hold."""
 
+import ast
 import json
 import os
 import subprocess
@@ -33,6 +34,25 @@ def run_script(cache: Path, *arguments: str | Path, timeout_s: float = 60.0, **v
 def test_torch_finds_the_backend_when_it_is_imported() -> None:
     code = 'import sys, torch.distributed as d; sys.exit("mimatrix" not in d.Backend.backend_list)'
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_import_of_torch_loads_no_more_than_the_registration() -> None:
+    code = 'import sys, torch; print([name for name in sys.modules if name.split(".")[0] in ("mimatrix", "scipy")])'
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True)
+    loaded = set(ast.literal_eval(done.stdout))
+    assert loaded == {
+        "mimatrix",
+        "mimatrix.core",
+        "mimatrix.core.errors",
+        "mimatrix.comm",
+        "mimatrix.comm.accelerate_backend",
+        "mimatrix.comm.registration",
+    }
+
+
+def test_backend_is_found_by_its_name_under_torchrun(tmp_path: Path) -> None:
+    (told,) = run_script(tmp_path, *TORCHRUN, "without_import.py")
+    assert told == {"backend": "mimatrix", "averages": [3, -3]}
 
 
 def test_backend_gives_the_results_of_gloo_for_every_collective(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_all_reduce_equals_the_plain_sum(
     segments: int,
     in_arena: bool,
 ) -> None:
-    if (op == "avg" and dtype in INTS) or (transport == "send_recv" and dtype in UNSENT):
+    if transport == "send_recv" and dtype in UNSENT:
         op, dtype = "sum", torch.float32
 
     def each(group: Group) -> torch.Tensor:
@@ -66,6 +66,19 @@ def test_all_reduce_equals_the_plain_sum(
 
     for found in in_groups(ranks, each, with_gloo=transport == "send_recv"):
         assert torch.equal(found, expected(ranks, count, dtype, op))
+
+
+@pytest.mark.parametrize("transport", ["windows", "send_recv", "c10d"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8])
+def test_average_of_integers_is_rounded_towards_zero_as_with_nccl(dtype: torch.dtype, transport: Transport) -> None:
+    def each(group: Group) -> list[int]:
+        tensor = torch.tensor([-7, -4, -1, 0, 1, 4, 7], dtype=dtype) + group.rank
+        group.all_reduce(tensor, "avg", choice=AlgorithmChoice(transport, "gdraa"))
+        averages: list[int] = tensor.tolist()
+        return averages
+
+    # The sums are -13, -7, -1, 1, 3, 9, 15.
+    assert in_groups(2, each, with_gloo=transport != "windows") == [[-6, -3, 0, 0, 1, 4, 7]] * 2
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -231,7 +244,6 @@ def test_calls_in_another_order_are_named_on_every_rank() -> None:
     [
         (lambda group: group.all_reduce(torch.ones(2), "product"), "use sum, avg, max, min"),
         (lambda group: group.all_reduce(torch.ones(2, dtype=torch.complex64)), "use float32"),
-        (lambda group: group.all_reduce(torch.ones(2, dtype=torch.int32), "avg"), "use sum, or a floating-point"),
         (lambda group: group.broadcast(torch.ones(2), 2), "use 0 to 1"),
         (lambda group: group.all_gather(torch.ones(2), shares=Shares.equal(3)), "give one for each rank"),
         (lambda group: group.empty(1 << 60), "set MIMATRIX_ARENA"),

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, connect
-from mimatrix.core.errors import MismatchError, PeerLost, WorldError
+from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls, describe_ended
+from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost, UserError, WorldError
 
 _CONNECT_S = 30.0
 _NEWS_S = 0.2
 """How long news of a lost rank may be on its way."""
 _VERDICT_S = 3.0
 """How long the coordinator may take to find the rank that blocks the others."""
+_BLOCKED_S = 2.0
+"""After how long the user's thread tells the coordinator that it waits for a rank to come."""
+_REPORT_EVERY_S = 1.0
+_STILL_S = 0.5
+"""How long ago a thread that still waits may have said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,16 @@ class WaitStatus:
     since_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ArrivalWait:
+    """Which ranks this one waits for, to begin which call of a group, since when (monotonic clock)."""
+
+    number: int
+    needs: tuple[int, ...]
+    user_call: UserCall | None
+    since_s: float
+
+
 class ControlClient:
     """The client of one rank. A thread of its own reads; ranks that wait call `check` from time to time."""
 
@@ -35,9 +51,15 @@ class ControlClient:
         self.rank, self.hosts = rank, hosts
         self.sent, self.received = 0, 0
         self.waiting: WaitStatus | None = None
+        self.caller = Caller()
+        """The user's thread of this rank, and the call that it is in."""
+        self.begun: dict[str, int] = {}
+        """The number of the last call that this rank has begun, by group."""
+        self._arrival_waits: dict[str, ArrivalWait] = {}
+        self._blocked_in, self._blocked_at_s, self._reported_s = "", 0.0, 0.0
         self._stream, self._generation = stream, generation
         self._lost: dict[int, str] = {}
-        self._faults: list[tuple[set[int], WorldError]] = []
+        self._faults: list[tuple[set[int], WorldError | DifferentCalls]] = []
         self._arrivals: dict[tuple[str, int], list[Any]] = {}
         self._changed = threading.Condition()
 
@@ -67,6 +89,40 @@ class ControlClient:
         """Record that this rank does not wait any more."""
         self.waiting = None
 
+    def await_arrival(self, group: str, number: int, needs: Collection[int], user_call: UserCall | None) -> None:
+        """Record that a thread waits until `needs` have begun call `number` of a group."""
+        self._arrival_waits[group] = ArrivalWait(number, tuple(needs), user_call, time.monotonic())
+
+    def end_arrival(self, group: str) -> None:
+        """Record that no thread waits in a group any more."""
+        self._arrival_waits.pop(group, None)
+
+    def note_waiting(self, group: str) -> None:
+        """Record that the calling thread waits in a group; tell the coordinator if it is the user's, for too long."""
+        if threading.get_ident() != self.caller.thread:
+            return
+        now, wait = time.monotonic(), self._arrival_waits.get(group)
+        self._blocked_in, self._blocked_at_s = group, now
+        if wait and now - wait.since_s > _BLOCKED_S and now - self._reported_s > _REPORT_EVERY_S:
+            self._reported_s = now
+            with suppress(OSError):
+                self._send(MessageType.BLOCKED, {"blocked": self._describe_block()})
+
+    def _describe_block(self) -> dict[str, Any] | None:
+        """Return for whom the user's thread waits now, if it waits for a rank to come."""
+        wait = self._arrival_waits.get(self._blocked_in)
+        if wait is None or time.monotonic() - self._blocked_at_s > _STILL_S:
+            return None
+        call = wait.user_call or self.caller.current
+        return {
+            "group": self._blocked_in,
+            "number": wait.number,
+            "needs": wait.needs,
+            "begun": self.begun.copy(),
+            "background": [group for _, group in self.caller.background.copy().values()],
+            "call": call.to_json() if call else None,
+        }
+
     def arrive(self, group: str, ticket: int, members: Collection[int], payload: object) -> None:
         """Announce that this rank has reached `ticket`; members that wait for it receive `payload`."""
         body = {"group": group, "ticket": ticket, "members": list(members), "payload": payload}
@@ -83,7 +139,9 @@ class ControlClient:
         if failure := self.failure(peer, members, doing):
             raise failure
 
-    def failure(self, peer: int, members: Collection[int], doing: str) -> WorldError | None:
+    def failure(
+        self, peer: int, members: Collection[int], doing: str, user_call: UserCall | None = None
+    ) -> WorldError | UserError | None:
         """Return an error if a rank reported a mismatch, a member was lost, or the awaited `peer` has left.
 
         A peer may have finished all that is expected of it and left since: look at its progress again after this.
@@ -94,8 +152,14 @@ class ControlClient:
         for rank, reason in self._lost.copy().items():
             # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
             if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
-                return PeerLost(f"{self.describe(rank)} was lost in {doing}: {reason}", rank)
+                return PeerLost(self._describe_loss(rank, reason, doing, user_call), rank)
         return None
+
+    def _describe_loss(self, rank: int, reason: str, doing: str, user_call: UserCall | None) -> str:
+        call = user_call or self.caller.of_this_thread()
+        if call and reason == LEFT:
+            return describe_ended(self.rank, rank, call)
+        return f"{self.describe(rank)} was lost in {call or doing}: {reason}"
 
     def report_timeout(
         self, peer: int, members: Collection[int], doing: str, waited_s: float, arrival: tuple[str, int] | None = None
@@ -115,15 +179,27 @@ class ControlClient:
 
     def report_mismatch(self, text: str, ranks: Collection[int]) -> NoReturn:
         """Tell all ranks that two of them make different calls, then raise."""
-        self._report({"text": text, "ranks": sorted(ranks), "failed": None})
+        self._report({"text": text, "ranks": sorted(ranks), "failed": None, "is_users": False})
         raise MismatchError(text)
+
+    def report_different_calls(self, calls: dict[int, UserCall | None]) -> NoReturn:
+        """Tell all ranks that two of them are in different calls of the user's script, then raise.
+
+        Other pairs of ranks may notice it as well: all raise what came to the coordinator first.
+        """
+        text, until = describe_calls(calls), time.monotonic() + _NEWS_S
+        with suppress(OSError):
+            body = {"text": text, "ranks": sorted(calls), "failed": None, "is_users": True}
+            self._send(MessageType.FAULT, body)
+            self._check_until(until, -1, range(len(self.hosts)), "")
+        raise DifferentCalls(text)
 
     def report_failure(self, members: Collection[int], doing: str, error: BaseException) -> None:
         """Tell the members that this rank failed within a collective, so that they do not wait for it."""
-        if isinstance(error, WorldError):
+        if isinstance(error, WorldError | DifferentCalls):
             return  # they are told by the rank that noticed it
         text = f"{self.describe(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
-        self._report({"text": text, "ranks": sorted(members), "failed": self.rank})
+        self._report({"text": text, "ranks": sorted(members), "failed": self.rank, "is_users": False})
 
     def describe(self, rank: int) -> str:
         """Return `rank 3 on hostname`."""
@@ -132,7 +208,7 @@ class ControlClient:
     def close(self) -> None:
         """Say goodbye."""
         with suppress(OSError):
-            self._send(MessageType.BYE, {})
+            self._send(MessageType.BYE, {"begun": self.begun})
             self._stream.shutdown(socket.SHUT_WR)
 
     def _complain(self, complaint: dict[str, Any], peer: int, members: Collection[int], doing: str) -> None:
@@ -156,7 +232,9 @@ class ControlClient:
 
     def _add_fault(self, body: dict[str, Any]) -> None:
         text, rank = str(body["text"]), body["failed"]
-        error = MismatchError(text) if rank is None else PeerLost(text, rank)
+        error: WorldError | DifferentCalls = MismatchError(text) if rank is None else PeerLost(text, rank)
+        if body["is_users"]:
+            error = DifferentCalls(text)
         with self._changed:
             self._faults.append((set(body["ranks"]), error))
             self._changed.notify_all()
@@ -192,7 +270,7 @@ class ControlClient:
                 self._add_fault(body)
             case MessageType.PROBE:
                 with suppress(OSError):
-                    self._send(MessageType.STATE, {"waits_for": self.waits_for})
+                    self._send(MessageType.STATE, {"waits_for": self.waits_for, "blocked": self._describe_block()})
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._changed:

@@ -15,7 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mimatrix.comm.control.deadlock import BlockedRank, Deadlock, DeadlockSearch
 from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, close_in_children
+from mimatrix.comm.control.user_calls import describe_calls, describe_ended
 from mimatrix.comm.control.wait_graph import Culprit, Query, WaitGraphSearch
 from mimatrix.core.errors import WorldError
 
@@ -44,6 +46,9 @@ class Coordinator:
         self._members: dict[int, _Member] = {}
         self._arrivals: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
         self._search: WaitGraphSearch | None = None
+        self._deadlocks = DeadlockSearch()
+        self._ended: dict[int, dict[str, int]] = {}
+        """The last call of each group that a rank began before it said goodbye."""
         self._lost: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
@@ -109,11 +114,15 @@ class Coordinator:
                 self._on_arrive(member.rank, body)
             case MessageType.LATE:
                 self._on_late(body)
+            case MessageType.BLOCKED:
+                self._on_blocked(member.rank, body["blocked"])
             case MessageType.STATE:
                 self._on_state(member.rank, body["waits_for"])
+                self._act_on(self._deadlocks.answer(member.rank, BlockedRank.from_json(body["blocked"])))
             case MessageType.FAULT:
                 self._send_all(MessageType.FAULT, body)
             case MessageType.BYE:
+                self._ended[member.rank] = body["begun"]
                 self._drop(member, LEFT)
             case _:
                 raise WorldError(
@@ -154,6 +163,14 @@ class Coordinator:
         self._search = WaitGraphSearch(waited_s=float(body["waited_s"]), has_suspect=suspect is not None)
         self._act_on(self._search.start(suspects, time.monotonic()))
 
+    def _on_blocked(self, rank: int, body: dict[str, Any] | None) -> None:
+        """Look whether ranks wait for each other in different calls, or for one that has ended."""
+        blocked = BlockedRank.from_json(body)
+        for ended in blocked.find_ended(self._ended) if blocked else ():
+            text = describe_ended(rank, ended, blocked.call if blocked else None)
+            self._send_all(MessageType.FAULT, {"text": text, "ranks": [rank], "failed": ended, "is_users": False})
+        self._act_on(self._deadlocks.report(rank, blocked))
+
     def _on_state(self, rank: int, waits_for: int | None) -> None:
         if self._search:
             self._act_on(self._search.answer(rank, waits_for, time.monotonic()))
@@ -164,8 +181,13 @@ class Coordinator:
         if self._search and self._search.is_over(time.monotonic()):
             self._search = None
 
-    def _act_on(self, outcome: Culprit | Query | None) -> None:
+    def _act_on(self, outcome: Culprit | Query | Deadlock | None) -> None:
         match outcome:
+            case Deadlock(calls):
+                text = describe_calls(calls)
+                self._send_all(
+                    MessageType.FAULT, {"text": text, "ranks": sorted(calls), "failed": None, "is_users": True}
+                )
             case Culprit(rank, reason):
                 self._search = None
                 self._lose(rank, reason)

@@ -30,6 +30,7 @@ class MessageType(IntEnum):
     LOST = 7
     FAULT = 8
     BYE = 9
+    BLOCKED = 10
 
 
 _TYPES = frozenset(MessageType)

@@ -21,7 +21,7 @@ def reduce_into(
 ) -> None:
     """Store in `target` the combination of `first` (by default itself) with all `sources`, divided by `divisor`.
 
-    Sums of low precision are accumulated in float32.
+    Sums of low precision are accumulated in float32; averages of integers are those of `divide`.
     """
     own = target if first is None else first
     if len(sources) == 1 and divisor == 1 and target.dtype not in _LOW_PRECISION:
@@ -42,6 +42,18 @@ def _reduce_piece(target: torch.Tensor, sources: Sequence[torch.Tensor], reduce_
     for source in sources:
         combine(total, source, out=total)
     if divisor != 1:
-        total.div_(divisor)
+        divide(total, divisor)
     if total is not target:
         target.copy_(total)
+
+
+def divide(total: torch.Tensor, divisor: int) -> None:
+    """Divide a sum in place, to get an average.
+
+    An average of integers is an integer, as with NCCL: the sum of the type, which wraps around where it overflows,
+    divided and rounded towards zero, so that -7 / 2 is -3. (Gloo refuses to average integers.)
+    """
+    if total.is_floating_point():
+        total.div_(divisor)
+    else:  # in int64, because a small type may not hold the number of ranks
+        total.copy_(torch.div(total.long(), divisor, rounding_mode="trunc"))

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from mimatrix.comm.calls import CallSignature
+from mimatrix.comm.control.user_calls import UserCall
 
 Release = tuple[tuple[int, int, int], ...]
 """What must have happened before a slot is written again: (peer, the count that it must have reached, the call)."""
@@ -14,6 +15,8 @@ class Sync(Protocol):
 
     waited_s: float
     """How long this rank has waited for others, over all calls."""
+    user_call: UserCall | None
+    """The user's call for which the next collectives run; peers compare it with theirs."""
 
     def begin(self, call: CallSignature, offset: int, rounds: int) -> None:
         """Announce a call whose data lie at `offset` of the arena."""

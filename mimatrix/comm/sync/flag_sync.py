@@ -10,16 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from mimatrix.comm.calls import PACKED_BYTES, CallHeader, CallSignature, describe_mismatch, offset_if_same
+from mimatrix.comm.control import user_calls
 from mimatrix.comm.control.client import ControlClient
+from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.sync import Release
 from mimatrix.core.errors import WorldError
 
 PAGE_BYTES = 4096
 _HEADERS = 8
 _HEADER_AT, _HEADER_BYTES = 64, 64
+_USER_CALL_AT = 1024
 _SPINS, _YIELDS, _YIELDS_PER_CHECK = 100, 2000, 20
 _BUSY_S = 20e-6
 """CPU time of other threads after which this process counts as computing."""
@@ -30,15 +33,23 @@ class FlagSync:
     """A `Sync` over the mapped pages of a group's members. `members[i]` is the rank in the job of member i."""
 
     def __init__(
-        self, rank: int, pages: Sequence[memoryview], members: Sequence[int], control: ControlClient, timeout_s: float
+        self,
+        rank: int,
+        pages: Sequence[memoryview],
+        members: Sequence[int],
+        control: ControlClient,
+        timeout_s: float,
+        *,
+        group: str,
     ) -> None:
+        self._group, self.user_call = group, cast("UserCall | None", None)
         self._rank, self._pages, self._members = rank, pages, members
         self._counts = [page[:8].cast("Q") for page in pages]
         self._control, self._timeout_s = control, timeout_s
         self._fence = threading.Lock()
         self._number, self._base, self._next = -1, 0, 1  # a new page is zero: nothing is announced
         self._call: CallSignature | None = None
-        self._calls: list[tuple[int, CallSignature | None]] = [(-1, None)] * _HEADERS
+        self._calls: list[tuple[int, CallSignature | None, UserCall | None]] = [(-1, None, None)] * _HEADERS
         self._packed = [b""] * _HEADERS
         self._broken = ""
         self._round = 0
@@ -56,10 +67,15 @@ class FlagSync:
         self._number += 1
         self._base, self._next = self._next, self._next + rounds + 1
         self._call, self._round = call, 0
-        self._calls[self._number % _HEADERS] = (self._number, call)
+        slot, user_call = self._number % _HEADERS, self.user_call
+        self._calls[slot] = (self._number, call, user_call)
         self._offsets.clear()
-        packed = self._packed[self._number % _HEADERS] = call.pack(self._number, offset)
-        self._pages[self._rank][_header_at(self._number)] = packed
+        packed = self._packed[slot] = call.pack(self._number, offset, user_call.code if user_call else 0)
+        page = self._pages[self._rank]
+        page[_header_at(self._number)] = packed
+        if user_call:
+            page[_user_call_at(self._number)] = user_call.packed
+        self._control.begun[self._group] = self._number
         self._publish(self._base)
 
     def wait(self, number: int, peers: Collection[int]) -> None:
@@ -67,7 +83,7 @@ class FlagSync:
         self._round = number
         for peer in peers:
             if self._counts[peer][0] < self._base + number:
-                self._wait_for(peer, self._base + number)
+                self._wait_for(peer, self._base + number, self._number)
             if peer not in self._offsets:
                 self._offsets[peer] = self._check_header(peer)
 
@@ -94,7 +110,7 @@ class FlagSync:
         """Wait until all readers have released the data."""
         for peer, count, number in release:
             if self._counts[peer][0] < count:
-                self._wait_for(peer, count)
+                self._wait_for(peer, count, number)
             # A rank that is only read from, such as the root of a broadcast, compares its readers' calls here.
             self._compare(peer, number)
 
@@ -103,11 +119,11 @@ class FlagSync:
         with self._fence:
             self._counts[self._rank][0] = count
 
-    def _wait_for(self, peer: int, count: int) -> None:
+    def _wait_for(self, peer: int, count: int, number: int) -> None:
         """Spin a little, then yield, then sleep: ranks may outnumber cores."""
         started = time.perf_counter()
         if not self._spin(self._counts[peer], count):
-            self._sleep(peer, count)
+            self._sleep(peer, count, number)
         self.waited_s += time.perf_counter() - started
 
     def _spin(self, counts: memoryview, count: int) -> bool:
@@ -124,13 +140,15 @@ class FlagSync:
                 return False
         return False
 
-    def _sleep(self, peer: int, count: int) -> None:
-        counts, started = self._counts[peer], time.monotonic()
+    def _sleep(self, peer: int, count: int, number: int) -> None:
+        counts, started, user_call = self._counts[peer], time.monotonic(), self._calls[number % _HEADERS][2]
         doing = f"{self._call}, call number {self._number}, round {self._round}, since {time.strftime('%H:%M:%S')}"
         self._control.begin_waiting(self._members[peer], self._call, self._round)
+        self._control.await_arrival(self._group, number, (self._members[peer],), user_call)
         pause = _SHORTEST_SLEEP_S
         while True:
-            failure = self._control.failure(self._members[peer], self._members, doing)
+            self._control.note_waiting(self._group)
+            failure = self._control.failure(self._members[peer], self._members, doing, user_call)
             if counts[0] >= count:
                 break
             if failure:
@@ -140,6 +158,7 @@ class FlagSync:
                 self._control.report_timeout(self._members[peer], self._members, doing, waited_s)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP_S)
+        self._control.end_arrival(self._group)
         self._control.end_waiting()
 
     def _check_header(self, peer: int) -> int:
@@ -157,9 +176,12 @@ class FlagSync:
         """Raise if a peer made another call; if its header was overwritten, it was compared before."""
         if offset_if_same(self._packed[number % _HEADERS], self._raw_header(peer, number)) is not None:
             return
-        call_number, call = self._calls[number % _HEADERS]
+        call_number, call, user_call = self._calls[number % _HEADERS]
         header = self._header(peer, number)
-        if call_number == number == header.number and call and not header.matches(call):
+        if call_number != number or number != header.number or not call:
+            return
+        is_other_call = user_call and header.user_call not in (0, user_call.code)
+        if is_other_call or not header.matches(call):
             self._raise_mismatch(peer, number, header)
 
     def _header(self, peer: int, number: int) -> CallHeader:
@@ -169,9 +191,12 @@ class FlagSync:
         return bytes(self._pages[peer][_header_at(number)])
 
     def _raise_mismatch(self, peer: int, number: int, header: CallHeader) -> NoReturn:
-        call = self._calls[number % _HEADERS][1]
+        _, call, user_call = self._calls[number % _HEADERS]
         assert call
         ranks = self._members[self._rank], self._members[peer]
+        other_call = UserCall.unpack(bytes(self._pages[peer][_user_call_at(number)])) if header.user_call else None
+        if user_calls.are_different(user_call, other_call):
+            self._control.report_different_calls({ranks[0]: user_call, ranks[1]: other_call})
         own, other = map(self._control.describe, ranks)
         self._control.report_mismatch(describe_mismatch(number, own, call, other, header), ranks)
 
@@ -180,6 +205,12 @@ def _header_at(number: int) -> slice:
     """Return where the header of a call is in a page."""
     start = _HEADER_AT + _HEADER_BYTES * (number % _HEADERS)
     return slice(start, start + PACKED_BYTES)
+
+
+def _user_call_at(number: int) -> slice:
+    """Return where a page describes the user's call of a header."""
+    start = _USER_CALL_AT + user_calls.PACKED_BYTES * (number % _HEADERS)
+    return slice(start, start + user_calls.PACKED_BYTES)
 
 
 def _other_threads_s() -> float:

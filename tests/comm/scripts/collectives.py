@@ -51,6 +51,23 @@ def all_reduce(op: Any, dtype: torch.dtype, shape: tuple[int, ...] = (6,), *, be
     return case
 
 
+def average_of_integers(dtype: torch.dtype) -> Case:
+    """Gloo has none: it is compared with the sum divided and rounded towards zero, as NCCL does it."""
+
+    def case(group: Any) -> Results:
+        tensor = (data((7,), dtype) - 3) * 5  # of uint8, some wrap around
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if is_gloo(group) else dist.ReduceOp.AVG, group)
+        return [torch.div(tensor, RANKS, rounding_mode="trunc") if is_gloo(group) else tensor]
+
+    return case
+
+
+def average_scattered(group: Any) -> Results:
+    op, part = dist.ReduceOp.SUM if is_gloo(group) else dist.ReduceOp.AVG, torch.zeros(2, 3, dtype=torch.int64)
+    dist.reduce_scatter_tensor(part, (data((RANKS * 2, 3), torch.int64) - 3) * 5, op, group=group)
+    return [torch.div(part, RANKS, rounding_mode="trunc") if is_gloo(group) else part]
+
+
 def all_reduce_strided(group: Any) -> Results:
     tensor = strided().contiguous() if is_gloo(group) else strided()  # Gloo sums the wrong ones
     dist.all_reduce(tensor, group=group)
@@ -233,6 +250,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"broadcast {dtype}", broadcast(dtype, (6,), 1)
     for dtype in WHOLE:
         yield f"all_reduce {dtype} band", all_reduce(ops.BAND, dtype)
+        yield f"all_reduce {dtype} avg", average_of_integers(dtype)
     for shape in SHAPES:
         yield f"all_reduce {shape}", all_reduce(ops.SUM, torch.float32, shape)
         yield f"all_reduce beside {shape}", all_reduce(ops.SUM, torch.float64, shape, beside=True)
@@ -242,14 +260,21 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "broadcast bool", broadcast(torch.bool, (6,), 1)
     yield "all_gather bool", all_gather(torch.bool, (6,))
     yield "all_gather_single bool", all_gather_single(torch.bool, 2, 2)
-    yield "all_reduce avg of whole numbers", all_reduce(ops.AVG, torch.int64)
     yield "all_reduce avg", all_reduce(ops.AVG, torch.float64, (7,))
     yield "reduce_scatter_single avg", reduce_scatter_single(torch.float64, 2, 3, ops.AVG)
     yield "reduce_scatter_single max", reduce_scatter_single(torch.float32, 2, 3, ops.MAX)
     for rows, width in ((0, 4), (1, 1), (500, 333)):
         yield f"all_gather_single {rows}x{width}", all_gather_single(torch.float32, rows, width)
         yield f"reduce_scatter_single {rows}x{width}", reduce_scatter_single(torch.float32, rows, width)
-    for case in (all_reduce_strided, reduce, broadcast_strided, all_reduce_sparse, reduce_scatter, all_to_all):
+    for case in (
+        average_scattered,
+        all_reduce_strided,
+        reduce,
+        broadcast_strided,
+        all_reduce_sparse,
+        reduce_scatter,
+        all_to_all,
+    ):
         yield case.__name__, case
     for case in (all_to_all_single, gather, scatter, send_and_receive, objects, coalesced, functions):
         yield case.__name__, case

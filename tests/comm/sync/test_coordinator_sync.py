@@ -8,9 +8,10 @@ import torch
 from support.ranks import in_groups
 
 from mimatrix.comm import AlgorithmChoice, Group
+from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.memory.base import MappedView
 from mimatrix.comm.memory.in_process import InProcessWindow, InProcessWindows
-from mimatrix.core.errors import MismatchError, PeerLost
+from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost
 
 GDRAA = AlgorithmChoice("windows", "gdraa")
 
@@ -97,6 +98,38 @@ def test_a_mismatch_between_hosts_is_named_on_every_rank() -> None:
     for text in in_groups(3, each, hosts=["a", "b", "c"], kinds=lambda: {"remote": shared}, timeout_s=10):
         assert "64 float32" in text
         assert "65 float32" in text
+
+
+def test_user_calls_that_differ_between_hosts_are_named_on_every_rank() -> None:
+    shared = FakeRemoteWindows()
+
+    def each(group: Group) -> str:
+        evaluate, step = UserCall("run.evaluate", "e", fix="call it on all ranks"), UserCall("optimizer.step", "s")
+        own = evaluate if group.rank else step
+        with pytest.raises(DifferentCalls) as caught, group.caller.calling(own):
+            group.all_reduce(group.empty(64, kind="remote"), choice=GDRAA)  # the same on all ranks
+        return str(caught.value)
+
+    hosts = ["a", "b", "c"]
+    (text,) = set(in_groups(3, each, hosts=hosts, kinds=lambda: {"remote": shared}, timeout_s=10))
+    assert "called run.evaluate (test_coordinator_sync.py, line " in text
+    assert " where rank 0 called optimizer.step (test_coordinator_sync.py, line " in text
+    assert text.endswith("; call it on all ranks")
+
+
+def test_a_rank_that_has_ended_is_named_between_hosts_to_who_waits_for_it() -> None:
+    shared = FakeRemoteWindows()
+
+    def each(group: Group) -> str:
+        if group.rank == 1:
+            return ""
+        with pytest.raises(PeerLost) as lost, group.caller.calling(UserCall("run.load", "l", place="train.py, line 3")):
+            group.all_reduce(group.empty(8, kind="remote"), choice=GDRAA)
+        return str(lost.value)
+
+    texts = in_groups(2, each, hosts=["a", "b"], kinds=lambda: {"remote": shared}, timeout_s=10)
+    fix = "make the same calls on all ranks"
+    assert texts[0] == f"rank 1 has ended, and rank 0 waits for it in run.load (train.py, line 3); {fix}"
 
 
 def test_a_rank_that_never_comes_is_named_between_hosts() -> None:
