@@ -168,6 +168,7 @@ def _made(
             devices.network,
             stages=stages,
             equal_counts=found.equal_counts,
+            one_micro_step=found.equal_counts,
             may_leave_out=leave_out,
         )
     )

@@ -1,7 +1,9 @@
-"""Following how long ranks really take: when another split pays, it is found here.
+"""Follow how long ranks really take, and find another split when that pays.
 
-Everything in here is what rank 0 decides by; what it hears are the seconds that each rank computed in a step, waiting
-excluded. Speeds that drift, a neighbour on the same machine, a hot device: the batches follow.
+Rank 0 decides with it, from the seconds that each rank was busy in a step, waiting excluded. Speeds drift, a neighbour
+on the same machine starts or ends, a device gets hot: the batches follow. They do not follow noise. A change needs
+seconds of evidence, more if it gains little, and twice as much after each change that took back the one before.
+No clock is read: time is what the slowest rank was busy.
 """
 
 import math
@@ -13,33 +15,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.planner.curve import Curve
+from mimatrix.planner.curve import Curve, Floats
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.planning import Problem, make_plan, predicted
 from mimatrix.planner.profile import Communication, ModelSize, Profile
 from mimatrix.planner.split import Split
 
-_SEEN, _MOST_SEEN = 3, 9
-"""Steps whose median counts: one that was slow by chance changes nothing. More where speeds jump to and fro."""
+_INTERVAL_S = 0.1
+"""Short steps are summarised by their median until they have lasted this long; a longer step counts by itself."""
+_LEVELS = ((4.0, 8, 0.03), (2.0, 5, 0.1), (1.0, 3, 0.3))
+"""Evidence for a change in seconds and intervals, and the least part of a step that it must gain: less needs more."""
+_SUPPORT = 0.85
+"""The part of the intervals in which other batches must have been faster: what gains less than the noise is left."""
+_MAX_REVERSALS = 4
+_CALM_S, _CALM_INTERVALS = 20.0, 40
+"""After this without a change one reversal is forgotten; after twice as much where there were two, and so on."""
+_MAX_INTERVALS = round(_LEVELS[0][0] / _INTERVAL_S) << _MAX_REVERSALS
 _JUMP = 0.12
-"""A change in speed beyond this is followed at once, a smaller one slowly."""
-_SLOWLY = 0.3
+"""A change in speed beyond this makes it worth searching again."""
+_SEARCH_S, _VAIN_S, _MAX_VAIN_S = 0.3, 1.0, 20.0
+"""Least time between two searches; after one in vain, more and more of it unless speeds change."""
 _FORGIVES = 0.99
 _OVERHEAD = 0.05
-"""Of a micro-batch's time, what does not grow with it, where nothing was measured: few large ones are better."""
-_LEAST_GAIN = 0.03
+"""The part of a micro-batch's time that does not grow with it, if nothing was measured: few large ones are better."""
+_LEAST_GAIN = _LEVELS[0][2]
 _CHANGE_STEPS = 0.5
-"""What a change costs, in steps: memory of other sizes, kernels chosen anew."""
-_FEW, _MANY = 3, 40
-"""Steps for which a plan stays at least: at first, and where one change follows upon another, or none pays."""
-_CALM = 20
-"""Who changes again before so many steps, or twice as many as it had to wait, has followed what did not last."""
-_SURELY, _SOON = 0.5, 8
-"""A change in speed beyond the one is not kept waiting for more steps than the other."""
-
-
-_COME_BY = 1.0
-"""The part of a step that it may cost that ranks which came by in the loop go on doing so."""
+"""What a change costs, in steps: memory of other sizes, kernels chosen again."""
+_EVERY_RANK = 1.0
+"""The part of a step that it may cost that every rank keeps some samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,96 +60,199 @@ class Change:
     reason: str
 
 
-class Drift:
-    """What is known of the ranks' speeds beside what was measured before, as factors on that."""
+class _Evidence:
+    """How many times as long as it should each rank took, by intervals of at least `_INTERVAL_S`, the newest last."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self) -> None:
+        self._intervals = deque[tuple[float, Floats]](maxlen=_MAX_INTERVALS)
+        self._steps: list[Sequence[float]] = []
+        self._steps_s = 0.0
+
+    def add(self, factors: Sequence[float], step_s: float) -> float:
+        """Add a step; return the seconds of the interval that ends with it, or 0."""
+        self._steps.append(factors)
+        self._steps_s += step_s
+        if self._steps_s < _INTERVAL_S:
+            return 0.0
+        interval_s = self._steps_s
+        self._intervals.append((interval_s, np.median(self._steps, axis=0)))
+        self._steps, self._steps_s = [], 0.0
+        return interval_s
+
+    def newest(self, seconds: float, count: int) -> Floats | None:
+        """Return the newest intervals, a row each, that make up both; None if there are too few."""
+        rows: list[Floats] = []
+        for interval_s, factors in reversed(self._intervals):
+            rows.append(factors)
+            seconds -= interval_s
+            if seconds <= 0 and len(rows) >= count:
+                return np.array(rows)
+        return None
+
+    def clear(self) -> None:
+        """Forget everything: another split holds."""
+        self._intervals.clear()
+        self._steps, self._steps_s = [], 0.0
+
+
+class Drift:
+    """What is known of the ranks' speeds besides what was measured before, as factors on that.
+
+    Args:
+        problem: What the plan was made from.
+        plan: The plan in force.
+        is_measured: Whether speeds were measured before training, so that a change can be explained by them.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, *, is_measured: bool = True) -> None:
         # States stay where they are: another stage or other shares would move them.
-        for_everyone = _COME_BY if all(plan.split.batches) else problem.for_everyone
+        for_everyone = _EVERY_RANK if all(plan.split.batches) else problem.for_everyone
         self._problem = replace(
             problem, stages=(plan.stage,), shares=plan.shares, may_leave_out=False, for_everyone=for_everyone
         )
         self.plan = plan
-        self._recent = [deque[float](maxlen=_MOST_SEEN) for _ in plan.parts]
         self.factors = [1.0] * len(plan.parts)
         """How many times as long each rank takes as it was measured to."""
-        self._known = list(self.factors)
+        self._planned_factors = list(self.factors) if is_measured else None
         """The same, as the plan has it."""
-        self._looked = list(self.factors)
-        """The same, when another split was last looked for."""
-        self._steps, self._patience = 0, _FEW
-        """Since another split was last looked for, and how many there must be: more where that was in vain."""
-        self._since, self._rest = _CALM, _FEW
-        """The same since the last change, more where one followed upon another."""
+        self._searched_factors = list(self.factors)
+        """The same, when another split was last searched."""
+        self._evidence, self._is_due = _Evidence(), False
+        self._should_s = self._busy_of(plan.split)
+        self._best_rates = np.array([self._best_rate(rank) for rank in range(len(plan.parts))])
+        self._since_search_s, self._patience_s = math.inf, 0.0
+        self._last_move: Floats | None = None
+        """By how many samples the last change moved the batches."""
+        self._reversals = 0
+        """Changes that took back the one before, less those that were forgotten."""
+        self._calm_s, self._calm_intervals = 0.0, 0
 
     def observe(self, split: Split, busy_s: Sequence[float]) -> None:
-        """A step has gone by: how long each rank computed its part of `split`."""
+        """Add a step: how long each rank was busy with its part of `split`."""
         if split != self.plan.split:
             return  # a partial batch, or one from before the last change
-        self._steps += 1
-        self._since += 1
-        for rank, (sizes, took) in enumerate(zip(split.micro, busy_s, strict=True)):
-            should = self._should(rank, sizes)
-            if should > 0 and took > 0:
-                self._recent[rank].append(took / should)
-                seen = list(self._recent[rank])[-max(_SEEN, self._rest) :]
-                self.factors[rank] = self._followed(self.factors[rank], statistics.median(seen))
-            elif not sizes:
-                # Who has nothing to do shows nothing: let it be tried again after a while.
-                self.factors[rank] **= _FORGIVES
+        step_s = max(busy_s)
+        factors = [
+            took / should if should > 0 and took > 0 else factor
+            for took, should, factor in zip(busy_s, self._should_s, self.factors, strict=True)
+        ]
+        interval_s = self._evidence.add(factors, step_s)
+        self._forgive_idle_ranks(step_s)
+        if interval_s:
+            self._is_due = True
+            self._since_search_s += interval_s
+            self._calm_s += interval_s
+            self._calm_intervals += 1
+            self._forget_reversals()
 
     def decide(self, steps_left: int | None = None) -> Keep | Change:
-        """Whether another split pays, for as many steps as are left."""
-        if self._moved(_JUMP):
-            self._patience = _FEW
-        rest = min(self._rest, _SOON) if self._moved(_SURELY) else self._rest
-        if self._steps < max(_SEEN, self._patience) or self._since < rest:
-            return Keep(f"the plan holds for {self._steps} steps only")
-        if self._possible() < _LEAST_GAIN:
-            return Keep("all ranks finish at nearly the same moment")
+        """Decide whether another split pays for the steps that are left."""
+        if not self._is_due:
+            return Keep("nothing was added to the evidence")
+        self._is_due = False
+        times = 2**self._reversals
+        reason = "there is too little evidence, or all ranks finish at nearly the same moment"
+        for seconds, count, least_gain in _LEVELS:
+            rows = self._evidence.newest(times * seconds, times * count)
+            if rows is None:
+                continue
+            self._estimate(rows)
+            if self._possible_gain() < least_gain:
+                continue
+            support = self._support(rows)
+            if support < _SUPPORT:
+                reason = f"other batches would have been faster in {support:.0%} of the time only"
+            elif self._may_search():
+                decision = self._search(least_gain, steps_left)
+                if isinstance(decision, Change):
+                    return decision
+                reason = decision.reason
+        return Keep(reason)
+
+    def predict_best(self) -> tuple[float, float]:
+        """Return the seconds of a step with the plan, and with the best split, by the speeds that ranks have shown."""
+        now = self._problem_now()
+        return predicted(now, self.plan.stage, self.plan.split, self.plan.shares), make_plan(now).step_s
+
+    def changed(self, plan: Plan) -> None:
+        """Note that another plan holds from now on."""
+        move = np.array(plan.split.batches) - np.array(self.plan.split.batches)
+        if self._last_move is not None and float(move @ self._last_move) < 0:
+            self._reversals = min(_MAX_REVERSALS, self._reversals + 1)
+        self._last_move = move
+        self._calm_s, self._calm_intervals = 0.0, 0
+        self.plan, self._should_s = plan, self._busy_of(plan.split)
+        self._planned_factors, self._searched_factors = list(self.factors), list(self.factors)
+        self._patience_s = 0.0
+        self._evidence.clear()
+
+    def _search(self, least_gain: float, steps_left: int | None) -> Keep | Change:
         now = self._problem_now()
         found = make_plan(now)
         before_s = predicted(now, self.plan.stage, self.plan.split, self.plan.shares)
         gain = 1 - found.step_s / before_s
-        if gain < _LEAST_GAIN or (steps_left is not None and gain * steps_left < _CHANGE_STEPS):
-            # What seems possible from afar is not: look again after longer and longer times.
-            self._steps, self._patience, self._looked = 0, min(_MANY, 2 * self._patience), list(self.factors)
+        self._since_search_s, self._searched_factors = 0.0, list(self.factors)
+        pays = steps_left is None or gain * steps_left >= _CHANGE_STEPS
+        if gain < least_gain or not pays:
+            # Samples and micro-batches are whole: what seems possible may not be.
+            in_vain = gain < _LEAST_GAIN or not pays
+            self._patience_s = min(_MAX_VAIN_S, max(_VAIN_S, 2 * self._patience_s)) if in_vain else _SEARCH_S
             return Keep(f"another split would gain {gain:.1%} of a step")
         return Change(found.following(self.plan.version + 1), self._because(before_s, found.step_s))
 
-    def changed(self, plan: Plan) -> None:
-        """Another plan holds from some step on."""
-        calm = self._since >= max(_CALM, 2 * self._rest)
-        self._rest = _FEW if calm else min(_MANY, 2 * self._rest)
-        self.plan, self._steps, self._since, self._patience = plan, 0, 0, _FEW
-        self._known = list(self.factors)
-        self._looked = list(self.factors)
-        for recent in self._recent:
-            recent.clear()
+    def _may_search(self) -> bool:
+        has_jumped = any(
+            abs(math.log(now / then)) > _JUMP for now, then in zip(self.factors, self._searched_factors, strict=True)
+        )
+        return self._since_search_s >= (min(_SEARCH_S, self._patience_s) if has_jumped else self._patience_s)
 
-    def _moved(self, much: float) -> bool:
-        """Whether a rank's speed has changed so much since another split was last looked for."""
-        return any(abs(math.log(now / then)) > much for now, then in zip(self.factors, self._looked, strict=True))
+    def _estimate(self, rows: Floats) -> None:
+        """Set the factors to the medians over some intervals; those of ranks without samples stay."""
+        medians = np.median(rows, axis=0)
+        for rank, sizes in enumerate(self.plan.split.micro):
+            if sizes:
+                self.factors[rank] = float(medians[rank])
 
-    def _should(self, rank: int, sizes: Sequence[int]) -> float:
-        profile = self._problem.profiles[rank]
-        return math.fsum(profile.seconds.at(size) + profile.handling_s[self.plan.stage] for size in sizes)
+    def _possible_gain(self) -> float:
+        """Return the part of a step that would go if all ranks finished at the same moment: the most to be gained."""
+        return 1 - self._balanced_s() / float(np.max(np.array(self.factors) * self._should_s))
 
-    def _followed(self, factor: float, seen: float) -> float:
-        apart = math.log(seen / factor)
-        return seen if abs(apart) > _JUMP else factor * math.exp(_SLOWLY * apart)
+    def _support(self, rows: Floats) -> float:
+        """Return the part of the intervals in which batches that fit the factors would have been faster."""
+        before_s = np.max(rows * self._should_s, axis=1)
+        busy = np.array([bool(sizes) for sizes in self.plan.split.micro])
+        after_s = self._balanced_s() * np.max((rows / np.array(self.factors))[:, busy], axis=1)
+        return float(np.mean(after_s < before_s))
 
-    def _possible(self) -> float:
-        """The part of a step that would go if everybody finished at the same moment: the most there is to gain."""
-        busy = [
-            factor * self._should(rank, sizes)
-            for rank, (factor, sizes) in enumerate(zip(self.factors, self.plan.split.micro, strict=True))
-        ]
-        rates = [self._best_rate(rank) / factor for rank, factor in enumerate(self.factors)]
-        return 1 - self.plan.split.total / sum(rates) / max(busy)
+    def _balanced_s(self) -> float:
+        """Return how long a step would take if all ranks finished at the same moment."""
+        return self.plan.split.total / float(np.sum(self._best_rates / np.array(self.factors)))
+
+    def _forgive_idle_ranks(self, step_s: float) -> None:
+        """Let ranks without samples, which show nothing, be tried again after a while: later if that was in vain."""
+        power = _FORGIVES ** (min(1.0, step_s / _INTERVAL_S) / 2**self._reversals)
+        for rank, sizes in enumerate(self.plan.split.micro):
+            if not sizes:
+                self.factors[rank] **= power
+
+    def _forget_reversals(self) -> None:
+        times = 2**self._reversals
+        if self._reversals and self._calm_s >= times * _CALM_S and self._calm_intervals >= times * _CALM_INTERVALS:
+            self._reversals -= 1
+            self._calm_s, self._calm_intervals = 0.0, 0
+
+    def _busy_of(self, split: Split) -> Floats:
+        """Return how long each rank should be busy with its part, as it was measured."""
+        handling = [profile.handling_s[self.plan.stage] for profile in self._problem.profiles]
+        return np.array(
+            [
+                math.fsum(profile.seconds.at(size) + each_s for size in sizes)
+                for profile, each_s, sizes in zip(self._problem.profiles, handling, split.micro, strict=True)
+            ]
+        )
 
     def _best_rate(self, rank: int) -> float:
-        """Samples in a second, with the micro-batches that suit the rank best."""
+        """Return samples per second, with the micro-batches that suit the rank best."""
         times = self._problem.profiles[rank].seconds.table[1:]
         handling = self._problem.profiles[rank].handling_s[self.plan.stage]
         return float(np.max(np.arange(1, len(times) + 1) / (times + handling)))
@@ -156,19 +262,19 @@ class Drift:
         return replace(self._problem, profiles=tuple(profile.slowed(factor) for profile, factor in profiles))
 
     def _because(self, before_s: float, after_s: float) -> str:
-        changed = [now / known for now, known in zip(self.factors, self._known, strict=True)]
-        rank = max(range(len(changed)), key=lambda each: abs(math.log(changed[each])))
-        why = f"rank {rank} takes {changed[rank]:.2f} times as long as the plan says, so a"
-        if abs(math.log(changed[rank])) < _LEAST_GAIN:
-            why = "by what ranks have taken so far a"  # nothing was measured before
+        why = "by what ranks have taken so far a"
+        if self._planned_factors:
+            changed = [now / planned for now, planned in zip(self.factors, self._planned_factors, strict=True)]
+            rank = max(range(len(changed)), key=lambda each: abs(math.log(changed[each])))
+            why = f"rank {rank} takes {changed[rank]:.2f} times as long as the plan says, so a"
         return f"{why} step would take {before_s * 1e3:.0f} ms and takes {after_s * 1e3:.0f} ms with another split"
 
 
 def learned(busy_s: Sequence[float], split: Split, most: Sequence[int], stage: int, shares: Shares) -> Drift:
-    """A beginning without measurements: from the seconds that each rank computed on its part of one split.
+    """Begin without measurements, from the seconds that each rank was busy with its part of one split.
 
-    Time is taken to grow with samples, nearly; what is wrong with that, the factors correct. No rank gets larger
-    micro-batches than `most`, since nothing is known of memory.
+    Time is taken to grow almost in proportion to samples; the factors correct what is wrong with that. No rank gets
+    larger micro-batches than `most`, since nothing is known of memory.
     """
     rates = [took / sum(sizes) if sizes else 0.0 for took, sizes in zip(busy_s, split.micro, strict=True)]
     usual = statistics.median(rate for rate in rates if rate)
@@ -178,7 +284,7 @@ def learned(busy_s: Sequence[float], split: Split, most: Sequence[int], stage: i
     free = Communication((0.0,) * 4)
     problem = Problem(split.total, size, profiles, names, lambda _: free, stages=(stage,), shares=shares)
     parts = make_plan(problem)
-    return Drift(problem, replace(parts, split=split))
+    return Drift(problem, replace(parts, split=split), is_measured=False)
 
 
 def _straight(rate_s: float, most: int) -> Profile:

@@ -22,8 +22,6 @@ from mimatrix.planner.tables import Floats, Tables
 
 __all__ = ["Problem", "make_plan", "predicted"]
 
-# A higher stage must be better than this to be worth its traffic.
-_SAME = 1e-3
 # States may lie where most room is left, if the step is not longer by more than this.
 _NEARLY = 2e-3
 _MOST_SAMPLES = 1 << 24
@@ -96,7 +94,7 @@ def _price(problem: Problem, members: tuple[int, ...], below_s: float = np.inf) 
     if not found:
         return ()
     shortest = min(each.cost.step_s for each in found)
-    winner = next(each for each in found if each.cost.step_s <= shortest * (1 + _SAME))
+    winner = next(each for each in found if each.cost.step_s <= shortest * (1 + problem.stage_gain))
     return (winner, *(each for each in found if each is not winner))
 
 
@@ -120,7 +118,7 @@ def _choice(
     # Alone in stage 0 a rank steps everything itself and goes on: that is part of its own time.
     ahead = tables.optimizer_s if stage == 0 else np.zeros(len(tables.optimizer_s))
     work = (
-        Together(tables, problem.global_batch, communication.round_s[stage])
+        Together(tables, problem.global_batch, communication.round_s[stage], one_round=problem.one_micro_step)
         if together
         else Alone(tables, problem.global_batch, ahead)
     )

@@ -29,6 +29,10 @@ class Problem:
     """Batch norm: ranks meet in every micro-step, also in stages 0 and 1."""
     may_leave_out: bool = False
     """Whether devices that slow the job may be left out."""
+    stage_gain: float = 1e-3
+    """By which part a higher stage must shorten the step to be chosen over a lower one that fits."""
+    one_micro_step: bool = False
+    """Whether each rank runs all its samples at once where memory allows, though several micro-steps seem shorter."""
     for_everyone: float = 0.0
     """By which part a step may be longer so that each rank has a sample: one without does not come by in a loop."""
 

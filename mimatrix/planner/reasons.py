@@ -15,7 +15,7 @@ def reasons(problem: Problem, priced: tuple[Priced, ...]) -> tuple[str, ...]:
     """Why this stage and none of the others, why these batches, why these shares. The first is the winner."""
     best = priced[0]
     return (
-        _winner(priced),
+        _winner(problem, priced),
         *(_loser(best, each) for each in priced[1:]),
         *_unfit(problem, priced),
         *_uneven(problem, best),
@@ -61,13 +61,13 @@ def _brake(ranks: tuple[int, ...], priced: tuple[Priced, ...], after: Priced, pr
     return f"{'it holds' if one else 'they hold'} the others up for longer than {'it helps' if one else 'they help'}"
 
 
-def _winner(priced: tuple[Priced, ...]) -> str:
+def _winner(problem: Problem, priced: tuple[Priced, ...]) -> str:
     best = priced[0]
     figures = f"{seconds_shown(best.cost.step_s)} a step, {seconds_shown(best.cost.communication_s)} of it moving data"
     if len(priced) == 1:
         return f"stage {best.stage}: {figures}"
     if best.cost.step_s > min(each.cost.step_s for each in priced):
-        return f"stage {best.stage}: {figures}; no higher one is more than 0.1 % shorter"
+        return f"stage {best.stage}: {figures}; no higher one is more than {100 * problem.stage_gain:g} % shorter"
     return f"stage {best.stage} is the shortest: {figures}"
 
 

@@ -26,12 +26,16 @@ class Sizes:
 
 
 class Together:
-    """Ranks that meet in every micro-step: a round takes as long as its slowest rank, and `round_s` on top."""
+    """Ranks that meet in every micro-step: a round takes as long as its slowest rank, and `round_s` on top.
 
-    def __init__(self, tables: Tables, samples: int, round_s: float) -> None:
+    With `one_round` there is a single one wherever memory allows.
+    """
+
+    def __init__(self, tables: Tables, samples: int, round_s: float, *, one_round: bool = False) -> None:
         self.tables = tables
         self.samples = samples
         self.round_s = round_s
+        self.one_round = one_round
 
     def best(self, caps: Integers) -> Found:
         """The shortest way with micro-batches of at most `caps`; one of them must be 1 or more."""
@@ -40,7 +44,10 @@ class Together:
         # A rank that takes T(b) for b samples adds its b-th sample to a round when the round is T(b) long. So the
         # time of a round of m samples is the m-th of all these times in order.
         levels = np.sort(seconds[:, 1:][open_to])
-        found = fewest_seconds(levels + self.round_s, self.samples)
+        if self.one_round and len(levels) >= self.samples:
+            found = Sizes((self.samples,), float(levels[self.samples - 1]) + self.round_s)
+        else:
+            found = fewest_seconds(levels + self.round_s, self.samples)
         micro = self._filled(found.sizes, levels, np.where(open_to, seconds[:, 1:], np.inf))
         taken = self._taken(micro, seconds)
         return Found(micro, taken, min(taken, found.bound_s))

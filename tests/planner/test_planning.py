@@ -289,6 +289,38 @@ def test_given_shares_are_kept() -> None:
     check(wanted, plan)
 
 
+def test_a_higher_stage_is_chosen_only_for_the_gain_that_was_asked_for() -> None:
+    """Half of the optimizer's step is saved in stage 1, a few percent of a step."""
+    found = [device(most=64, optimizer_s=0.04)] * 2
+    free = Communication((0.0,) * 4)
+    gained = [
+        make_plan(problem(*found, stages=(0, 1), network=lambda _: free, stage_gain=gain))
+        for gain in (1e-3, 0.05, 0.06)
+    ]
+    assert [plan.stage for plan in gained] == [1, 1, 0]
+    assert "no higher one is more than 6 % shorter" in gained[-1].reasons[0]
+    cramped = [device(most=64, optimizer_s=0.04, room=470)] * 2  # stage 0 fits only in more micro-steps
+    assert make_plan(problem(*cramped, stages=(0, 1), network=lambda _: free, stage_gain=0.06)).stage == 1
+
+
+def test_one_micro_step_is_kept_where_memory_allows() -> None:
+    """Large micro-batches are slow here, so that several of half the size seem better."""
+    seconds = Curve.of([(1, 0.01), (16, 0.1), (32, 0.3), (64, 0.7)])
+    roomy = replace(device(most=64), seconds=seconds)
+    for stage in (0, 2):
+        several = make_plan(problem(roomy, roomy, stages=(stage,), equal_counts=True))
+        one = make_plan(problem(roomy, roomy, stages=(stage,), equal_counts=True, one_micro_step=True))
+        assert several.split.rounds > 1
+        assert one.split.micro == ((32,), (32,))
+    small = replace(roomy, room_bytes=(160 + 200) * MB)  # twenty samples at once, besides the model
+    found = make_plan(problem(small, small, stages=(0,), equal_counts=True, one_micro_step=True))
+    assert found.split.rounds > 1
+    uneven = replace(roomy, seconds=seconds.scaled(3.0))
+    found = make_plan(problem(roomy, uneven, stages=(0,), equal_counts=True, one_micro_step=True))
+    assert found.split.rounds == 1
+    assert found.split.batches[0] > found.split.batches[1]
+
+
 def test_equal_counts_meet_in_every_micro_step() -> None:
     found = (device(most=4), device(most=16, slope=0.001, fixed=0.001))
     apart = make_plan(problem(*found, stages=(0,), batch=100))
