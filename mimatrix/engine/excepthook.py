@@ -1,24 +1,32 @@
-"""A user's mistake as one sentence with its line, instead of a traceback, and with an exit code that is not retried."""
+"""A user's mistake as one sentence with its line, instead of a traceback, and with an exit code that is not retried.
 
+A rank that stops because another one was lost says so in one line: the traceback that matters is the other one's.
+"""
+
+import os
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import EXIT_PEER_LOST, DifferentCalls, PeerLost, UserError
 
 EXIT_BAD_INPUT = 2
+"""The exit code of a `UserError`; with it a job is not started again. `EXIT_PEER_LOST` is that of a `PeerLost`."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def install_excepthook() -> None:
-    """Show uncaught `UserError`s as a sentence, unless the program has an exception hook of its own."""
+    """Show uncaught `UserError`s and `PeerLost` as a sentence, unless the program has an exception hook of its own."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _excepthook
 
 
 def format_user_error(error: UserError) -> str:
     """Return what is wrong, and the line of the user's script that led there."""
+    if isinstance(error, DifferentCalls):
+        return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
     if not frames:
         return str(error)
@@ -26,12 +34,21 @@ def format_user_error(error: UserError) -> str:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, UserError):
-        sys.__excepthook__(kind, error, trace)
-        return
+    match error:
+        case UserError():
+            _exit_with(format_user_error(error), EXIT_BAD_INPUT)
+        case PeerLost():
+            rank = os.environ.get("RANK")
+            who = "stopped" if rank is None else f"rank {rank} stopped"
+            _exit_with(f"{who}, because {error}", EXIT_PEER_LOST)
+        case _:
+            sys.__excepthook__(kind, error, trace)
+
+
+def _exit_with(sentence: str, code: int) -> NoReturn:
     # Not logged: torch.distributed collects what is written to sys.stderr now, and drops it when the process ends.
-    print(f"mimatrix: {format_user_error(error)}", file=sys.__stderr__, flush=True)
-    raise SystemExit(EXIT_BAD_INPUT)
+    print(f"mimatrix: {sentence}", file=sys.__stderr__, flush=True)
+    raise SystemExit(code)
 
 
 def _is_user_code(file: str) -> bool:

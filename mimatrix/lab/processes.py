@@ -6,6 +6,7 @@ Where they are told apart by teams, a failure ends its own team alone, which may
 """
 
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -18,12 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
+from mimatrix.core.errors import EXIT_PEER_LOST
 from mimatrix.lab.machine import die_with_parent
 
 TIMED_OUT = 124
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KILL_S, _DRAIN_S = 5.0, 1.0
 _LONGEST_LINE = 1 << 16
+_SENTENCE = b"mimatrix: "
+"""How an error of the user's begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Ending:
     code: int = 0
     reason: str = ""
     label: str = field(default="", compare=False)
+    last_line: str = field(default="", compare=False)
+    """The last that the process wrote to standard error."""
 
 
 Beside = Callable[[Mapping[str, int]], AbstractContextManager[object]]
@@ -101,6 +107,10 @@ class _Crew:
         self._groups: dict[int, str] = {}
         """Process groups, and the teams that they are of."""
         self._readers: set[_Lines] = set()
+        self._errors: dict[str, _Lines] = {}
+        """Standard error of each process, by label."""
+        self._sentences: dict[bytes, bytes] = {}
+        """Errors that were passed on once, each with the label of the first process that wrote it."""
         self._selector = selectors.DefaultSelector()
         self._stops: deque[_Stop] = deque()
         self._partial: list[_Stop] = []
@@ -172,8 +182,9 @@ class _Crew:
         self._selector.register(pidfd, selectors.EVENT_READ)
         for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
             assert pipe is not None
-            lines = _Lines(pipe, sink, command.label)
+            lines = _Lines(pipe, sink, command.label, self._sentences if pipe is process.stderr else {})
             self._readers.add(lines)
+            self._errors[command.label] = lines
             self._selector.register(pipe, selectors.EVENT_READ, lines)
         return process.pid
 
@@ -204,7 +215,8 @@ class _Crew:
                 _signal_group(process.pid, stop.number)
 
     def _read(self, lines: "_Lines") -> None:
-        if not lines.pass_on():
+        # All of it may have been read when its process ended, a moment ago.
+        if lines in self._readers and not lines.pass_on():
             self._selector.unregister(lines.pipe)
             self._readers.discard(lines)
             lines.pipe.close()
@@ -214,17 +226,31 @@ class _Crew:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         code = process.wait()
-        if code and not self._ending.code:
-            how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-            label = command.label
-            ending = Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}", label)
-            if not command.team:
-                self._trouble(ending, self._grace_s)
-            elif command.team not in self._lost:
-                self._lost[command.team] = ending
-                self._partial += _stops(self._grace_s, command.team)
+        if code:
+            self._note_failure(self._describe(code, command.label), command.team)
         if command.team in self._lost and not self._ending.code:
             self._replace(command.team)
+
+    def _note_failure(self, ending: Ending, team: str) -> None:
+        """Keep the first failure, of all or of a team; one that followed from another one gives way to that."""
+        if self._ending.code:
+            if _follows(self._ending, ending):
+                self._ending = ending
+        elif not team:
+            self._trouble(ending, self._grace_s)
+        elif team not in self._lost:
+            self._lost[team] = ending
+            self._partial += _stops(self._grace_s, team)
+        elif _follows(self._lost[team], ending):
+            self._lost[team] = ending
+
+    def _describe(self, code: int, label: str) -> Ending:
+        """How a process ended, with the last line that it wrote."""
+        lines = self._errors[label]
+        while lines in self._readers and select.select([lines.pipe], [], [], 0)[0]:
+            self._read(lines)
+        how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+        return Ending(code if code > 0 else 128 - code, f"[{label}] ended {how}", label, lines.last_line)
 
     def _replace(self, team: str) -> None:
         """Start a lost team again once none of it is left, where another one still runs that it can come back to."""
@@ -258,6 +284,12 @@ class _Crew:
             lines.pipe.close()
 
 
+def _follows(first: Ending, later: Ending) -> bool:
+    """Whether the first one ended because of the later one: it only stopped as it had lost a peer."""
+    killed = 128 + signal.SIGTERM, 128 + signal.SIGKILL
+    return first.code == EXIT_PEER_LOST and later.code not in (EXIT_PEER_LOST, *killed)
+
+
 def _stops(grace_s: float, team: str = "") -> list[_Stop]:
     now = time.monotonic()
     return [_Stop(now + grace_s, signal.SIGTERM, team), _Stop(now + grace_s + _KILL_S, signal.SIGKILL, team)]
@@ -266,8 +298,10 @@ def _stops(grace_s: float, team: str = "") -> list[_Stop]:
 class _Lines:
     """One stream of one process: whole lines go on, each with its label."""
 
-    def __init__(self, pipe: IO[bytes], sink: BinaryIO, label: str) -> None:
+    def __init__(self, pipe: IO[bytes], sink: BinaryIO, label: str, sentences: dict[bytes, bytes]) -> None:
         self.pipe = pipe
+        self.last_line = ""
+        self._sentences = sentences
         self._sink = sink
         self._label = f"[{label}] ".encode()
         self._rest = b""
@@ -278,9 +312,15 @@ class _Lines:
         *whole, self._rest = (self._rest + came).split(b"\n")
         if self._rest and (not came or len(self._rest) >= _LONGEST_LINE):
             whole, self._rest = [*whole, self._rest], b""
-        self._sink.write(b"".join(self._label + line + b"\n" for line in whole))
+        if last := next((line for line in reversed(whole) if line.strip()), b""):
+            self.last_line = last.decode(errors="replace").strip()
+        self._sink.write(b"".join(self._label + line + b"\n" for line in whole if not self._is_repeated(line)))
         self._sink.flush()
         return bool(came)
+
+    def _is_repeated(self, line: bytes) -> bool:
+        """Whether another process has written the same error, which all raise alike."""
+        return line.startswith(_SENTENCE) and self._sentences.setdefault(line, self._label) != self._label
 
 
 @dataclass(frozen=True, slots=True)

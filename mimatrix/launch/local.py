@@ -26,6 +26,8 @@ from mimatrix.worker.ports import free_port
 
 BAD_INPUT = 2
 """The exit code that no restart can help."""
+_KILLED = 128
+"""From here on, exit codes are those of signals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def decide(ending: Ending, launch: Launch, restarts: int) -> Again | Over:
     if not ending.label:
         late = ending.code == TIMED_OUT
         return Over(ending.code, f"not done after {launch.timeout_s:g} s" if late else ending.reason)
-    reason = f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
+    reason = _describe(ending)
     if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
         return Over(ending.code, reason + (f" after {_times(restarts)}" if restarts else ""))
     every = f"all {launch.ranks} ranks" if launch.ranks > 1 else "it"
@@ -111,10 +113,22 @@ def decide(ending: Ending, launch: Launch, restarts: int) -> Again | Over:
 
 def decide_group(ending: Ending, launch: Launch, group: str, restarts: int) -> Again | Over:
     """The same for a group that is lost while others go on."""
-    reason = f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
+    reason = _describe(ending)
     if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
         return Over(ending.code, f"{group} was lost, the others go on: {reason}")
     return Again(f"{reason}; {group} will be started again (restart {restarts + 1} of {launch.max_restarts})")
+
+
+def _describe(ending: Ending) -> str:
+    """Who failed and what it said last; if it said nothing or was killed, how it ended."""
+    if ending.last_line and ending.code < _KILLED:
+        return f"rank {ending.label} failed: {_last_words(ending)}"
+    return f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
+
+
+def _last_words(ending: Ending) -> str:
+    """The last line without what we and torch put in front."""
+    return ending.last_line.removeprefix("mimatrix: ").removeprefix(f"[rank{ending.label}]: ")
 
 
 class _Attempts:

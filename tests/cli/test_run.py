@@ -77,14 +77,14 @@ def test_a_failure_is_named_and_json_is_the_last_line(folder: Path) -> None:
     done = mimatrix(*words, cwd=folder)
     assert done.returncode == 1
     again, why = [line for line in done.stderr.splitlines() if line.startswith("mimatrix: ")]
-    assert again == ("mimatrix: rank 1 ended with exit code 1; all 2 ranks will be started again (restart 1 of 1)")
-    assert why == "mimatrix: rank 1 ended with exit code 1 after 1 restart"
+    assert again == "mimatrix: rank 1 failed: lost my way; all 2 ranks will be started again (restart 1 of 1)"
+    assert why == "mimatrix: rank 1 failed: lost my way after 1 restart"
     assert done.stderr.count("[1] lost my way") == 2
     found = json.loads(done.stdout.splitlines()[-1])
     assert 0 < found.pop("seconds") < 60
     assert found == {
         "code": 1,
-        "reason": "rank 1 ended with exit code 1 after 1 restart",
+        "reason": "rank 1 failed: lost my way after 1 restart",
         "restarts": 1,
         "ranks": 2,
         "slowed_by": "",
@@ -106,10 +106,52 @@ def test_a_mistake_in_a_script_is_a_sentence_with_its_place(folder: Path) -> Non
     done = mimatrix("-n", "2", "--max-restarts", "1", "mistaken.py", cwd=folder)
     assert done.returncode == 2, done
     said = "the loss has the shape [4, 2]; give run.backward a scalar, such as loss.mean() (mistaken.py, line 7)"
-    *ranks, over = sorted(done.stderr.splitlines())
-    assert ranks
-    assert set(ranks) <= {f"[0] mimatrix: {said}", f"[1] mimatrix: {said}"}
-    assert over in ("mimatrix: rank 0 ended with exit code 2", "mimatrix: rank 1 ended with exit code 2")
+    rank, over = sorted(done.stderr.splitlines())  # what all ranks raise alike is shown once
+    assert rank in (f"[0] mimatrix: {said}", f"[1] mimatrix: {said}")
+    assert over in (f"mimatrix: rank 0 failed: {said}", f"mimatrix: rank 1 failed: {said}")
+
+
+ONE_RANK_FAILS = """
+import sys, mimatrix, torch
+run = mimatrix.init(global_batch=8 * int(sys.argv[2]))
+model = torch.nn.Linear(2, 1)
+model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2)] * 256)
+for number, batch in enumerate(loader):
+    run.backward(model(batch).mean())
+    optimizer.step()
+    if number == 1 and run.rank == 1:
+        if sys.argv[1] == "raise":
+            raise ValueError("no such file")
+        run.evaluate(model, [torch.ones(2)] * 8, lambda model, batch: {"mean": float(model(batch).mean())})
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_error_of_one_rank_is_the_last_line_and_each_peer_says_one(folder: Path, ranks: int) -> None:
+    (folder / "fails.py").write_text(ONE_RANK_FAILS)
+    done = mimatrix("-n", str(ranks), "fails.py", "raise", str(ranks), cwd=folder)
+    assert done.returncode == 1, done
+    *lines, over = done.stderr.splitlines()
+    assert over == "mimatrix: rank 1 failed: ValueError: no such file"
+    peers = [line for line in lines if not line.startswith("[1] ")]
+    assert sorted(line[:3] for line in peers) == [f"[{rank}]" for rank in range(ranks) if rank != 1]
+    for line in peers:
+        assert f"mimatrix: rank {line[1]} stopped, because rank 1 on " in line
+        assert " was lost in " in line
+        assert "(fails.py, line " in line
+    assert len(lines) - len(peers) <= 5, "one traceback, of the rank that failed"
+
+
+def test_call_that_one_rank_makes_is_one_sentence_with_both_lines(folder: Path) -> None:
+    (folder / "fails.py").write_text(ONE_RANK_FAILS)
+    done = mimatrix("-n", "2", "fails.py", "evaluate", "2", cwd=folder)
+    assert done.returncode == 2, done
+    line, _ = done.stderr.splitlines()
+    assert line[4:] in [
+        f"mimatrix: rank 1 called run.evaluate (fails.py, line 12) where rank 0 called {call}; "
+        "call run.evaluate on all ranks"
+        for call in ("run.backward (fails.py, line 7)", "optimizer.step (fails.py, line 8)")
+    ]
 
 
 def test_the_timeout(folder: Path) -> None:

@@ -62,6 +62,24 @@ def test_the_first_failure_is_the_code_and_ends_the_others() -> None:
     assert time.monotonic() - began < 5
 
 
+def test_who_stopped_because_of_a_lost_peer_gives_way_to_who_failed() -> None:
+    ending, _, _ = run("exit 76", "sleep 0.3; echo first >&2; echo why >&2; exit 3")
+    assert ending == Ending(3, "[1 n1] ended with exit code 3")
+    assert (ending.label, ending.last_line) == ("1 n1", "why")
+
+
+def test_who_is_ended_after_a_lost_peer_is_not_to_blame() -> None:
+    assert run("exit 76", "sleep 30", grace_s=0.1)[0] == Ending(76, "[0 n0] ended with exit code 76")
+
+
+def test_an_error_that_all_write_alike_is_passed_on_once() -> None:
+    script = "echo 'mimatrix: wrong' >&2; echo 'mimatrix: told'; echo other >&2"
+    _, out, err = run(script, script)
+    assert len([line for line in err if line.endswith("mimatrix: wrong")]) == 1
+    assert len([line for line in err if line.endswith("other")]) == 2
+    assert len(out) == 2
+
+
 def teams(*scripts: tuple[str, str], grace_s: float = 10.0) -> tuple[Ending, list[str]]:
     out = BytesIO()
     commands = [
