@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mimatrix.wire.client import Client
-    from mimatrix.wire.messages import History, Job, Node, Rank, Ranks
+    from mimatrix.wire.messages import History, Job, Node, Point, Rank, Ranks
 
 _WIDTH = 24
 _MOST_RANKS = 16
@@ -184,7 +184,13 @@ def _write_csv(found: "History") -> None:
         values = [point.ranks.get(name, ()) for name in by_rank]
         figures = [each[rank] if rank < len(each) else None for each in values for rank in range(ranks)]
         row = [point.at.isoformat(), point.step, point.samples_per_s, point.step_s, point.predicted_step_s]
-        writer.writerow([*row, *(point.metrics.get(name) for name in names), *figures])
+        writer.writerow([*row, *(_cell(point, name) for name in names), *figures])
+
+
+def _cell(point: "Point", name: str) -> float | str:
+    """Nothing for what was not logged then."""
+    value = point.metrics.get(name, "")
+    return "nan" if value is None else value
 
 
 def _print_points(found: "History") -> None:
@@ -196,5 +202,7 @@ def _print_points(found: "History") -> None:
     for point in found.points:
         when = point.at.astimezone().strftime("%m-%d %H:%M:%S")
         measured = "".join(f"  {name} {_number(value)}" for name, value in point.metrics.items())
-        speed = f"{point.samples_per_s:>10.4g} samples/s  {format_seconds(point.step_s)}"
-        console.print(f"{when}  step {point.step:<8} {speed}{measured}")
+        speed = ""
+        if point.samples_per_s is not None and point.step_s is not None:
+            speed = f"{point.samples_per_s:>10.4g} samples/s  {format_seconds(point.step_s)}"
+        console.print(f"{when}  step {point.step:<8} {speed:<28}{measured}".rstrip())

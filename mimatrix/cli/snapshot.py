@@ -23,7 +23,7 @@ _ALWAYS = (
     ".ruff_cache",
     "node_modules",
 )
-_USUAL = ("checkpoints", "runs", "wandb", "*.pt", "*.ckpt", "*.safetensors")
+_USUAL = ("checkpoints", "runs", "wandb", "*.pt", "*.ckpt", "*.distcp", "*.safetensors")
 _MOST_FILES = 20_000
 _MOST_NAMED = 5
 

@@ -17,6 +17,8 @@ CLUSTER = 0
 _MOST_RANKS = 128
 """Of larger jobs only what rank 0 says of all is kept."""
 _PRUNED_S = 60.0
+_APART_S = 1e-3
+"""Between points of what was logged, which come before that of the job at the same time."""
 _BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
 _BY_GROUP = ("pushes", "samples", "staleness", "moved_s", "waited_s")
 """Known of the first rank of each group, where there are groups."""
@@ -47,6 +49,8 @@ class History:
         found = {number: point_of(live) for number, live in jobs.items() if live.first}
         points = [(CLUSTER, dict(cluster)), *found.items()]
         with self._sessions.begin() as session:
+            for number, live in jobs.items():
+                _write_logged(session, now_s, number, live)
             _write(session, 0, now_s, points)
             self._kept_at[0] = now_s
             for number in range(1, len(TIERS)):
@@ -59,6 +63,8 @@ class History:
 
     def keep_last(self, session: Session, now_s: float, number: int, live: LiveJob | None) -> None:
         """How a job was when it ended."""
+        if live:
+            _write_logged(session, now_s, number, live)
         if live and live.first and live.first.step:
             _write(session, 0, now_s, [(number, point_of(live))])
 
@@ -115,6 +121,15 @@ def point_of(live: LiveJob) -> dict[str, Any]:
     if live.ranks <= _MOST_RANKS:
         known["ranks"] = _by_rank([live.reports.get(rank) for rank in range(live.ranks)])
     return known
+
+
+def _write_logged(session: Session, now_s: float, number: int, live: LiveJob) -> None:
+    """What was logged now and then: each at its step, without the figures of that time."""
+    logged = [live.logged.popleft() for _ in range(len(live.logged))]
+    for place, entry in enumerate(logged):
+        metrics = {name: short(value) for name, value in entry.metrics.items()}
+        at_s = now_s - _APART_S * (len(logged) - place)
+        _write(session, 0, at_s, [(number, {"step": entry.step, "metrics": metrics})])
 
 
 def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from mimatrix.wire.messages import Join, Report, Trouble
+from mimatrix.wire.messages import Join, Logged, Report, Trouble
 
 AGAIN_S = 1.0
 _CALM_S = 5.0
 _MANY = 64
 _NOTICES = 8
+_MOST_LOGGED = 1000
+_MOST_NAMES = 64
 _LATE_S = 15.0
 """Figures that are older say nothing of now."""
 
@@ -32,6 +34,10 @@ class LiveJob:
     troubles: tuple[Trouble, ...] = ()
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
     """Sentences for its log."""
+    logged: deque[Logged] = field(default_factory=lambda: deque(maxlen=_MOST_LOGGED))
+    """What was logged now and then, such as evaluations, and is not in the history yet."""
+    rare: dict[str, float | None] = field(default_factory=dict)
+    """The last value of each of those."""
     gone: frozenset[int] = frozenset()
     """Ranks of groups that were lost, while others go on."""
     returned: dict[int, int] = field(default_factory=dict)
@@ -72,6 +78,18 @@ class LiveJob:
         late = [said.pushed.staleness for said in self.firsts.values() if said.pushed]
         pushed = {"staleness": sum(late) / len(late)} if late else {}
         return (self.first.metrics if self.first else {}) | pushed
+
+    @property
+    def newest_metrics(self) -> dict[str, float | None]:
+        """The last value of everything that the script logs, evaluations included."""
+        return self.metrics | {name: value for name, value in self.rare.items() if name not in self.metrics}
+
+    def take_logged(self, logged: Sequence[Logged]) -> None:
+        """Keep what its first rank has logged, for the history."""
+        self.logged.extend(logged)
+        for entry in logged:
+            known = {name: value for name, value in entry.metrics.items() if name in self.rare}
+            self.rare = {**self.rare, **entry.metrics} if len(self.rare) < _MOST_NAMES else {**self.rare, **known}
 
 
 def said_on(jobs: Mapping[int, LiveJob], now_s: float) -> dict[str, Report]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
@@ -301,6 +302,8 @@ class Loop:
         revoke_of_job(session, job.id, self._context.clock())
         self._context.doorkeeper.forget()
         live = self._context.live.of(job.id, job.generation)
+        if live and live.first:
+            job.progress = _progress(live, live.first)
         self._history.keep_last(session, self._context.clock(), job.id, live)
         self._context.live.forget(job.id)
         self._forget_word(job)
@@ -518,15 +521,19 @@ def _unseen(name: str) -> Seat:
     return Seat(node, int(number))
 
 
-def _take_report(session: Session, job: JobRow, live: LiveJob, report: Report, now_s: float) -> None:
-    job.progress = Progress(
+def _progress(live: LiveJob, report: Report) -> dict[str, Any]:
+    return Progress(
         step=report.step,
         epoch=report.epoch,
         samples_per_s=live.samples_per_s,
         step_s=report.step_s,
         predicted_step_s=report.predicted_step_s,
-        metrics=live.metrics,
+        metrics=live.newest_metrics,
     ).model_dump(mode="json")
+
+
+def _take_report(session: Session, job: JobRow, live: LiveJob, report: Report, now_s: float) -> None:
+    job.progress = _progress(live, report)
     old = JobState(job.state)
     if report.state != old and report.state in ACTIVE and may_move(old, report.state):
         move(session, job, report.state, _SAID[report.state], now_s)

@@ -10,9 +10,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler.wishes import Part, Wish
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of workers and server; another one is refused."""
-MOST_REPORT_BYTES = 8 << 10
+MOST_REPORT_BYTES = 16 << 10
+MOST_LOGGED = 64
+"""Entries of `run.log` in a report."""
 MOST_PROFILE_BYTES = 1 << 20
 MOST_SNAPSHOT_BYTES = 64 << 20
 
@@ -274,6 +276,17 @@ class Pushed(Message):
     """For other groups, in all."""
 
 
+Metrics = Annotated[dict[Annotated[str, Field(max_length=100)], float | None], Field(max_length=32)]
+"""What `run.log` was given, by name. None: not finite."""
+
+
+class Logged(Message):
+    """What a script logged for one step."""
+
+    step: Count
+    metrics: Metrics
+
+
 class Report(Message):
     """What a worker says now and then."""
 
@@ -309,10 +322,10 @@ class Report(Message):
     """Said by the first rank of each group, where there are groups."""
     aside: bool = False
     """It evaluates, loads or waits for a checkpoint, between steps."""
-    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float | None], Field(max_length=32)] = Field(
-        default_factory=dict
-    )
-    """None: not finite."""
+    metrics: Metrics = Field(default_factory=dict)
+    """The newest of what is logged in most steps."""
+    logged: Annotated[tuple[Logged, ...], Field(max_length=MOST_LOGGED)] = ()
+    """What was logged since the last report and is not in most steps, such as evaluations."""
 
 
 class Orders(Message):
@@ -377,11 +390,12 @@ class Point(Message):
 
     at: datetime
     step: int
-    samples_per_s: float
-    step_s: float
+    samples_per_s: float | None
+    """None, as `step_s`: the point is of what was logged for a step alone, such as an evaluation."""
+    step_s: float | None
     predicted_step_s: float | None
     metrics: dict[str, float | None]
-    """None: not finite."""
+    """None: not finite. What has no value here was not logged then."""
     ranks: dict[str, tuple[float | None, ...]]
     """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; of the first rank of
     each group, where there are groups, also group_pushes, group_samples, group_staleness, group_moved_s,

@@ -61,6 +61,7 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UserError as error:
         logger.error("%s", format_user_error(error))
+        sys.last_value = error  # as if it were uncaught: a failed checkpoint must not change the exit code
         sys.exit(EXIT_BAD_INPUT)
     except MiMatrixError as error:
         logger.error("%s", error)

@@ -6,7 +6,9 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from typing import Any
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.wire.client import Client
 from mimatrix.wire.messages import (
+    MOST_LOGGED,
     MOST_PROFILE_BYTES,
     PROTOCOL,
     Checkpoint,
     JobState,
+    Logged,
     Measured,
     Pushed,
     Report,
@@ -26,6 +30,7 @@ from mimatrix.wire.messages import (
     Waiting,
 )
 from mimatrix.worker.device_metrics import device_sampler
+from mimatrix.worker.metric_feed import Entry, MetricFeed
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.tensorboard import TensorBoardWriter
 
@@ -43,6 +48,26 @@ _GOLDEN = 0.618034
 """Its multiples are spread evenly between whole numbers."""
 _PARTS = ("compute", "waiting", "communication", "data")
 _SPEEDS = ("samples_per_s", "step_s")
+_MAX_RUNS = 4
+"""Runs of one process whose logs are followed, such as those of two models that are trained together."""
+
+
+class _FollowedRun:
+    """A run, and how much of its log was read."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._read = run, 0
+
+    def read_log(self) -> list[Entry]:
+        """Return what was logged since the last call."""
+        new: list[Entry] = self._run.history_from(self._read)
+        self._read += len(new)
+        return new
+
+    def flush(self) -> None:
+        """Have the run record what it was given last."""
+        with suppress(RuntimeError):  # a device may have failed, which the script has told
+            self._run.flush_log()
 
 
 class Reporter:
@@ -58,6 +83,9 @@ class Reporter:
         self._client, self._identity, self._checkpoints = client, identity, checkpoints
         self._sample_link, self._tensorboard = sample_link, TensorBoardWriter(checkpoints)
         self._run: Any = None
+        self._runs: deque[_FollowedRun] = deque(maxlen=_MAX_RUNS)
+        self._feed = MetricFeed()
+        self._log_lock = threading.Lock()
         self._is_speaker = identity.rank == 0
         self._is_asked = False
         self._sent_plan_version = -1
@@ -73,13 +101,21 @@ class Reporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send a last report, and end the thread."""
+        """Send a last report with what the script logged last, and end the thread."""
+        for followed in self._runs:
+            followed.flush()
         self._stopped.set()
         self._thread.join(timeout=5.0)
+        # The server may not answer: what was logged is in files all the same.
+        self._take_log()
+        with self._log_lock:
+            self._tensorboard.close()
 
     def observe(self, run: Any) -> None:
         """Follow a run that starts in this process."""
+        self._take_log()
         self._run = run
+        self._runs.append(_FollowedRun(run))
         run.enable_preemption(lambda: self._is_asked, self._checkpoints)
 
     def _report_until_stopped(self) -> None:
@@ -88,14 +124,21 @@ class Reporter:
             pause = self._send_report(pause)
             wait = seconds_until_report(self._identity.job, pause, time.time())
         self._send_report(0.0)
-        self._tensorboard.close()
+        left = len(self._feed)
+        while left:  # more than one report carries, unless the server does not answer
+            self._send_report(0.0)
+            before, left = left, len(self._feed)
+            if left == before:
+                break
 
     def _send_report(self, pause: float) -> float:
         """Report once, and return the seconds until the next report; back off while the server does not answer."""
+        self._take_log()
         report = self._report()
-        self._write_tensorboard(report)
+        self._write_speeds(report)
         try:
             orders = self._client.report(self._identity.job, report)
+            self._feed.drop(len(report.logged))
             self._is_asked = self._is_asked or orders.leave
             if orders.notice:
                 logger.warning("%s", orders.notice)
@@ -114,7 +157,7 @@ class Reporter:
         values |= {"use": self._sample_device(), "traffic": self._sample_link()}
         if run is None:
             return Report(**values, state=JobState.STARTING if self._begins() else JobState.TRAINING)
-        stats, plan, history, status = _recent(run.stats()), run.plan, run.history_from(-1), run.status
+        stats, plan, status = _recent(run.stats()), run.plan, run.status
         values |= {"state": JobState(status.phase), "step": run.step, "epoch": run.position.epoch}
         if stats:
             seconds = sum(step.seconds for step in stats) / len(stats)
@@ -128,11 +171,23 @@ class Reporter:
             values |= {"predicted_step_s": _round(plan.step_s), "planned_s": _round(plan.parts[run.rank].busy_s)}
         values |= {"follows": run.settings.follows, "waiting": _waiting(status.waiting), "aside": status.is_excluded}
         values |= {"group": status.group, "pushed": _pushed(status.pushes)}
-        return Report(**values, metrics=_finite(history[0][1] if history else {}))
+        waiting = self._feed.waiting(MOST_LOGGED)
+        logged = tuple(Logged(step=step, metrics=_finite(metrics)) for step, metrics in waiting)
+        return Report(**values, metrics=_finite(self._feed.newest), logged=logged)
 
-    def _write_tensorboard(self, report: Report) -> None:
-        if self._run is not None and self._is_speaker:
-            self._tensorboard.follow(self._run, {name: getattr(report, name) for name in _SPEEDS})
+    def _take_log(self) -> None:
+        """Read what the script has logged, for the next report and for TensorBoard."""
+        with self._log_lock:
+            for followed in self._runs:
+                new = followed.read_log()
+                self._feed.add(new, keeps=self._is_speaker)
+                if self._is_speaker:
+                    self._tensorboard.write(new)
+
+    def _write_speeds(self, report: Report) -> None:
+        with self._log_lock:
+            if self._run is not None and self._is_speaker:
+                self._tensorboard.write_speeds(report.step, {name: getattr(report, name) for name in _SPEEDS})
 
     def _begins(self) -> bool:
         """Tell whether the script is still starting; one that does not use MiMatrix is taken to train after a while."""
@@ -221,7 +276,7 @@ def _waiting(wait: Any) -> Waiting | None:
     return Waiting(call=str(wait.call)[:200], round=wait.round, peer=wait.rank, seconds=seconds)
 
 
-def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Return what JSON can carry, and not too much of it; None stands for NaN and infinities."""
     finite = {name[:100]: _round(value) if math.isfinite(value) else None for name, value in metrics.items()}
     return dict(list(finite.items())[:_MAX_METRICS])

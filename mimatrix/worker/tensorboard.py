@@ -18,38 +18,41 @@ class TensorBoardWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._writer: Any = None
-        self._written = 0
         self._step = -1
-        self._is_missing = False
+        self._is_over = False
+        """Whether it is closed, or cannot be opened."""
 
-    def follow(self, run: Any, speeds: Mapping[str, float]) -> None:
-        """Write what was logged since the last call, and the current speed."""
-        new = run.history_from(self._written)
-        if self._is_missing or not (new or run.step > self._step >= 0):
-            return
-        if self._writer is None:
-            self._open()
-        if self._writer is not None:
-            for name, curve in _curves_by_name(new).items():
-                for step, value in _thin_out(curve):
-                    self._writer.add_scalar(name, value, step)
-            if run.step > self._step:
-                for name, value in speeds.items():
-                    self._writer.add_scalar(f"speed/{name}", value, run.step)
-        self._written, self._step = self._written + len(new), run.step
+    def write(self, entries: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Write what was logged, as (step, values); of a long curve some points."""
+        for name, curve in _curves_by_name(entries).items():
+            for step, value in _thin_out(curve):
+                self._add(name, value, step)
+
+    def write_speeds(self, step: int, speeds: Mapping[str, float]) -> None:
+        """Write the current speed, if there were steps since the last call and something was logged."""
+        if self._writer is not None and step > self._step:
+            for name, value in speeds.items():
+                self._add(f"speed/{name}", value, step)
+        self._step = step
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Flush and close the event file for good."""
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+        self._writer, self._is_over = None, True
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        if self._writer is None and not self._is_over:
+            self._open()
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, step)
 
     def _open(self) -> None:
         try:
             module = import_module("torch.utils.tensorboard")
             self._writer = module.SummaryWriter(str(self._folder), flush_secs=_FLUSH_S)
         except (ImportError, OSError):  # not installed, or the directory is not writable: training continues without
-            self._is_missing = True
+            self._is_over = True
 
 
 def _curves_by_name(entries: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, list[tuple[int, float]]]:

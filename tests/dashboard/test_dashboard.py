@@ -332,6 +332,40 @@ def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) 
         assert seen.barriers() == []
 
 
+def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, chromium: Browser) -> None:
+    def point(at: int, step: int, speed: float | None, **metrics: float | None) -> dict[str, Any]:
+        return {
+            "at": f"2026-01-01T00:00:{at:02}Z", "step": step, "samples_per_s": speed, "step_s": speed and 1 / speed,
+            "predicted_step_s": None, "metrics": metrics, "ranks": {},
+        }  # fmt: skip
+
+    points = [
+        point(0, 0, None, val=9.0),
+        point(1, 5, 10.0, loss=3.0),
+        point(2, 7, None, val=4.0),
+        point(3, 7, 20.0, loss=2.0),
+        point(4, 14, None, val=2.5),
+        point(5, 14, None, test=0.25),
+    ]
+    progress = {"step": 14, "epoch": 2, "samples_per_s": 9.0, "step_s": 0.1, "metrics": {"loss": 2.0, "val": 2.5}}
+    job = _job(1) | {"state": "training", "generation": 1, "seats": ["n/0"], "progress": progress}
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        answers = {"": job, "/history*": {"every_s": 1, "points": points}, "/events": [], "/checkpoints": []}
+        answers |= {"/ranks": {"ranks": [], "troubles": []}, "/log*": LOG}
+        for path, content in answers.items():
+            page.route(f"**/api/jobs/1{path}", lambda route, _, content=content: _answer(route, content))
+        seen.sign_in(admin(up))
+        seen.go("#/jobs/1")
+        for x in ("Steps", "Time"):
+            page.get_by_text(x, exact=True).click()
+            expect(page.get_by_role("img", name="val: from 9 to 2.5", exact=True)).to_be_visible()
+            expect(page.get_by_role("img", name="loss: from 3 to 2", exact=True)).to_be_visible()
+            expect(page.get_by_role("img", name="test: from 0.25 to 0.25", exact=True)).to_be_visible()
+            expect(page.get_by_role("img", name="Samples/s: from 10 to 20", exact=True)).to_be_visible()
+        assert seen.barriers() == []
+
+
 def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browser) -> None:
     now = datetime.now(UTC)
     use = [

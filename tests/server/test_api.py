@@ -254,7 +254,7 @@ def test_bodies_are_bounded_and_must_be_json(there: House) -> None:
     number = submitted(there)
     worker(there, number)
     path = f"/api/jobs/{number}/report"
-    large = {"protocol": PROTOCOL, "generation": 1, "rank": 0, "state": "training", "metrics": {"x" * 9000: 1.0}}
+    large = {"protocol": PROTOCOL, "generation": 1, "rank": 0, "state": "training", "metrics": {"x" * 17000: 1.0}}
     assert there.ask(f"worker-{number}", "POST", path, json=large).status_code == 413
     assert there.ask("ben", "POST", "/api/jobs", content=b"{").status_code == 422
     assert there.ask("ben", "POST", "/api/jobs", content=b"\xff" * 10).status_code in (400, 422)

@@ -16,7 +16,8 @@ def names(path: Path) -> list[str]:
 
 def test_what_is_taken_along(tmp_path: Path) -> None:
     folder = tmp_path / "code"
-    for name in ("train.py", "lib/net.py", ".git/x", "__pycache__/y.pyc", "checkpoints/step-1/z", "big.pt"):
+    saved = ("checkpoints/step-1/z", "ck/step-1/__0_0.distcp", "big.pt")
+    for name in ("train.py", "lib/net.py", ".git/x", "__pycache__/y.pyc", *saved):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (tmp_path / "secret").write_text("not yours")
@@ -26,7 +27,7 @@ def test_what_is_taken_along(tmp_path: Path) -> None:
     assert archive(folder, tmp_path / "b.tar.gz", 1 << 20) == digest
     (folder / ".mimatrixignore").write_text("# mine\nlib/\n")
     archive(folder, tmp_path / "c.tar.gz", 1 << 20)
-    assert names(tmp_path / "c.tar.gz") == [".mimatrixignore", "big.pt", "checkpoints/step-1/z", "train.py"]
+    assert names(tmp_path / "c.tar.gz") == [".mimatrixignore", "big.pt", *saved[:2], "train.py"]
 
 
 def code_in(folder: Path, *files: str) -> Path:

@@ -76,7 +76,7 @@ export class Curves {
   }
 
   show() {
-    const points = this.x === "step" ? forward(this.points) : this.points.filter((point) => point.step > 0);
+    const points = this.x === "step" ? forward(this.points) : this.points.filter(begun);
     this.element.hidden = points.length < 2;
     if (points.length < 2) return;
     const xs = points.map((point) => (this.x === "step" ? point.step : new Date(point.at) / 1000));
@@ -91,12 +91,12 @@ export class Curves {
     this.rest(names.length - MOST_METRICS);
     this.chart("Samples/s", figure, "--good", 0).show(
       xs,
-      points.map((point) => point.samples_per_s || null),
+      points.map(({ samples_per_s: rate }) => (rate === null ? undefined : rate || null)),
     );
     this.chart("Step takes", brief, "--load", 0, true).show(
       xs,
-      points.map((point) => point.step_s || null),
-      points.map((point) => point.predicted_step_s),
+      points.map(({ step_s: seconds }) => (seconds === null ? undefined : seconds || null)),
+      points.map((point) => (point.step_s === null ? undefined : point.predicted_step_s)),
     );
   }
 
@@ -133,15 +133,26 @@ export class Curves {
   }
 }
 
-/** Without what was done again later: after another start, steps begin at the last checkpoint. */
+/** Not before the first step, unless something was logged there. */
+function begun(point) {
+  return point.step > 0 || Object.keys(point.metrics).length > 0;
+}
+
+/**
+ * Without what was done again later: after another start, steps begin at the last checkpoint. What was logged for a step
+ * now and then, such as an evaluation, is a point without speeds: it becomes one with the other points of that step.
+ */
 function forward(points) {
   const kept = [];
-  let least = Infinity;
-  for (const point of points.toReversed()) {
-    if (point.step > 0 && point.step < least) {
-      kept.push(point);
-      least = point.step;
-    }
+  for (const point of points.toReversed().filter(begun)) {
+    const later = kept.at(-1);
+    if (!later || point.step < later.step) kept.push(point);
+    else if (point.step === later.step) kept[kept.length - 1] = joined(point, later);
   }
   return kept.reverse();
+}
+
+function joined(point, later) {
+  const speeds = later.samples_per_s === null ? point : later;
+  return { ...speeds, at: later.at, metrics: { ...point.metrics, ...later.metrics } };
 }

@@ -159,8 +159,8 @@ def _point(point: kept.Point) -> m.Point:
     return m.Point(
         at=_time(point.at),
         step=figures.get("step") or 0,
-        samples_per_s=figures.get("samples_per_s") or 0.0,
-        step_s=figures.get("step_s") or 0.0,
+        samples_per_s=figures.get("samples_per_s"),
+        step_s=figures.get("step_s"),
         predicted_step_s=figures.get("predicted_step_s"),
         metrics=figures.get("metrics") or {},
         ranks=figures.get("ranks") or {},

@@ -51,6 +51,8 @@ def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.
     _check_rank(number, said.rank, live.ranks)
     live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
     speaks = said.rank == live.speaker
+    if speaks:
+        live.take_logged(said.logged)
     notice = live.notices.popleft() if live.notices and speaks else ""
     return m.Orders(leave=live.leave, again_s=shared.live.again_s(), notice=notice, speaks=speaks)
 

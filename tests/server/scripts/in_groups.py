@@ -11,6 +11,7 @@ import mimatrix
 
 enough = Path(os.environ["MIMATRIX_CHECKPOINTS"]) / "enough"
 run = mimatrix.init(16, mode="hybrid")
+torch.manual_seed(0)
 rows = torch.randn(4096, 6)
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
