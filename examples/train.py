@@ -35,7 +35,8 @@ options = parser.parse_args()
 
 run = mimatrix.init(global_batch=64, batch=options.batch, stage=options.stage, seed=0)
 
-# `init` has seeded torch, so every rank builds the same data and the same model.
+# Every rank builds the same data and the same model.
+torch.manual_seed(0)
 inputs = torch.randn(2000, 20, dtype=torch.float64)
 dataset = TensorDataset(inputs, (inputs[:, :5].sum(1) > 0).long())
 network = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)).double()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mimatrix.core.errors import (
     ConfigError,
+    DifferentCalls,
     MiMatrixError,
     MismatchError,
     PeerLost,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mimatrix.engine.run import Run
     from mimatrix.engine.run_status import RunStatus
     from mimatrix.engine.step_timer import StepStats
+    from mimatrix.engine.weight_average import WeightAverage
     from mimatrix.hybrid.mode import Hybrid
     from mimatrix.planner.plan import Plan
 
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DifferentCalls",
     "Hybrid",
     "MiMatrixError",
     "MicroBatchLoader",
@@ -48,6 +51,7 @@ __all__ = [
     "SyncedLRScheduler",
     "UnsuitedError",
     "UserError",
+    "WeightAverage",
     "WorldError",
     "__version__",
     "init",
@@ -64,6 +68,7 @@ _LAZY = {
     "RunStatus": "mimatrix.engine.run_status",
     "StepStats": "mimatrix.engine.step_timer",
     "SyncedLRScheduler": "mimatrix.engine.loop.idle_ranks",
+    "WeightAverage": "mimatrix.engine.weight_average",
     "init": "mimatrix._init",
 }
 

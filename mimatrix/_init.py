@@ -51,14 +51,18 @@ def init(
         micro_batch: The most samples that a rank processes at once; a list gives each rank its own.
         stage: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
         shares: The part of the sharded states that each rank owns; must sum to 1. By default equal.
-        seed: Seeds the random generators of this process and the order of samples.
+        seed: Seeds the order of samples, and the processes that load them. Weights, dropout and augmentation in the
+            training process follow what the script seeds, such as by `torch.manual_seed`; `run.prepare` gives each rank
+            random numbers of its own, derived from that.
         precision: "fp32", "bf16" or "fp16", or a dict by rank or by a part of the device's name.
-        max_grad_norm: Clip the gradient of the whole model to this norm.
+        max_grad_norm: Clip the gradient of the whole model to this norm, in place of `clip_grad_norm_`; `run.grad_norm`
+            and `run.history` have the norm before clipping. `float("inf")` computes it and clips nothing.
         sync_batchnorm: Compute batch norm over the samples of all ranks.
         unit_bytes: Size of the groups of parameters that are communicated together.
         plan: Find batches, stage and shares: "profile" measures every device first, "online" starts evenly and adapts
-            while it trains, a file name uses a plan that `mimatrix plan --output` wrote. None: as given here.
-        rebalance: Whether batches follow the speed that ranks show; by default with "profile" and "online".
+            while it trains, "auto" is "profile" if `run.prepare` is given the loss and otherwise "online", a file name
+            uses a plan that `mimatrix plan --output` wrote. None: as given here; the log then says if ranks wait.
+        rebalance: Whether batches follow the speed that ranks show; by default with "auto", "profile" and "online".
         mode: "sync": all ranks step together. "hybrid" or `mimatrix.Hybrid(...)`: groups of ranks do, and do not wait
             for each other. "auto": `prepare` measures, and takes the faster one.
         device: The device of this rank; by default its GPU by local rank, or the CPU.
@@ -95,7 +99,6 @@ def init(
     own_device = torch.device(device) if device is not None else _default_device()
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
-    torch.manual_seed(seed)
     return start_run(_resolve_mode(mode), settings, own_device, timeout_s)
 
 

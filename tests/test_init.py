@@ -1,4 +1,4 @@
-"""`mimatrix.init` sets up logging and random seeds, and resolves the mode by its name."""
+"""`mimatrix.init` sets up logging, leaves random seeds alone, and resolves the mode by its name."""
 
 import pytest
 import torch
@@ -31,13 +31,13 @@ def test_init_names_the_nearest_mode() -> None:
         mimatrix.init(global_batch=4, mode="hybird", device="cpu")
 
 
-def test_init_seeds_torch() -> None:
+def test_init_leaves_the_seed_of_the_script_alone() -> None:
     with torch.random.fork_rng():
-        draws = []
-        for seed in (3, 3, 4):
-            mimatrix.init(global_batch=4, seed=seed, device="cpu")
-            draws.append(torch.rand(4).tolist())
-    assert draws[0] == draws[1] != draws[2]
+        torch.manual_seed(7)
+        expected = torch.rand(4).tolist()
+        torch.manual_seed(7)
+        mimatrix.init(global_batch=4, seed=3, device="cpu")
+        assert torch.rand(4).tolist() == expected
 
 
 def test_init_takes_the_arguments_that_the_readme_shows() -> None:

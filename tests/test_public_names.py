@@ -16,6 +16,7 @@ import mimatrix
 ROOT = Path(__file__).parent.parent
 EXPORTED = [
     "ConfigError",
+    "DifferentCalls",
     "Hybrid",
     "MiMatrixError",
     "MicroBatchLoader",
@@ -31,6 +32,7 @@ EXPORTED = [
     "SyncedLRScheduler",
     "UnsuitedError",
     "UserError",
+    "WeightAverage",
     "WorldError",
     "__version__",
     "init",
@@ -41,10 +43,13 @@ RUN = [
     "close",
     "device",
     "devices",
+    "ema",
     "enable_preemption",
     "epochs",
     "evaluate",
+    "flush_log",
     "full_state_dict",
+    "grad_norm",
     "history",
     "history_from",
     "in_batch",
@@ -56,6 +61,7 @@ RUN = [
     "plan_changes",
     "position",
     "prepare",
+    "prepare_scheduler",
     "rank",
     "save",
     "settings",
@@ -65,6 +71,8 @@ RUN = [
     "stats",
     "status",
     "step",
+    "swa",
+    "user_state",
     "world_size",
 ]
 FROZEN = ("global_batch", "batch", "stage", "plan", "mode", "seed")

@@ -80,6 +80,7 @@ def main(text: str) -> None:
     torch.set_num_threads(1)
     task, record = clouds(0), Record()
     run = mimatrix.init(BATCH, mode=_mode(turn.way), seed=turn.seed, quiet=True, timeout_s=_DEADLINE_S)
+    torch.manual_seed(turn.seed)
     net = wide(task.train[0].shape[1], 10)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
     model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train), drop_last=True)

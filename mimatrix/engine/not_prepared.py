@@ -10,6 +10,14 @@ from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
 
 
+class NoPlans:
+    """Stands in for the plans of a run until there can be any."""
+
+    current: Plan | None = None
+    changes: tuple[tuple[int, Plan, str], ...] = ()
+    measured: Measurements | None = None
+
+
 class NotPrepared:
     """Stands in for the training loop until `run.prepare` was called."""
 
@@ -18,14 +26,12 @@ class NotPrepared:
     position = DataPosition(0, 0)
     stats: tuple[StepStats, ...] = ()
     saved: tuple[CheckpointInfo, ...] = ()
-    plan: Plan | None = None
-    plan_changes: tuple[tuple[int, Plan, str], ...] = ()
-    measurements: Measurements | None = None
     strategy: ShardingStrategy | None = None
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.split = world.split
+        self.plans = NoPlans()
         self.metrics = MetricLog(shows=False)
         self.stage, self.shares = world.settings.stage_for(), world.settings.shares_for(world.world_size)
 

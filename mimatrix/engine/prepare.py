@@ -15,11 +15,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import TrainState
-from mimatrix.engine.data.loading import check_loading, dataset_size
+from mimatrix.engine.data.loading import check_loading, describe_dataset
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
+from mimatrix.engine.loop.hidden_grads import HiddenGrads
 from mimatrix.engine.loop.idle_ranks import Hyperparams, HyperparamSync, IdleRanks, LoopSignal, SyncedLRScheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
+from mimatrix.engine.loop.metric_mailbox import MetricMailbox
+from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.loop.preemption import Preemption
 from mimatrix.engine.loop.prepared_optimizer import (
     OptimizerStepper,
@@ -33,6 +37,8 @@ from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.planning.measure import LossFn, PrepareContext
 from mimatrix.engine.planning.plan_follower import PlanFollower
+from mimatrix.engine.rank_rng import separate_rng
+from mimatrix.engine.user_calls import OPTIMIZER_STEP, with_user_call
 from mimatrix.engine.world import World
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_closure
 from mimatrix.engine.zero.stages import create_strategy
@@ -53,6 +59,7 @@ class PrepareInputs:
     dataset: Any
     loss: LossFn | None = None
     leaf_modules: LeafModules = ()
+    read_ahead: bool = False
     loading: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -60,6 +67,11 @@ class PrepareInputs:
         if not isinstance(self.model, nn.Module) or not isinstance(self.optimizer, Optimizer):
             raise UserError("run.prepare takes the model, the optimizer and the dataset; give them in this order")
         check_loading(self.loading)
+        if self.read_ahead and self.loading.get("stream_per_rank"):
+            raise UserError(
+                "read_ahead draws a batch before ranks have counted their own streams; leave out either read_ahead or "
+                "stream_per_rank"
+            )
 
     def open(self, world: World) -> PrepareContext:
         """Move the model to its device, and open the dataset."""
@@ -124,10 +136,10 @@ def prepare(
         inputs.optimizer, strategy.param_shards(), [param.parameter for unit in units for param in unit.params]
     )
     shadow = _sync_batchnorm(world, context, strategy) if context.num_sync_batchnorms else None
-    global_step = GlobalStep(strategy, LossScale.start("fp16" in world.precisions), shadow)
+    grads = HiddenGrads([*optimizer.shard_params, *optimizer.shard_params.values(), *_clear_grads(units)])
+    global_step = GlobalStep(strategy, LossScale.start("fp16" in world.precisions), shadow, grads)
     world.precision.autocast_forward(inputs.model)
     strategy.register_hooks(inputs.model, global_step.on_grad)
-    inputs.model.zero_grad = _keep_grads  # type: ignore[method-assign]
     stepper = _create_stepper(world, inputs, strategy, optimizer)
     schedulers = [SyncedLRScheduler(lr_scheduler, global_step)] if lr_scheduler is not None else []
     state = TrainState(
@@ -140,6 +152,7 @@ def prepare(
         world_size=world.world_size,
         device=world.device,
         outer=world.outer,
+        stream_mode=context.source.stream_mode,
     )
     # Made here and not at the first save: ranks without data do not come to that.
     checkpoints = CheckpointManager(world.new_group("checkpoint") if world.main else None, state)
@@ -155,13 +168,23 @@ def prepare(
         idle_ranks=IdleRanks(world.rank, schedulers, checkpoints, peers),
         lr_schedulers=schedulers,
         preemption=preemption,
+        metrics=_create_metric_log(world, peers[1].run_id if peers else None),
         stage=stage,
         shares=shares,
     )
     if strategy.is_sharded:
         refuse_sharded_state_dict(inputs.optimizer)
-    prepared = PreparedOptimizer(inputs.optimizer, loop.on_optimizer_step)
-    return Prepared(loop, prepared, MicroBatchLoader(loop), schedulers[0] if schedulers else None)
+    on_step = with_user_call(world.caller, OPTIMIZER_STEP, loop.on_optimizer_step)
+    prepared = PreparedOptimizer(inputs.optimizer, on_step, global_step.check_may_clear_grads)
+    agreement = _agree_on_batches(world, context.source)
+    loader = MicroBatchLoader(loop, world.caller, agreement, read_ahead=inputs.read_ahead)
+    separate_rng(world.rank, world.outer.group if world.outer else 0)
+    return Prepared(loop, prepared, loader, schedulers[0] if schedulers else None)
+
+
+def _agree_on_batches(world: World, source: MicroBatchSource) -> BatchAgreement:
+    logs = world.rank == 0 and not world.settings.quiet
+    return BatchAgreement(source, world.exchange, call="run.prepare", logs=logs, exposed=world.timer.exposed)
 
 
 def _build_units(world: World, context: PrepareContext, stage: int) -> tuple[Unit, ...]:
@@ -180,6 +203,13 @@ def _create_stepper(
     strategy.all_gather_params()
     stepper = OptimizerStepper.attach(inputs.optimizer)
     return OuterStepper(world.outer, inputs.optimizer, stepper, world.split.total, world.timer)
+
+
+def _create_metric_log(world: World, run_id: str | None) -> MetricLog:
+    mailbox = None
+    if world.main and run_id:
+        mailbox = MetricMailbox(world.main.endpoint.store, run_id, world.rank, world.world_size)
+    return MetricLog(shows=world.rank == 0 and not world.settings.quiet, mailbox=mailbox)
 
 
 def _sync_batchnorm(world: World, context: PrepareContext, strategy: ShardingStrategy) -> ShadowStep:
@@ -206,8 +236,12 @@ def _sync_batchnorm(world: World, context: PrepareContext, strategy: ShardingStr
     return shadow
 
 
-def _keep_grads(set_to_none: bool = True) -> None:
-    """Stand in for `model.zero_grad`: gradients end with the step that used them."""
+def _clear_grads(units: Sequence[Unit]) -> list[nn.Parameter]:
+    """Drop gradients from before, which the first `zero_grad` of the loop will not; return the parameters."""
+    params = [param.parameter for unit in units if unit.trainable for param in unit.params]
+    for param in params:
+        param.grad = None
+    return params
 
 
 def _check_consistency(
@@ -225,9 +259,8 @@ def _check_consistency(
 
 
 def _describe(dataset: Any, units: Sequence[Unit], optimizer: Optimizer, settings: Hyperparams) -> dict[str, Any]:
-    size = dataset_size(dataset)
     return {
-        "dataset": "a stream" if size is None else f"a dataset of {size} samples",
+        "dataset": describe_dataset(dataset),
         "model": _describe_model(units),
         "optimizer": type(optimizer).__name__,
         "settings": settings,

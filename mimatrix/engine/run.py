@@ -1,7 +1,6 @@
 """A run: what the user's loop talks to. The loop stays the user's; everything global happens at the end of a batch."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -12,13 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP
-from mimatrix.engine.checkpoint.storage import CheckpointInfo
-from mimatrix.engine.data.loading import check_loading, dataset_size
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
-from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler
+from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.loop.averaged_model import guard_averages
+from mimatrix.engine.loop.evaluation import Evaluation, MetricFn
+from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler, check_lr_scheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
-from mimatrix.engine.loop.metrics import MetricFn, evaluate, merge_means
 from mimatrix.engine.loop.preemption import Preemption
 from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
 from mimatrix.engine.loop.train_loop import TrainLoop
@@ -27,9 +24,11 @@ from mimatrix.engine.not_prepared import NotPrepared
 from mimatrix.engine.planning.measure import LossFn
 from mimatrix.engine.prepare import LeafModules, PrepareInputs, prepare
 from mimatrix.engine.run_hooks import notify
+from mimatrix.engine.run_saving import RunSaving
 from mimatrix.engine.run_status import RunStatus
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
+from mimatrix.engine.user_calls import BACKWARD, END_OF_LOOP, as_user_call, iterate_as_user_call, run_call
 from mimatrix.planner.modes import Choice
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
@@ -38,7 +37,7 @@ from mimatrix.planner.split import Split
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-class Run:
+class Run(RunSaving):
     """One rank of a training run, as `mimatrix.init` returns it.
 
     Attributes that are known before `prepare`: `rank`, `world_size`, `device`, `devices`, `settings`.
@@ -62,6 +61,7 @@ class Run:
         *,
         loss: LossFn | None = None,
         leaf_modules: LeafModules = (),
+        read_ahead: bool = False,
         **loading: Any,
     ) -> tuple[ModelT, PreparedOptimizer, MicroBatchLoader]: ...
 
@@ -75,9 +75,11 @@ class Run:
         *,
         loss: LossFn | None = None,
         leaf_modules: LeafModules = (),
+        read_ahead: bool = False,
         **loading: Any,
     ) -> tuple[ModelT, PreparedOptimizer, MicroBatchLoader, SyncedLRScheduler]: ...
 
+    @as_user_call(run_call("run.prepare"))
     def prepare(
         self,
         model: nn.Module,
@@ -87,6 +89,7 @@ class Run:
         *,
         loss: LossFn | None = None,
         leaf_modules: LeafModules = (),
+        read_ahead: bool = False,
         **loading: Any,
     ) -> Any:
         """Distribute a model, its optimizer and its data over the ranks. All ranks call it, once.
@@ -100,11 +103,16 @@ class Run:
             dataset: A map-style or iterable dataset, or a DataLoader, whose settings are then used.
             scheduler: A learning-rate scheduler of the optimizer; step it once for each micro-batch or epoch.
             loss: `loss(model, batch)` returns the mean loss of a batch. Needed to measure devices
-                (`plan="profile"`, `mode="auto"`), and by ranks without data if the model has batch norm.
+                (`plan="profile"`, `mode="auto"`, and `plan="auto"` does so if it is given), and by ranks without data
+                if the model has batch norm.
             leaf_modules: Classes of modules that use their children's parameters without calling the children; stage 3
                 gathers such a module as a whole.
-            **loading: How batches are loaded, by the names of `torch.utils.data.DataLoader`: `shuffle`, `drop_last`,
-                `collate_fn`, `num_workers`, `prefetch_factor`, `pin_memory`.
+            read_ahead: The loop draws the next batch before it trains on this one, as prefetchers and Lightning do.
+            **loading: How batches are loaded, by the names of `torch.utils.data.DataLoader`: `shuffle`, `sampler`,
+                `batch_sampler` (of global batches), `drop_last`, `collate_fn`, `num_workers`, `prefetch_factor`,
+                `pin_memory`. `stream_per_rank`: whether each rank takes its part of a global batch from its own
+                iterable dataset, sharded by rank; by default all ranks must read the same samples, which is checked,
+                and with False it is not, for a dataset with random augmentation.
 
         Returns:
             The model, the optimizer and a loader; with a scheduler, the scheduler as a fourth.
@@ -122,22 +130,50 @@ class Run:
         if isinstance(scheduler, SyncedLRScheduler):
             scheduler = scheduler.scheduler
         inputs = PrepareInputs(
-            model=model, optimizer=optimizer, dataset=dataset, loss=loss, leaf_modules=leaf_modules, loading=loading
+            model=model,
+            optimizer=optimizer,
+            dataset=dataset,
+            loss=loss,
+            leaf_modules=leaf_modules,
+            read_ahead=read_ahead,
+            loading=loading,
         )
         inputs.check()
-        if self._membership.measures_devices or self.settings.plan == "profile":
+        if scheduler is not None:
+            check_lr_scheduler(scheduler)
+        if self._membership.measures_devices or self.settings.plan_with(has_loss=loss is not None) == "profile":
             self._phase = "profiling"
         self._world = self._membership.settle(inputs)
         # What is settled stays so, also if the rest fails.
         self._membership, self._loop = Membership(self._world), NotPrepared(self._world)
         prepared = prepare(self._world, inputs, scheduler, self._preemption)
         self._loop = prepared.loop
+        guard_averages(model, prepared.loop)
         if self._preemption:
             self.load(self._preemption.folder)
         self._phase = "training"
         result = (model, prepared.optimizer, prepared.loader)
         return result if scheduler is None else (*result, prepared.lr_scheduler)
 
+    def prepare_scheduler(self, scheduler: LRScheduler) -> SyncedLRScheduler:
+        """Prepare a learning-rate scheduler that was made after `prepare`, such as for `len(loader)` steps.
+
+        All ranks call it, before the loop. Step what it returns: that acts between global batches, and equally often on
+        every rank.
+
+        Args:
+            scheduler: A scheduler of the optimizer that `prepare` returned.
+
+        Returns:
+            The scheduler to step.
+
+        Example:
+            >>> scheduler = run.prepare_scheduler(OneCycleLR(optimizer, 0.1, epochs=10, steps_per_epoch=len(loader)))
+        """
+        check_lr_scheduler(scheduler)
+        return self._prepared().add_lr_scheduler(scheduler)
+
+    @as_user_call(BACKWARD)
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
         """Compute the gradients of this micro-batch, in place of `loss.backward()`.
 
@@ -149,10 +185,24 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs up to `count`, starting where the run is."""
-        yield from self._prepared().run_epochs(count)
+        return iterate_as_user_call(self._world.caller, END_OF_LOOP, self._prepared().run_epochs(count))
 
     def log(self, **values: Any) -> None:
-        """Log metrics of this micro-batch; their weighted means over all ranks are in `history`, step by step."""
+        """Log metrics, for `history`, the job's curves and TensorBoard.
+
+        In the loop's body they are of this micro-batch: what is recorded are weighted means over all ranks, step by
+        step. Outside, as after `run.evaluate`, they are recorded at once and as they are, under the number of
+        steps done: give the same on all ranks, or log on rank 0 alone, whose values are those of the job.
+
+        Args:
+            **values: Numbers, or tensors with one element. NaN and infinities are recorded, too.
+
+        Raises:
+            UserError: A value is not a number.
+
+        Example:
+            >>> run.log(loss=loss, accuracy=accuracy)
+        """
         self._prepared().log(values)
 
     @property
@@ -206,13 +256,24 @@ class Run:
         return self._loop.split
 
     @property
+    def grad_norm(self) -> float:
+        """The norm of the last global batch's gradient, over the whole model and before clipping."""
+        norm = self._prepared().grad_norm
+        if norm is None:
+            raise UserError(
+                "the norm of the gradient is not known yet, or not computed; read it after a step, and give "
+                'mimatrix.init max_grad_norm=..., or float("inf") to clip nothing'
+            )
+        return norm
+
+    @property
     def in_batch(self) -> bool:
         """Whether this rank is inside a global batch, where collective calls such as `save` are refused."""
         return self._loop.in_batch
 
     @property
     def history(self) -> list[tuple[int, dict[str, float]]]:
-        """(step, means) of what was logged, in order."""
+        """(step, values) of what was logged, in the order in which it was recorded; a step may have several entries."""
         return self.history_from(0)
 
     def history_from(self, start: int) -> list[tuple[int, dict[str, float]]]:
@@ -220,24 +281,19 @@ class Run:
         return self._loop.metrics.history(start)
 
     @property
-    def checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """The checkpoints in the folder that was last saved to, newest first; known to rank 0 once it has saved."""
-        return self._loop.saved
-
-    @property
     def plan(self) -> Plan | None:
         """The plan that was agreed on last, if the run has one."""
-        return self._loop.plan
+        return self._loop.plans.current
 
     @property
     def plan_changes(self) -> list[tuple[int, Plan, str]]:
         """(step, plan, reason) for each change of the plan."""
-        return list(self._loop.plan_changes)
+        return list(self._loop.plans.changes)
 
     @property
     def measurements(self) -> Measurements | None:
         """The profiles of all ranks, where they were measured for the plan."""
-        return self._loop.measurements
+        return self._loop.plans.measured
 
     @property
     def mode_choice(self) -> Choice | None:
@@ -248,77 +304,33 @@ class Run:
         """Return where the time of each step went, for the last thousand steps."""
         return list(self._loop.stats)
 
+    @as_user_call(run_call("run.evaluate"))
     @torch.no_grad()
     def evaluate(self, model: nn.Module, dataset: Any, metric_fn: MetricFn, **loading: Any) -> dict[str, float]:
         """Compute weighted means of metrics over a dataset, each sample once, on all ranks together.
 
         Args:
             model: The prepared model.
-            dataset: What to evaluate on.
-            metric_fn: `metric_fn(model, batch)` returns metrics of a batch by name, each a mean over its samples; an
-                entry `weight` says how much the batch counts, if not by its samples.
-            **loading: As for `prepare`.
+            dataset: What to evaluate on, the same on all ranks: a dataset or a DataLoader.
+            metric_fn: `metric_fn(model, batch)` returns metrics of a batch by name, each a mean over its samples, with
+                the same names for every batch; an entry `weight` says how much the batch counts, if not by its samples.
+            **loading: As for `prepare`; not shuffled by default.
 
         Returns:
             The means by name, the same on every rank.
+
+        Raises:
+            UserError: Ranks were given different datasets, or the metric function returned what has no mean.
+
+        Example:
+            >>> run.log(**run.evaluate(model, held_out, lambda model, batch: {"val_loss": loss_fn(model, batch)}))
         """
         self._loop.check_between_batches("run.evaluate")
         self._loop.require_all_ranks("run.evaluate")
-        size = dataset_size(dataset)
-        if size == 0:
-            raise UserError("run.evaluate was given a dataset without samples; give it at least one")
-        split = self.split.for_samples(self.split.total if size is None else min(self.split.total, size))
-        check_loading(loading)
-        source = MicroBatchSource(dataset, split, self.rank, shuffle=False, device=self.device, **loading)
-        training = [module for module in model.modules() if module.training]
-        model.eval()
-        try:
-            with self._world.timer.excluded():
-                means = evaluate(model, source, metric_fn, self._loop.strategy)
-                return merge_means(self._world.exchange.all_gather(means.sums()))
-        finally:
-            for module in training:
-                module.training = True
+        evaluation = Evaluation(self._world, self.split, self._loop.strategy, metric_fn)
+        return evaluation.run(model, evaluation.open(dataset, loading, self._loop.metrics, self.step))
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the weights and buffers of the whole model on the CPU, in any stage. All ranks call it."""
-        loop = self._prepared()
-        loop.check_between_batches("run.full_state_dict")
-        loop.require_all_ranks("run.full_state_dict")
-        return loop.strategy.full_state_dict(model)
-
-    def save(self, folder: str | Path | None = None, *, keep: int = DEFAULT_KEEP, wait: bool = False) -> None:
-        """Begin a checkpoint; training continues while it is written, and it appears only once it is complete.
-
-        All ranks call it; those without data in this global batch take part by themselves. A failure is raised by the
-        next `save`, by `close`, or here with `wait`.
-
-        Args:
-            folder: Where checkpoints go, as `folder/step-00000120`. By default `checkpoints`, or in a job the job's
-                own folder, from which it resumes.
-            keep: How many checkpoints of the folder to keep.
-            wait: Return only when the checkpoint is complete.
-        """
-        loop, path = self._prepared(), self._checkpoint_folder(folder)
-        loop.check_between_batches("run.save")
-        if wait or loop.checkpoints.would_wait(path, loop.step):
-            loop.require_all_ranks("run.save(wait=True)" if wait else "a second run.save")
-        with self._world.timer.excluded() if wait else nullcontext():
-            loop.save(path, keep, wait=wait)
-
-    def load(self, folder: str | Path | None = None) -> bool:
-        """Resume from the newest complete checkpoint of a folder, or from a checkpoint itself.
-
-        Stage, shares and number of ranks may differ from those it was saved with. All ranks call it, after `prepare`.
-
-        Returns:
-            False if there is no checkpoint.
-        """
-        loop = self._prepared()
-        loop.check_between_batches("run.load", "before the loop over the loader")
-        loop.require_all_ranks("run.load")
-        return loop.load(self._checkpoint_folder(folder))
-
+    @as_user_call(run_call("run.close"))
     def close(self) -> None:
         """Release what the run holds besides the model; needed only if another run follows in the same process.
 
@@ -337,6 +349,10 @@ class Run:
             folder: Where the checkpoint goes; `prepare` resumes from what is there already. Call this before it.
         """
         self._preemption = Preemption(is_requested, folder)
+
+    def flush_log(self) -> None:
+        """Record what was logged and waits for ranks to meet: the script has ended."""
+        self._loop.metrics.finish(self.step)
 
     @property
     def status(self) -> RunStatus:
@@ -357,9 +373,8 @@ class Run:
             raise UserError("nothing is prepared yet; call run.prepare(model, optimizer, dataset) first")
         return self._loop
 
-    def _checkpoint_folder(self, given: str | Path | None) -> str:
-        default = self._preemption.folder if self._preemption else Path("checkpoints")
-        return str(default if given is None else given)
+    def _default_folder(self) -> Path:
+        return self._preemption.folder if self._preemption else Path("checkpoints")
 
 
 def start_run(mode: Mode, settings: Settings, device: torch.device, timeout_s: float) -> Run:

@@ -11,6 +11,8 @@ from mimatrix.planner.plan import Plan
 
 Batch = Literal["auto"] | int | Sequence[int] | Mapping[int | str, int]
 PRECISIONS = ("fp32", "bf16", "fp16")
+PLANS = ("auto", "profile", "online")
+"""What `plan` may name besides a file."""
 _UNIT, _LARGE_UNIT = 8 << 20, 64 << 20
 
 
@@ -54,18 +56,24 @@ class Settings:
     @property
     def follows(self) -> bool:
         """Whether batches follow the speed that ranks show while training."""
-        return self.rebalance if self.rebalance is not None else self.plan in ("profile", "online")
+        return self.rebalance if self.rebalance is not None else self.plan in PLANS
+
+    def plan_with(self, *, has_loss: bool) -> Plan | Path | str | None:
+        """Return `plan`, with "auto" decided: devices can be measured if `run.prepare` was given the loss."""
+        if self.plan != "auto":
+            return self.plan
+        return "profile" if has_loss else "online"
 
     def _check_plan(self) -> None:
         if not isinstance(self.rebalance, bool | None):
             raise UserError(f"rebalance is {self.rebalance!r}; use True or False, or leave it out")
         if self.plan is None:
             if self.rebalance:
-                raise UserError('rebalance needs a plan to begin with; use plan="online" or plan="profile"')
+                raise UserError('rebalance needs a plan to begin with; use plan="auto", "online" or "profile"')
             return
         if self.batch != "auto":
             raise UserError("a plan sets how many samples each rank takes; leave out either plan or batch")
-        if self.plan not in ("profile", "online") and (self.micro_batch is not None or self.shares is not None):
+        if self.plan not in PLANS and (self.micro_batch is not None or self.shares is not None):
             what = "shares" if self.micro_batch is None else "micro_batch"
             raise UserError(f"a stored plan sets how batches and states are split; leave out either plan or {what}")
         if self.global_batch is None:

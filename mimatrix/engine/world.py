@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from mimatrix.comm.control.user_calls import Caller
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.modules.precision import Precision
@@ -44,6 +45,8 @@ class World:
         """How long to wait for a peer before it counts as lost."""
         self.choice = choice
         """What `mode="auto"` chose, from what, and why."""
+        self.caller = main.endpoint.control.caller if main else Caller()
+        """The thread of the user's script."""
         self.exchange = RankExchange(main)
         self.timer = StepTimer((main,) if main else (), device=device)
         self.split = Split.of(resolve_batches(settings.batch, settings.global_batch, devices), settings.micro_batch)

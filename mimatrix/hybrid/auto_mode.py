@@ -168,7 +168,7 @@ def hybrid_mode(apart: Apart) -> Hybrid:
 def _check(settings: Settings) -> None:
     """Refuse settings by rank, which would not fit the ranks of a group."""
     per_rank = settings.shares is not None or not isinstance(settings.micro_batch, int | None)
-    if settings.batch != "auto" or per_rank or settings.plan not in (None, "profile"):
+    if settings.batch != "auto" or per_rank or settings.plan not in (None, "auto", "profile"):
         raise UserError(
             'mode="auto" measures the devices and plans batches and shares itself; leave out batch, shares, a list of '
             "micro_batch and plan, or choose a mode"

@@ -169,7 +169,7 @@ def test_an_epoch_without_backward() -> None:
             for batch in loader:
                 cross_entropy(model, batch)
 
-    all_raise("run.backward was not called in this epoch", act)
+    all_raise("a second micro-batch was drawn before run.backward was called for the first", act)
 
 
 def test_scheduler_step_before_optimizer_step() -> None:
@@ -277,7 +277,7 @@ def test_leaving_the_loop_inside_a_global_batch(stage: int) -> None:
                 run.backward(cross_entropy(model, batch))
                 break
 
-    all_raise("was left inside a global batch; leave it when `not run.in_batch`", act, stage=stage)
+    all_raise("was left inside a global batch; leave it after optimizer.step", act, stage=stage)
 
 
 @in_stages
@@ -465,6 +465,19 @@ def test_a_model_that_is_cast_after_prepare() -> None:
         next(iter(loader))
 
     all_raise("weight was moved or cast after run.prepare", act, stage=1)
+
+
+def test_a_random_split_that_differs_between_ranks() -> None:
+    def act(run: Run, *, evaluates: bool) -> None:
+        own = torch.Generator().manual_seed(run.rank)
+        part, _ = torch.utils.data.random_split(vectors(20), [10, 10], generator=own)  # type: ignore[arg-type, var-annotated]
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer, vectors(10) if evaluates else part)
+        run.evaluate(model, part, lambda model, batch: {"loss": cross_entropy(model, batch)})
+
+    all_raise("prepared a dataset of 10 samples (rows ", lambda run: act(run, evaluates=False))
+    all_raise("evaluates a dataset of 10 samples (rows ", lambda run: act(run, evaluates=True))
 
 
 def test_an_optimizer_that_was_made_after_prepare() -> None:

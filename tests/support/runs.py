@@ -34,7 +34,7 @@ def in_runs(
 
     def rank_alone(rank: int) -> T:
         if ranks == 1:
-            return on_rank(Run(Membership(World.join(Settings(quiet=True, **settings), outer=outer(0)))))
+            return on_rank(Run(Membership(World.join(Settings(**{"quiet": True, **settings}), outer=outer(0)))))
         endpoint = Endpoint.join(store, rank, ranks, {"host": windows}, host="here", arena_bytes=arena_bytes)
         groups: list[Group] = []
 
@@ -48,7 +48,7 @@ def in_runs(
         try:
             given = {**settings, **(own(rank) if own else {})}
             world = World.join(
-                Settings(quiet=True, **given), rank=rank, world_size=ranks, new_group=group, outer=outer(rank)
+                Settings(**{"quiet": True, **given}), rank=rank, world_size=ranks, new_group=group, outer=outer(rank)
             )
             return on_rank(Run(Membership(world)))
         except BaseException as error:

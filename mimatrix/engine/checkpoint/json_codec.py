@@ -3,11 +3,21 @@
 import base64
 import pickle
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mimatrix.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Stands in JSON for a tensor that a checkpoint holds under a key of its own."""
+
+    key: str
+    shape: list[int]
+    dtype: str
 
 
 def pack(value: Any) -> Any:
@@ -23,6 +33,8 @@ def pack(value: Any) -> Any:
             return {"dict": {key: pack(item) for key, item in value.items()}}
         kind = "counter" if isinstance(value, Counter) else "pairs"
         return {kind: [[pack(key), pack(item)] for key, item in value.items()]}
+    if isinstance(value, StoredTensor):
+        return {"stored": [value.key, value.shape, value.dtype]}
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return {"tensor": value.detach().tolist(), "dtype": dtype_name(value.dtype)}
     return {"pickle": _pickle_base64(value)}
@@ -39,6 +51,8 @@ def unpack(packed: Any) -> Any:
     ((kind, content),) = packed.items()
     if kind == "tuple":
         return tuple(unpack(item) for item in content)
+    if kind == "stored":
+        return StoredTensor(*content)
     if kind == "pickle":
         # Only types that are not listed here; the index of torch.distributed.checkpoint is a pickle, too.
         return pickle.loads(base64.b64decode(content))  # noqa: S301

@@ -1,5 +1,6 @@
 """Load a checkpoint into a run: on any number of ranks, with any shares, in any stage, bit for bit."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from mimatrix.engine.checkpoint.state import (
 )
 from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
 from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.stream import resume_stream
+from mimatrix.engine.modules.averaged_weights import AveragedWeights
 from mimatrix.engine.zero.units import persistent_buffers
 
 
@@ -53,8 +56,8 @@ def check_compatible(train_state: TrainState, metadata: Metadata) -> None:
     _check_groups(train_state, metadata)
 
 
-def resume_position(metadata: Metadata, progress: Progress) -> DataPosition:
-    """Return where a run resumes: after the same samples, even if its global batch has changed."""
+def resume_position(metadata: Metadata, progress: Progress, train_state: TrainState) -> DataPosition:
+    """Return where a rank resumes: after the same samples, even if its global batch has changed."""
     saved = DataPosition.from_json(metadata["position"])
     if saved.batch == 0:
         return saved
@@ -66,6 +69,16 @@ def resume_position(metadata: Metadata, progress: Progress) -> DataPosition:
             f"the checkpoint is from the middle of an epoch with seed = {metadata['seed']}, and with {progress.seed} "
             "the rest of it would be other samples; use the same seed"
         )
+    is_same_batch = metadata["global_batch"] == progress.split.total
+    stream = resume_stream(
+        metadata["streams"],
+        train_state.stream_mode,
+        train_state.rank,
+        world_size=train_state.world_size,
+        is_same_batch=is_same_batch,
+    )
+    if stream is not None:
+        return DataPosition(saved.epoch, saved.batch, stream=stream)
     batches, left = divmod(saved.batch * metadata["global_batch"], progress.split.total)
     if left:
         raise UserError(
@@ -85,6 +98,7 @@ def read_state(train_state: TrainState, metadata: Metadata, tensors: TensorReade
         loader.add_optimizer_state(owned)
     for name, buffer in persistent_buffers(train_state.model).items():
         loader.add(f"model.{name}", buffer)
+    finish_averages = loader.add_averages(tensors)
     states = _allocate_rng_states(train_state, metadata, tensors)
     if states is not None:
         loader.add(f"random.{train_state.rank}", states)
@@ -94,6 +108,7 @@ def read_state(train_state: TrainState, metadata: Metadata, tensors: TensorReade
     def finish() -> None:
         for apply in loader.after:
             apply()
+        finish_averages()
         _restore_groups(train_state, metadata)
         _restore_schedulers(train_state, metadata)
         if train_state.scale.on and metadata["loss_scale"]["on"]:
@@ -157,6 +172,41 @@ class _TensorLoader:
                 self.train_state.optimizer.optimizer.state[leaf] = state
 
         self.after.append(apply)
+
+    def add_averages(self, tensors: TensorReader) -> Callable[[], None]:
+        """Read all averages, also of those that the script has not made yet; return what to do once they are read."""
+        registry, strategy = self.train_state.averages, self.train_state.strategy
+        seen = Counter[str]()
+        loaded: list[AveragedWeights] = []
+        missing: list[tuple[AveragedWeights, OwnedElements]] = []
+        for number, entry in enumerate(self.metadata["averages"]):
+            average = registry.find(entry["kind"], seen[entry["kind"]])
+            loaded.append(average or AveragedWeights.start(entry["kind"], strategy))
+            seen[entry["kind"]] += 1
+            for owned in self.train_state.owned_elements():
+                key = f"average.{number}.{self._keys[owned.names[0]]}"
+                if not owned.unit.trainable:
+                    continue
+                if not tensors.has(key):
+                    missing.append((loaded[-1], owned))
+                elif strategy.is_sharded:
+                    values = loaded[-1].values(owned.unit, owned.param, range(owned.start, owned.stop))
+                    self.add(key, values, owned.start, owned.count)
+                else:
+                    self.add(key, loaded[-1].whole(owned.param))
+
+        def finish() -> None:
+            for average, owned in missing:
+                average.copy_weights_of(owned.unit, owned.param)
+            for average, entry in zip(loaded, self.metadata["averages"], strict=True):
+                average.updates = entry["updates"]
+            for average in registry.averages:
+                if average not in loaded:
+                    average.restart()
+            registry.is_first_rank = self.train_state.rank == 0
+            registry.unclaimed = [average for average in loaded if average not in registry.averages]
+
+        return finish
 
     def _read_value(self, key: str, entry: Metadata, owned: OwnedElements, leaf: torch.Tensor) -> Any:
         if entry["is"] == "value":

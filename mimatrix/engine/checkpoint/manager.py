@@ -9,17 +9,23 @@ timeout and a rank that died is named.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.errors import PeerLost, UserError, WorldError
 from mimatrix.engine.checkpoint import load as loading
 from mimatrix.engine.checkpoint import storage
+from mimatrix.engine.checkpoint.failed_exit import FailedExit
+from mimatrix.engine.checkpoint.metric import Metric
+from mimatrix.engine.checkpoint.retention import is_wanted
 from mimatrix.engine.checkpoint.state import (
     Metadata,
     Progress,
@@ -28,8 +34,11 @@ from mimatrix.engine.checkpoint.state import (
     merge_metadata,
     take_snapshot,
 )
+from mimatrix.engine.checkpoint.user_state import UserState, copy_user_state, read_user_state
 from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.modules.averaged_weights import AverageRegistry
 from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
+from mimatrix.engine.user_calls import save_call
 
 DEFAULT_KEEP = 3
 """How many checkpoints of a folder are kept by default."""
@@ -38,32 +47,79 @@ _EXCHANGE_EVERY_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCalls:
     """How often `run.save` was called on a rank, and with which arguments last."""
 
     count: int = 0
     folder: str = ""
     keep: int = 1
+    metric: float | None = None
+    best: str = "max"
+
+    def to_metric(self) -> Metric | None:
+        """Return the metric by which checkpoints of the folder are kept, if they are."""
+        return None if self.metric is None else Metric(self.metric, self.best)
 
 
 class CheckpointManager:
     """Saves and loads checkpoints of a prepared run, one at a time, on all ranks of a group; `None` for one rank."""
 
     def __init__(self, group: Group | None, state: TrainState) -> None:
-        self._exchange = RankExchange(group)
+        self._group, self._exchange = group, RankExchange(group)
         self._state, self._rank, self._world_size = state, state.rank, state.world_size
         self._work: Work | None = None
         self._last_saved: tuple[str, int] | None = None
+        self._exit = FailedExit()
+        self._user_state = UserState()
         self.save_calls = SaveCalls()
         self.saved: tuple[storage.CheckpointInfo, ...] = ()
-        """The checkpoints in the folder saved to last, newest first; on rank 0 only."""
+        """The checkpoints in the folder saved to last, newest or best first; on rank 0 only."""
 
-    def save(self, folder: str, keep: int, progress: Progress, *, wait: bool) -> None:
-        """Start a save; raise what failed in the previous one. A second save of the same step does nothing."""
+    @property
+    def model(self) -> nn.Module:
+        """The prepared model."""
+        return self._state.model
+
+    @property
+    def averages(self) -> AverageRegistry:
+        """The averages of the weights, which belong to a checkpoint."""
+        return self._state.averages
+
+    @property
+    def user_state(self) -> dict[Any, Any]:
+        """What this rank gave the last save, or what was loaded since."""
+        return self._user_state.value
+
+    def save(
+        self,
+        folder: str,
+        keep: int,
+        progress: Progress,
+        *,
+        wait: bool,
+        user_state: object = None,
+        metric: Metric | None = None,
+    ) -> None:
+        """Start a save; raise what failed in the previous one. A second save of the same step does nothing.
+
+        Args:
+            folder: Where the checkpoint goes.
+            keep: How many checkpoints of the folder to keep.
+            progress: Where the run is.
+            wait: Return only when the checkpoint is complete.
+            user_state: What the script wants back; None: what it gave last, or loaded.
+            metric: Keep the best checkpoints by it, not the newest.
+        """
         if keep < 1:
             raise UserError(f"keep is {keep!r}; give the number of checkpoints to keep, at least 1")
-        self._start(folder, keep, progress, late=False)
+        number = self.save_calls.count + 1
+        if user_state is not None:
+            self._user_state = UserState(copy_user_state(user_state), number)
+        calls = SaveCalls(count=number, folder=folder, keep=keep)
+        if metric:
+            calls = replace(calls, metric=metric.value, best=metric.best)
+        self._start(calls, progress, late=False)
         if wait:
             self.wait()
 
@@ -76,8 +132,7 @@ class CheckpointManager:
         """Join a save that other ranks started while this rank had no data. No step was taken since."""
         latest = max(calls, key=lambda call: call.count)
         if latest.count > self.save_calls.count:
-            self._start(latest.folder, latest.keep, progress(), late=True)
-            self.save_calls = latest
+            self._start(latest, progress(), late=True)
 
     def wait(self) -> None:
         """Wait for a save in progress; raise what failed."""
@@ -87,6 +142,7 @@ class CheckpointManager:
                 work.wait()
             except Exception:
                 self._last_saved = None
+                self._exit.cancel()
                 raise
 
     def load(self, folder: str, progress: Progress) -> tuple[int, DataPosition] | None:
@@ -99,9 +155,11 @@ class CheckpointManager:
         self._check(metadata, progress)
         finish: list[Callable[[], None]] = []
         tensors = storage.TensorReader(path)
+        user_state: dict[Any, Any] = {}
 
         def read() -> None:
             finish.append(loading.read_state(self._state, metadata, tensors))
+            user_state.update(read_user_state(metadata["user_state"], tensors))
             if self._state.outer:
                 finish.append(self._state.outer.restore(metadata["outer"], tensors))
 
@@ -109,14 +167,15 @@ class CheckpointManager:
         for apply in finish:
             apply()
         self._last_saved = None
-        return metadata["step"], loading.resume_position(metadata, progress)
+        self._user_state = UserState(user_state, self.save_calls.count)
+        return metadata["step"], loading.resume_position(metadata, progress, self._state)
 
     def _check(self, metadata: Metadata, progress: Progress) -> None:
         """Refuse a checkpoint that does not fit this run, on all ranks: each sees only its own shards."""
 
         def check() -> None:
             loading.check_compatible(self._state, metadata)
-            loading.resume_position(metadata, progress)
+            loading.resume_position(metadata, progress, self._state)
 
         try:
             self._gather(check, "load the checkpoint")
@@ -125,14 +184,26 @@ class CheckpointManager:
                 raise error.__cause__ from None
             raise
 
-    def _start(self, folder: str, keep: int, progress: Progress, *, late: bool) -> None:
-        self.save_calls = SaveCalls(self.save_calls.count + 1, folder, keep)
-        if self._last_saved == (folder, progress.step):
+    def _start(self, calls: SaveCalls, progress: Progress, *, late: bool) -> None:
+        self.save_calls = calls
+        if self._last_saved == (calls.folder, progress.step):
             return
         self.wait()
         staged = take_snapshot(self._state, progress, late=late)
-        self._last_saved = (folder, progress.step)
-        self._work = Work(partial(self._write, Path(folder).absolute(), keep, staged), lambda: None)
+        self._last_saved = (calls.folder, progress.step)
+        # A thread of the program may fail alone; the main one ends the process.
+        may_end_process = threading.current_thread() is threading.main_thread()
+        folder = Path(calls.folder).absolute()  # now: the script may change its directory meanwhile
+        task = partial(
+            self._write_in_background,
+            self._save_call(progress.step),
+            folder,
+            calls,
+            staged,
+            self._user_state,
+            may_end_process=may_end_process,
+        )
+        self._work = Work(task, self._watch)
         # Not a daemon: Python waits for it before it exits.
         threading.Thread(target=self._work.run, name="mimatrix-save").start()
 
@@ -154,37 +225,94 @@ class CheckpointManager:
             )
         return None
 
+    def _save_call(self, step: int) -> UserCall:
+        current = self._group.caller.current if self._group else None
+        return save_call(step, current.place if current else "")
+
+    def _watch(self) -> None:
+        """Say that the user's thread waits for a save, and raise if another rank cannot come to it."""
+        if self._group:
+            self._group.watch("a save")
+
     # In the thread that writes
 
-    def _write(self, folder: Path, keep: int, staged: StagedCheckpoint) -> None:
+    def _write_in_background(self, call: UserCall, *arguments: Any, may_end_process: bool) -> None:
+        with self._group.caller.in_background(call, self._group.name) if self._group else nullcontext():
+            self._write(*arguments, may_end_process=may_end_process)
+
+    def _write(
+        self,
+        folder: Path,
+        calls: SaveCalls,
+        staged: StagedCheckpoint,
+        user_state: UserState,
+        *,
+        may_end_process: bool,
+    ) -> None:
         try:
-            unfinished = self._begin(folder, staged.step)
+            unfinished, has_newest = self._begin(folder, calls, staged.step, user_state)
+            if unfinished is None:
+                self._log_not_best(calls, staged.step)
+                return
             try:
-                self._write_all(unfinished, staged)
-                self._publish(unfinished, keep, staged.step)
+                self._write_all(unfinished, staged, user_state if has_newest else None)
+                self._publish(unfinished, calls, staged.step)
             except Exception:
                 if self._rank == 0:
                     storage.remove(unfinished)
                 raise
         except Exception as error:
             # Logged as well as raised: the script may end without another call of `save`.
-            if self._rank == 0:
+            lost = error if isinstance(error, PeerLost) else error.__cause__
+            if self._rank == 0 or (isinstance(lost, PeerLost) and lost.rank == 0):
                 logger.error(f"the checkpoint of step {staged.step} is not saved: {error}")
+            if may_end_process:
+                self._exit.demand()
             raise
 
-    def _begin(self, folder: Path, step: int) -> Path:
-        """Create the directory that all ranks write to."""
+    def _begin(self, folder: Path, calls: SaveCalls, step: int, user_state: UserState) -> tuple[Path | None, bool]:
+        """Create the directory that all ranks write to, if the checkpoint is wanted.
+
+        Returns:
+            The directory, or None; and whether this rank is the one that has the newest state of the user.
+        """
         outer = self._state.outer
         owner = f"group-{outer.group}-" if outer else ""
 
-        def create() -> str | None:
-            return storage.create_unfinished(folder, step, owner).name if self._rank == 0 else None
+        def create() -> list[Any]:
+            name = None
+            if self._rank == 0 and is_wanted(folder, calls.keep, calls.to_metric()):
+                name = storage.create_unfinished(folder, step, owner).name
+            return [name, user_state.given_at, calls.metric]
 
-        return folder / str(self._gather(create, "begin a checkpoint")[0])
+        try:
+            created = self._gather(create, "begin a checkpoint")
+        except PeerLost as error:
+            if not self._exchange.has_ended(error.rank):
+                raise
+            raise WorldError(f"rank {error.rank} ended without run.save; all ranks call run.save") from error
+        names, given_at, metrics = zip(*created, strict=True)
+        unfinished = None if names[0] is None else folder / names[0]
+        other = next((rank for rank, metric in enumerate(metrics) if repr(metric) != repr(metrics[0])), None)
+        if other is not None:
+            if unfinished and self._rank == 0:
+                storage.remove(unfinished)
+            raise UserError(
+                f"the metric is {metrics[0]} on rank 0 and {metrics[other]} on rank {other}; give run.save the same on "
+                "all ranks, such as a result of run.evaluate"
+            )
+        return unfinished, given_at.index(max(given_at)) == self._rank
 
-    def _write_all(self, unfinished: Path, staged: StagedCheckpoint) -> None:
+    def _log_not_best(self, calls: SaveCalls, step: int) -> None:
+        if self._rank == 0:
+            logger.info(
+                f"step {step} is not saved to {calls.folder}: its metric {calls.metric} is not among the best "
+                f"{calls.keep}"
+            )
+
+    def _write_all(self, unfinished: Path, staged: StagedCheckpoint, user_state: UserState | None) -> None:
         """Write this rank's file, and wait until all ranks have written theirs."""
-        work = Work(partial(_write_part, unfinished, self._rank, staged), lambda: None)
+        work = Work(partial(_write_part, unfinished, self._rank, staged, user_state), lambda: None)
         thread = threading.Thread(target=work.run, name="mimatrix-write")
         thread.start()
 
@@ -199,18 +327,21 @@ class CheckpointManager:
             if all(self._gather(poll, "write its part")):
                 return
 
-    def _publish(self, unfinished: Path, keep: int, step: int) -> None:
+    def _publish(self, unfinished: Path, calls: SaveCalls, step: int) -> None:
         """Complete the checkpoint and give it its name, on rank 0; then remove old ones."""
 
         def publish() -> None:
             if self._rank == 0:
                 written = storage.read_written(unfinished, self._world_size)
-                storage.publish(unfinished, written, merge_metadata([files.metadata for files in written], step))
+                metadata = merge_metadata([files.metadata for files in written], step)
+                metric = calls.to_metric()
+                by_metric = {"metric": metric.to_json()} if metric else {}
+                storage.publish(unfinished, written, metadata | by_metric)
 
         self._gather(publish, "complete the checkpoint")
         if self._rank == 0:
             with suppress(OSError):  # the new checkpoint is complete; the next save tries again to remove old ones
-                storage.prune(unfinished.parent, keep)
+                storage.prune(unfinished.parent, calls.keep)
                 self.saved = storage.describe_checkpoints(unfinished.parent)
 
     # Among ranks
@@ -238,7 +369,11 @@ class CheckpointManager:
             logger.warning(f"{reason}; using the next older checkpoint, {used}")
 
 
-def _write_part(unfinished: Path, rank: int, staged: StagedCheckpoint) -> None:
+def _write_part(unfinished: Path, rank: int, staged: StagedCheckpoint, user_state: UserState | None) -> None:
     outer = staged.outer()
     metadata = staged.metadata | {"outer": dict(outer.metadata)}
-    storage.write_part(unfinished, rank, {**staged.parts, **outer.tensors}, metadata)
+    parts = {**staged.parts, **outer.tensors}
+    if user_state:
+        metadata["user_state"], tensors = user_state.stage()
+        parts |= tensors
+    storage.write_part(unfinished, rank, parts, metadata)

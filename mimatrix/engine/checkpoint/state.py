@@ -5,12 +5,14 @@ So a checkpoint saved in one stage, by some number of ranks with some shares, ca
 
     model.<name>              a parameter or a buffer
     optimizer.<name>.<key>    per-element optimizer state of a parameter
+    average.<number>.<name>   an average of a parameter (EMA, SWA)
     random.<rank>             the RNG states of a rank
+    user.<number>             a tensor of the state that the user gave `run.save`
     outer...                  the state that groups share in hybrid mode
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +28,8 @@ from mimatrix.engine.checkpoint.json_codec import dtype_name, pack
 from mimatrix.engine.checkpoint.outer_state import OuterCheckpoint, OuterState
 from mimatrix.engine.checkpoint.storage import TensorSlice
 from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.stream import StreamMode, stream_to_json
+from mimatrix.engine.modules.averaged_weights import AverageRegistry, check_same_updates
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
 from mimatrix.engine.zero.strategy import ShardingStrategy
@@ -88,6 +92,9 @@ class TrainState:
     world_size: int
     device: torch.device
     outer: OuterCheckpoint | None = None
+    averages: AverageRegistry = field(default_factory=AverageRegistry)
+    stream_mode: StreamMode | None = None
+    """How an iterable dataset is read; None for others."""
 
     def owned_elements(self) -> Iterator["OwnedElements"]:
         """Yield all parameters with the elements that this rank writes; tied ones once."""
@@ -151,6 +158,7 @@ def take_snapshot(train_state: TrainState, progress: Progress, *, late: bool) ->
     leads = train_state.rank == progress.leader and not late
     parts: dict[str, TensorSlice] = {}
     metadata: Metadata = {"late": late, "state": {}, "groups": param_group_names(train_state)}
+    metadata["stream"] = stream_to_json(progress.position.stream, train_state.stream_mode)
     element_keys = _per_element_keys(train_state)
     for owned in train_state.owned_elements():
         name = owned.names[0]
@@ -159,6 +167,8 @@ def take_snapshot(train_state: TrainState, progress: Progress, *, late: bool) ->
         optimizer_state = dict(_snapshot_optimizer_state(train_state, owned, element_keys, parts, leads))
         if optimizer_state:
             metadata["state"][name] = optimizer_state
+        parts |= _snapshot_averages(train_state, owned)
+    metadata["averages"] = [[average.kind, average.updates] for average in train_state.averages.all]
     parts[f"random.{train_state.rank}"] = _whole_tensor(rng_state.save_rng_state(train_state.device))
     if leads:
         metadata["common"] = _shared_metadata(train_state, progress)
@@ -179,7 +189,27 @@ def merge_metadata(by_rank: Sequence[Metadata], step: int) -> Metadata:
         group["names"] = [name for name in merged["parameters"] if name in members]
     outer = [metadata["outer"] for metadata in by_rank if metadata.get("outer")]
     states = {name: state for metadata in by_rank for name, state in metadata["state"].items()}
-    return merged | {"state": states} | ({"outer": outer[0]} if outer else {})
+    streams = [metadata["stream"] for metadata in by_rank]
+    averages = _merge_averages([metadata["averages"] for metadata in by_rank])
+    user_state = next(metadata["user_state"] for metadata in by_rank if "user_state" in metadata)
+    return (
+        merged
+        | {"state": states, "averages": averages, "user_state": user_state, "streams": streams}
+        | ({"outer": outer[0]} if outer else {})
+    )
+
+
+def _merge_averages(by_rank: Sequence[Sequence[tuple[str, int]]]) -> list[Metadata]:
+    """Describe the averages, which all ranks must have made and updated alike."""
+    kinds = [[kind for kind, _ in averages] for averages in by_rank]
+    for rank, own in enumerate(kinds):
+        if own != kinds[0]:
+            raise UserError(
+                f"rank {rank} has not made the same averages as rank 0; call run.ema and run.swa on all ranks"
+            )
+    for number, kind in enumerate(kinds[0]):
+        check_same_updates(kind, [averages[number][1] for averages in by_rank])
+    return [{"kind": kind, "updates": updates} for kind, updates in by_rank[0]]
 
 
 def describe_tensor(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Metadata:
@@ -280,6 +310,19 @@ def _snapshot_optimizer_state(
             if leads and value.numel():
                 parts[path] = _whole_tensor(_copy_flat(value))
             yield key, {"is": "whole", **describe_tensor(value)}
+
+
+def _snapshot_averages(train_state: TrainState, owned: OwnedElements) -> dict[str, TensorSlice]:
+    """Copy what this rank owns of a parameter's averages."""
+    if not owned.unit.trainable or owned.start >= owned.stop:
+        return {}
+    elements = range(owned.start, owned.stop)
+    return {
+        f"average.{number}.{owned.names[0]}": TensorSlice(
+            _copy_flat(average.values(owned.unit, owned.param, elements)), owned.start, owned.count
+        )
+        for number, average in enumerate(train_state.averages.all)
+    }
 
 
 def _copy_flat(value: torch.Tensor) -> torch.Tensor:

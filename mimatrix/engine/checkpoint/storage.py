@@ -11,6 +11,7 @@ A directory is only ever renamed into place, never written in place.
 """
 
 import json
+import math
 import os
 import pickle
 import re
@@ -38,8 +39,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mimatrix.core.errors import WorldError
+from mimatrix.engine.checkpoint.metric import Metric
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout and of `run.json`; other versions are refused."""
 _RUN, _INDEX = "run.json", ".metadata"
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
@@ -90,7 +92,7 @@ class WrittenFiles:
     metadata: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """A complete checkpoint."""
 
@@ -99,6 +101,8 @@ class CheckpointInfo:
     at_s: float
     """When it was saved, in seconds since 1970."""
     bytes: int
+    metric: float | None = None
+    """What `run.save(metric=...)` was given; None where checkpoints are kept by age."""
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -173,7 +177,7 @@ def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints of a folder."""
+    """Remove all but the first `keep` checkpoints of a folder, as `list_checkpoints` orders them."""
     for path in list_checkpoints(folder)[keep:]:
         # Renamed first: a partly removed one must not look like a checkpoint.
         removed = path.rename(path.with_name(f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"))
@@ -194,21 +198,35 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder by time of saving, last first, so that a rewound run resumes its own."""
+    """Return the checkpoints of a folder: by time of saving, last first, so that a rewound run resumes its own.
+
+    Where they were saved with a metric, the best comes first.
+    """
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=_saved_at, reverse=True)
+    order = {path: _goodness_and_time(path) for path in folder.iterdir() if _NAME.fullmatch(path.name)}
+    # Next to checkpoints with a metric, one that cannot be read comes last: it must not push out a good one.
+    return sorted(
+        order, key=lambda path: (-math.inf if order[path][0] is None else order[path][0], order[path][1]), reverse=True
+    )
 
 
 def describe_checkpoints(folder: Path, most: int = 20) -> tuple[CheckpointInfo, ...]:
-    """Describe the complete checkpoints of a folder, the one saved last first."""
+    """Describe the complete checkpoints of a folder, in the order of `list_checkpoints`."""
     checkpoints = []
     for path in list_checkpoints(folder)[:most]:
         with suppress(WorldError, KeyError):  # copied only in part, or of another version
             metadata = read_metadata(path)
             size_bytes = sum(size for size, _ in metadata["files"].values())
-            checkpoints.append(CheckpointInfo(str(path), metadata["step"], metadata["saved_at"], size_bytes))
+            metric = Metric.from_metadata(metadata)
+            info = CheckpointInfo(
+                path=str(path),
+                step=metadata["step"],
+                at_s=metadata["saved_at"],
+                bytes=size_bytes,
+                metric=metric.value if metric else None,
+            )
+            checkpoints.append(info)
     return tuple(checkpoints)
 
 
@@ -243,6 +261,10 @@ class TensorReader:
     def __init__(self, path: Path) -> None:
         self._reader = FileSystemReader(path)
 
+    def has(self, key: str) -> bool:
+        """Return whether there is a tensor of this key."""
+        return key in self._metadata.state_dict_metadata
+
     def count(self, key: str) -> int:
         """Return the number of elements of a tensor."""
         entry = self._metadata.state_dict_metadata[key]
@@ -260,13 +282,16 @@ class TensorReader:
         return self._reader.read_metadata()
 
 
-def _saved_at(path: Path) -> float:
+def _goodness_and_time(path: Path) -> tuple[float | None, float]:
+    """Return how good the metric of a checkpoint is, if it has one, and when it was saved."""
     try:
-        return float(read_metadata(path)["saved_at"])
+        metadata = read_metadata(path)
+        metric = Metric.from_metadata(metadata)
+        return metric.goodness if metric else None, float(metadata["saved_at"])
     except (WorldError, KeyError, ValueError):
         with suppress(OSError):  # another group that saved has removed it
-            return path.stat().st_mtime
-        return 0.0
+            return None, path.stat().st_mtime
+        return None, 0.0
 
 
 def _rename_to_free_name(unfinished: Path, step: int) -> Path:

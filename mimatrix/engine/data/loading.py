@@ -4,40 +4,61 @@ This module answers requests. Which samples are requested, and in which order, i
 """
 
 import copy
+import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
+    Subset,
     default_collate,
     get_worker_info,
 )
 
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.planner.split import Split
+from mimatrix.engine.data.order import DatasetOrder, SampleOrder, choose_order, order_of_dataloader
+from mimatrix.engine.data.stream import StreamMode, StreamReader, refuse_in_stream
 
 CollateFn = Callable[[list[Any]], Any]
 Ticket = TypeVar("Ticket")
-LOADING_SETTINGS = ("shuffle", "drop_last", "collate_fn", "num_workers", "prefetch_factor", "pin_memory")
-"""What `run.prepare` and `run.evaluate` accept, under the names of torch's DataLoader."""
+LOADING_SETTINGS = (
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "drop_last",
+    "collate_fn",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "stream_per_rank",
+)
+"""What `run.prepare` and `run.evaluate` accept; all but the last are named as in torch's DataLoader."""
 
 
 def dataset_size(dataset: Any) -> int | None:
     """Return the number of samples of a dataset or a DataLoader; None for a stream."""
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
+    samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    return None if _is_stream(samples) else len(samples)
+
+
+def describe_dataset(dataset: Any) -> str:
+    """Return what ranks compare of a dataset: its size, and which rows a subset has, such as of `random_split`."""
+    size = dataset_size(dataset)
+    if size is None:
+        return "a stream"
+    samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    rows: list[Any] = []
+    while isinstance(samples, Subset):
+        rows.append([int(row) for row in samples.indices])
+        samples = samples.dataset
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=4).hexdigest()
+    return f"a dataset of {size} samples" + (f" (rows {digest})" if rows else "")
 
 
 def check_loading(settings: Mapping[str, Any]) -> None:
@@ -52,14 +73,16 @@ class LoadingConfig:
     """A dataset and how it is read."""
 
     dataset: Any
-    is_stream: bool
-    shuffle: bool
+    order: SampleOrder | None
+    """Of the samples in an epoch; None for a stream."""
     drop_last: bool
     collate_fn: CollateFn
     num_workers: int
     prefetch_factor: int
     pin_memory: bool | None
     """None: pin if the device gains from it."""
+    stream_per_rank: bool | None = None
+    """Whether each rank has a stream of its own; None: all have the same, which is checked."""
     worker_init_fn: Callable[[int], None] | None = None
     timeout_s: float = 0
     multiprocessing_context: Any = None
@@ -70,78 +93,97 @@ class LoadingConfig:
             raise UserError(f"num_workers = {self.num_workers} is negative; use 0 to load in the training process")
         if self.num_workers and self.prefetch_factor < 1:
             raise UserError(f"prefetch_factor = {self.prefetch_factor} leaves the workers idle; use 1 or more")
-        if self.is_stream and self.num_workers > 1:
-            raise UserError(
-                f"an iterable dataset is read in order by one worker process, but num_workers = {self.num_workers}; "
-                f"use num_workers = 1 or 0"
-            )
+        if not isinstance(self.stream_per_rank, bool | None):
+            raise UserError(f"stream_per_rank is {self.stream_per_rank!r}; use True or False, or leave it out")
+        if self.stream_per_rank is not None and not self.is_stream:
+            raise UserError("stream_per_rank says how ranks read an iterable dataset, which this is not; leave it out")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset is iterable."""
+        return self.order is None
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the samples of a dataset are shuffled here, and not by a sampler or a stream."""
+        return isinstance(self.order, DatasetOrder) and self.order.shuffle
+
+    @property
+    def stream_mode(self) -> StreamMode | None:
+        """How an iterable dataset is read; None for others."""
+        return StreamMode(self.stream_per_rank is True, max(1, self.num_workers)) if self.is_stream else None
 
     @classmethod
     def resolve(
         cls,
         dataset: Any,
         *,
+        global_batch: int,
         shuffle: bool,
+        sampler: Any,
+        batch_sampler: Any,
         drop_last: bool,
         collate_fn: CollateFn | None,
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool | None,
+        stream_per_rank: bool | None,
     ) -> "LoadingConfig":
         """Combine a dataset with the given settings; a DataLoader brings its own, except those that are not None."""
+        samples = dataset
         if isinstance(dataset, DataLoader):
-            return cls._from_dataloader(dataset, collate_fn, pin_memory)
+            samples = dataset.dataset
+            if dataset.batch_size is None and dataset.batch_sampler is None:
+                raise UserError(
+                    "the DataLoader has batch_size = None, so its batches cannot be split over ranks; give it a "
+                    "batch_size"
+                )
+        order: SampleOrder | None = None
+        if _is_stream(samples):
+            refuse_in_stream({"sampler": sampler, "batch_sampler": batch_sampler})
+        elif isinstance(dataset, DataLoader) and sampler is None and batch_sampler is None:
+            order = order_of_dataloader(dataset, global_batch)
+        else:
+            order = choose_order(
+                samples, global_batch=global_batch, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler
+            )
+        if isinstance(dataset, DataLoader):
+            return cls._from_dataloader(dataset, order, collate_fn, pin_memory, stream_per_rank)
         return cls(
             dataset=dataset,
-            is_stream=_is_stream(dataset),
-            shuffle=shuffle,
+            order=order,
             drop_last=drop_last,
             collate_fn=collate_fn or default_collate,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
+            stream_per_rank=stream_per_rank,
         )
 
     @classmethod
     def _from_dataloader(
-        cls, loader: "DataLoader[Any]", collate_fn: CollateFn | None, pin_memory: bool | None
+        cls,
+        loader: "DataLoader[Any]",
+        order: SampleOrder | None,
+        collate_fn: CollateFn | None,
+        pin_memory: bool | None,
+        stream_per_rank: bool | None,
     ) -> "LoadingConfig":
-        """Take over how a DataLoader reads. Which samples form a batch is decided by the split."""
-        if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-            raise _custom_sampler_error(loader.batch_sampler)
-        if loader.batch_size is None:
-            raise UserError(
-                "the DataLoader has batch_size = None, so its batches cannot be split over ranks; give it a batch_size"
-            )
+        """Take over how a DataLoader reads."""
         return cls(
             dataset=loader.dataset,
-            is_stream=_is_stream(loader.dataset),
-            shuffle=not isinstance(loader.dataset, IterableDataset) and _shuffles(loader.sampler, loader.dataset),
+            order=order,
             drop_last=loader.drop_last,
             collate_fn=collate_fn or loader.collate_fn,
             num_workers=loader.num_workers,
             prefetch_factor=loader.prefetch_factor or 2,
             pin_memory=loader.pin_memory if pin_memory is None else pin_memory,
+            stream_per_rank=stream_per_rank,
             worker_init_fn=loader.worker_init_fn,
             timeout_s=loader.timeout,
             multiprocessing_context=loader.multiprocessing_context,
             persistent_workers=loader.persistent_workers,
         )
-
-
-def _shuffles(sampler: Any, dataset: Any) -> bool:
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset):
-        return True
-    if type(sampler) is SequentialSampler:
-        return False
-    raise _custom_sampler_error(sampler)
-
-
-def _custom_sampler_error(sampler: Any) -> UserError:
-    return UserError(
-        f"the DataLoader has its own {type(sampler).__name__}, but the split decides which rank sees which samples; "
-        f"give it shuffle = True or False instead"
-    )
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -199,10 +241,12 @@ class RequestLoader:
         return iter(self._dataloader)
 
     @cached_property
-    def _reader(self) -> "_RowReader | _StreamReader":
+    def _reader(self) -> "_RowReader | StreamReader":
         config = self._config
         if config.is_stream:
-            return _StreamReader(config.dataset, config.collate_fn, self._rank)
+            compares = config.stream_per_rank is None
+            per_rank = config.stream_per_rank is True
+            return StreamReader(config.dataset, config.collate_fn, self._rank, per_rank=per_rank, compares=compares)
         return _RowReader(config.dataset, config.collate_fn)
 
     @cached_property
@@ -248,43 +292,6 @@ class _RowReader(Dataset[Any]):
         return self._collate_fn([self.dataset[row] for row in rows])
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """The next global batch of an iterable dataset; with `skip`, restart it and skip that many samples first."""
-
-    epoch: int
-    skip: int | None
-    split: Split
-
-
-class _StreamReader(Dataset[Any]):
-    """Reads global batches of an iterable dataset: how many samples there were, and this rank's micro-batches."""
-
-    def __init__(self, dataset: Any, collate_fn: CollateFn, rank: int) -> None:
-        self.dataset = dataset
-        self._collate_fn = collate_fn
-        self._rank = rank
-        self._samples: Iterator[Any] = iter(())
-
-    def __getitem__(self, request: StreamRequest) -> tuple[int, list[Any]]:
-        if request.skip is not None:
-            self._restart(request.epoch, request.skip)
-        # Read the whole global batch before splitting it: only then is it known whether it is the last, partial one.
-        samples = list(islice(self._samples, request.split.total))
-        if len(samples) < request.split.total:
-            self._samples = iter(())
-        if not samples:
-            return 0, []
-        ranges = request.split.for_samples(len(samples)).ranges(self._rank)
-        return len(samples), [self._collate_fn(samples[part.start : part.stop]) for part in ranges] or [None]
-
-    def _restart(self, epoch: int, skip: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self._samples = iter(self.dataset)
-        deque(islice(self._samples, skip), maxlen=0)
-
-
 class _WorkerInit:
     """The first call in a worker process."""
 
@@ -294,7 +301,7 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        assert isinstance(info.dataset, _RowReader | _StreamReader)
+        assert isinstance(info.dataset, _RowReader | StreamReader)
         # User code asks torch for the dataset of its worker and means its own, not our wrapper; torch offers no other
         # way to replace it.
         object.__setattr__(info, "dataset", info.dataset.dataset)

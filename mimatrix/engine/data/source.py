@@ -5,16 +5,18 @@ k-th run of `split.total` samples, and each rank takes its part of it. So the gl
 ranks share them, and a position is two numbers: the epoch and the global batch.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from itertools import count, cycle, islice
 from typing import Any
 
 import torch
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader, StreamRequest, copy_ahead, move
+from mimatrix.engine.data.digest import digest_order
+from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader, copy_ahead, move
+from mimatrix.engine.data.order import SampleOrder, derive_seed
+from mimatrix.engine.data.stream import ReaderTurns, StreamMode, StreamPosition, StreamRequest, own_sizes
 from mimatrix.planner.split import Split
 
 
@@ -22,25 +24,50 @@ from mimatrix.planner.split import Split
 class MicroBatch:
     """The place of a micro-batch: number `index` of this rank in global batch `batch` of `epoch`.
 
-    If `num_micro_steps` is 0, the rank has no samples in this global batch, and the micro-batch comes without data.
+    If `sizes` is empty, the rank has no samples in this global batch, and the micro-batch comes without data.
     """
 
     epoch: int
     batch: int
     index: int
-    num_micro_steps: int
-    """Of this rank in the global batch."""
-    max_micro_steps: int
-    """The largest `num_micro_steps` of any rank in the global batch."""
-    num_samples: int
-    """In this micro-batch."""
-    global_samples: int
-    """In the global batch, over all ranks."""
+    sizes: tuple[int, ...]
+    """Samples of each micro-batch of this rank in the global batch."""
+    split: Split
+    """How the global batch is split over the ranks; where each has its own stream, only known once they have agreed."""
+    digest: str | None = field(default=None, compare=False)
+    """Of what all ranks must find the same: samples of the global batch, or the order of the epoch. Also of a stream
+    that is not compared, as "". None if there is nothing to agree on."""
+    stream: StreamPosition | None = field(default=None, compare=False)
+    """Where this rank is in an iterable dataset after the global batch."""
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of this rank in the global batch."""
+        return len(self.sizes)
+
+    @property
+    def max_micro_steps(self) -> int:
+        """The largest `num_micro_steps` of any rank in the global batch."""
+        return self.split.rounds
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in this micro-batch."""
+        return self.sizes[self.index] if self.sizes else 0
+
+    @property
+    def global_samples(self) -> int:
+        """Samples in the global batch, over all ranks."""
+        return self.split.total
 
     @property
     def is_last(self) -> bool:
         """Whether this is the rank's last micro-batch of the global batch."""
         return self.index + 1 >= self.num_micro_steps
+
+    def next_position(self) -> "DataPosition":
+        """Return the position after the global batch."""
+        return DataPosition(self.epoch, self.batch + 1, stream=self.stream)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,10 +76,12 @@ class DataPosition:
 
     epoch: int
     batch: int
+    stream: StreamPosition | None = field(default=None, compare=False, kw_only=True)
+    """Where this rank is in an iterable dataset; None where the number of the global batch says it all."""
 
     def to_json(self) -> dict[str, int]:
-        """Return a dict for `from_json`."""
-        return asdict(self)
+        """Return a dict for `from_json`, of what is the same on all ranks."""
+        return {"epoch": self.epoch, "batch": self.batch}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, int]) -> "DataPosition":
@@ -63,8 +92,9 @@ class DataPosition:
 class MicroBatchSource:
     """The micro-batches of one rank, on its device.
 
-    `dataset` is map-style, or iterable (every rank reads the whole stream in its order and keeps its part), or a
-    DataLoader, whose settings replace those given here, except for `collate_fn` and `pin_memory`.
+    `dataset` is map-style, or iterable, or a DataLoader, whose settings replace those given here, except for
+    those that are None by default. Of an iterable dataset every rank reads the whole stream and keeps its part; with
+    `stream_per_rank` it takes its part of each global batch from its own stream.
     """
 
     def __init__(
@@ -75,26 +105,38 @@ class MicroBatchSource:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        sampler: Any = None,
+        batch_sampler: Any = None,
         drop_last: bool = False,
         collate_fn: CollateFn | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         device: torch.device | str = "cpu",
         pin_memory: bool | None = None,
+        stream_per_rank: bool | None = None,
+        allow_partial: bool = False,
     ) -> None:
         assert rank in range(split.ranks), f"rank {rank} of {split.ranks}"
         self._loading = LoadingConfig.resolve(
             dataset,
+            global_batch=split.total,
             shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
             drop_last=drop_last,
             collate_fn=collate_fn,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
+            stream_per_rank=stream_per_rank,
         )
         self._total = split.total
-        if not self.is_stream:
-            self._check_size(len(self._loading.dataset))
+        self._allow_partial = allow_partial
+        """Whether there may be fewer samples than in a global batch."""
+        if self._loading.order is not None:
+            self._check_size(self._loading.order.num_samples())
+        elif self._loading.stream_per_rank:
+            _check_all_read(split)
         self._rank = rank
         self._seed = seed
         self._device = torch.device(device)
@@ -107,31 +149,43 @@ class MicroBatchSource:
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
-        if self.is_stream:
+        if self._loading.order is None:
             raise TypeError("an iterable dataset has no length")
-        samples = len(self._loading.dataset)
-        return samples // self._total if self._loading.drop_last else -(-samples // self._total)
+        return self._num_batches(self.num_samples)
 
     @property
     def num_samples(self) -> int:
         """The number of samples in an epoch."""
-        if self.is_stream:
+        if self._loading.order is None:
             raise UserError(
                 "an iterable dataset has no length, and epochs shared by several groups need one; use a dataset with "
                 "__len__"
             )
-        return len(self._loading.dataset)
+        return self._loading.order.num_samples()
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[MicroBatch, Any]]:
+    def epoch(
+        self, number: int, start: int = 0, stream: StreamPosition | None = None
+    ) -> Iterator[tuple[MicroBatch, Any]]:
         """Iterate over the micro-batches of epoch `number`, from global batch `start` on.
 
         A global batch in which this rank has no samples comes once, with None as its data. Only one epoch can be
         iterated over at a time: `head` is that of the one begun last.
+
+        Where each rank has its own stream, this ends with the stream of this rank.
+
+        Args:
+            number: The epoch.
+            start: The first global batch.
+            stream: Where this rank is in an iterable dataset before it, if the number does not say it all.
         """
         assert number >= 0
         assert start >= 0
         self._head = DataPosition(number, start)
-        parts = self._iterate_stream(number, start) if self.is_stream else self._iterate_rows(number, start)
+        order = self._loading.order
+        if order is None:
+            parts = self._iterate_stream(number, start, stream or self._stream_start(start))
+        else:
+            parts = self._loader.load(self._row_requests(number, start, order), self._worker_seed(number))
         if self._device.type == "cuda":
             return copy_ahead(parts, self._device)
         return ((micro, move(data, self._device)) for micro, data in parts)
@@ -151,9 +205,29 @@ class MicroBatchSource:
         return self._loading.dataset
 
     @property
+    def loading(self) -> LoadingConfig:
+        """The dataset's settings as they are used."""
+        return self._loading
+
+    @property
+    def global_batch(self) -> int:
+        """The number of samples in a global batch."""
+        return self._total
+
+    @property
     def is_stream(self) -> bool:
         """Whether the dataset is iterable, so that its length is unknown."""
         return self._loading.is_stream
+
+    @property
+    def stream_mode(self) -> StreamMode | None:
+        """How an iterable dataset is read; None for others."""
+        return self._loading.stream_mode
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether a last global batch with fewer samples is left out."""
+        return self._loading.drop_last
 
     @property
     def loads_in_workers(self) -> bool:
@@ -166,7 +240,7 @@ class MicroBatchSource:
 
     def split_of(self, micro: MicroBatch) -> Split:
         """Return how the global batch of a micro-batch is split over the ranks."""
-        return self.split_at(DataPosition(micro.epoch, micro.batch)).for_samples(micro.global_samples)
+        return micro.split
 
     def steps_after(self, micro: MicroBatch, num_epochs: int | None) -> int | None:
         """Return how many global batches follow in `num_epochs`; None if the end is not known, as for a stream."""
@@ -180,7 +254,7 @@ class MicroBatchSource:
 
     def restart(self, split: Split) -> None:
         """Forget all splits agreed before, and use `split` from the next epoch's start. All ranks must call it."""
-        self._splits, self._head = [(DataPosition(0, 0), split)], DataPosition(0, 0)
+        self._splits, self._head = [(DataPosition(0, 0), self._usable(split))], DataPosition(0, 0)
 
     def change_split(self, split: Split, at: DataPosition) -> None:
         """Use `split` from global batch `at` on, in place of any split agreed for later ones.
@@ -197,79 +271,133 @@ class MicroBatchSource:
                 f"rank {self._rank} cannot change its split at global batch {at.batch} of epoch {at.epoch}, its loader "
                 f"is at {self._head.batch} of epoch {self._head.epoch}; agree on the furthest loader's head"
             )
-        self._splits.append((at, split))
+        self._splits.append((at, self._usable(split)))
+
+    def _usable(self, split: Split) -> Split:
+        return _read_by_all(split) if self._loading.stream_per_rank else split
+
+    def _num_batches(self, samples: int) -> int:
+        return samples // self._total if self._loading.drop_last else -(-samples // self._total)
 
     def _check_size(self, samples: int) -> None:
-        if samples < self._total:
+        if samples < self._total and not (self._allow_partial and samples):
+            what = "sampler" if self._loading.order and self._loading.order.is_foreign else "dataset"
             raise UserError(
-                f"the dataset has {samples} samples, fewer than global_batch = {self._total}; "
-                f"use a smaller global_batch"
+                f"the {what} has {samples} samples, fewer than global_batch = {self._total}; use a smaller global_batch"
             )
+
+    def _refuse_empty_epoch(self) -> None:
+        if self._loading.drop_last:
+            raise UserError(
+                f"no loader process has the {self._total} samples of a global batch, and drop_last leaves out smaller "
+                "ones; use fewer loader processes, or drop_last=False"
+            )
+        self._check_size(0)
 
     def _fix_split(self, position: DataPosition) -> Split:
         """Return the split of the global batch at `position`, which cannot change from now on."""
         self._head = DataPosition(position.epoch, position.batch + 1)
         return self.split_at(position)
 
-    def _iterate_rows(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
-        return self._loader.load(self._row_requests(epoch, start), self._worker_seed(epoch))
-
-    def _row_requests(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, list[int]]]:
+    def _row_requests(self, epoch: int, start: int, order: SampleOrder) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield each micro-batch with its rows of the dataset."""
-        order = self._order(epoch)
-        for batch in range(start, len(self)):
+        indices = order.indices(self._seed, epoch)
+        digest = digest_order(indices) if order.is_foreign else None
+        for batch in range(start, self._num_batches(len(indices))):
             first = batch * self._total
-            split = self._fix_split(DataPosition(epoch, batch)).for_samples(min(self._total, len(order) - first))
-            for micro, part in _micro_batches(epoch, batch, split, self._rank):
-                rows = order[first + part.start : first + part.stop]
-                yield micro, list(rows) if isinstance(rows, range) else rows.tolist()
+            split = self._fix_split(DataPosition(epoch, batch)).for_samples(min(self._total, len(indices) - first))
+            ranges = split.ranges(self._rank)
+            for index, part in enumerate(ranges or (range(0),)):
+                rows = indices[first + part.start : first + part.stop]
+                micro = MicroBatch(
+                    epoch=epoch,
+                    batch=batch,
+                    index=index,
+                    sizes=split.micro[self._rank],
+                    split=split,
+                    digest=digest if batch == start and index == 0 else None,
+                )
+                yield micro, rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
 
-    def _order(self, epoch: int) -> "range | torch.Tensor":
-        samples = len(self._loading.dataset)
-        if not self._loading.shuffle:
-            return range(samples)
-        return torch.randperm(samples, generator=torch.Generator().manual_seed(_derive_seed(self._seed, epoch)))
+    def _stream_start(self, start: int) -> StreamPosition:
+        """Return where a stream is at the start of an epoch, or where the number of the global batch says it all."""
+        mode = self._loading.stream_mode
+        assert mode
+        if not start:
+            return StreamPosition.start(mode.num_readers)
+        assert mode == StreamMode(per_rank=False, num_readers=1), "give the position in the stream"
+        return StreamPosition((start * self._total,))
 
-    def _iterate_stream(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
-        requests = self._stream_requests(epoch, start)
-        for (batch, split), (samples, parts) in self._loader.load(requests, self._worker_seed(epoch)):
-            if batch == 0:
-                self._check_size(samples)
-            is_full = samples == self._total
-            if not samples or (self._loading.drop_last and not is_full):
+    def _iterate_stream(self, epoch: int, start: int, position: StreamPosition) -> Iterator[tuple[MicroBatch, Any]]:
+        requests = self._stream_requests(epoch, start, position)
+        turns, batch = ReaderTurns(position), start
+        per_rank = self._loading.stream_per_rank is True
+        for (reader, split), reply in self._loader.load(requests, self._worker_seed(epoch)):
+            if reader is None:
+                continue
+            samples, parts, digest = reply
+            wanted = split.batches[self._rank] if per_rank else self._total
+            if samples < wanted:
+                if batch == 0 and not per_rank and len(position.samples) == 1:
+                    self._check_size(samples)
+                turns.end(reader)
+            if samples and (samples == wanted or not self._loading.drop_last):
+                turns.take(reader, samples, digest)
+                if per_rank:
+                    sizes = own_sizes(split, self._rank, samples)
+                else:
+                    split = split.for_samples(samples)
+                    sizes = split.micro[self._rank]
+                for index, part in enumerate(parts):
+                    micro = MicroBatch(
+                        epoch=epoch,
+                        batch=batch,
+                        index=index,
+                        sizes=sizes,
+                        split=split,
+                        digest=digest if self._loading.stream_per_rank is None else "",
+                        stream=turns.position,
+                    )
+                    yield micro, part
+                batch += 1
+            if turns.all_ended:
+                if batch == 0 and not per_rank:
+                    self._refuse_empty_epoch()
                 return
-            micros = _micro_batches(epoch, batch, split.for_samples(samples), self._rank)
-            yield from ((micro, part) for (micro, _), part in zip(micros, parts, strict=True))
-            if not is_full:
-                return
 
-    def _stream_requests(self, epoch: int, start: int) -> Iterator[tuple[tuple[int, Split], StreamRequest]]:
-        """Request global batches of the stream without end; its reader finds out where it ends."""
-        for batch in count(start):
-            split = self._fix_split(DataPosition(epoch, batch))
-            yield (batch, split), StreamRequest(epoch, start * self._total if batch == start else None, split)
+    def _stream_requests(
+        self, epoch: int, start: int, position: StreamPosition
+    ) -> Iterator[tuple[tuple[int | None, Split], StreamRequest]]:
+        """Request batches of the stream without end; its readers find out where it ends."""
+        num_readers = len(position.samples)
+        for _ in range(position.next_reader):
+            yield (None, self.split_at(self._head)), StreamRequest(epoch, None, None)
+        for number in count():
+            split = self._fix_split(DataPosition(epoch, start + number))
+            reader = (position.next_reader + number) % num_readers
+            skip = position.samples[reader] if number < num_readers else None
+            yield (reader, split), StreamRequest(epoch, skip, split)
 
     def _worker_seed(self, epoch: int) -> int:
-        return _derive_seed(self._seed, epoch, self._rank)
+        return derive_seed(self._seed, epoch, self._rank)
 
 
-def _micro_batches(epoch: int, batch: int, split: Split, rank: int) -> Iterator[tuple[MicroBatch, range]]:
-    """Yield the micro-batches of `rank` in a global batch with their ranges; a single empty one if it has none."""
-    parts = split.ranges(rank)
-    for index, part in enumerate(parts or (range(0),)):
-        micro = MicroBatch(
-            epoch=epoch,
-            batch=batch,
-            index=index,
-            num_micro_steps=len(parts),
-            max_micro_steps=split.rounds,
-            num_samples=len(part),
-            global_samples=split.total,
+def _check_all_read(split: Split) -> None:
+    if 0 in split.batches:
+        raise UserError(
+            f"rank {split.batches.index(0)} has no samples in a global batch, so its own stream would not be read; "
+            "give every rank some, or leave stream_per_rank out"
         )
-        yield micro, part
 
 
-def _derive_seed(*numbers: int) -> int:
-    """Hash `numbers` to a seed: the same on every machine, and unrelated even for close numbers."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def _read_by_all(split: Split) -> Split:
+    """Return the split with a sample for each rank that has none: its own stream is to be read, too."""
+    sizes = [list(own) for own in split.micro]
+    for own in sizes:
+        if not own:
+            largest = max(sizes, key=sum)
+            largest[-1] -= 1
+            if not largest[-1]:
+                largest.pop()
+            own.append(1)
+    return Split(tuple(map(tuple, sizes)))

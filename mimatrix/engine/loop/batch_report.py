@@ -41,8 +41,6 @@ class BatchReport:
     """Whether it ran the loop's body after the last global batch, and before this meeting."""
     pace: PaceReport | None = None
     preemption: PreemptionReport | None = None
-    backward_calls: int = 0
-    has_called_step: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return what differs from the defaults: messages stay small, and travel in one collective."""

@@ -10,6 +10,7 @@ from torch import nn
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import MicroBatch
 from mimatrix.engine.loop.batch_report import BatchReport
+from mimatrix.engine.loop.hidden_grads import HiddenGrads
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, ShardingStrategy
 
@@ -63,8 +64,8 @@ class StepResult:
         square = math.fsum(squares) if grads_are_sharded else squares[0]
         factor = samples / weight / scale.value if weight else 0.0
         is_finite = math.isfinite(square)
-        norm = math.sqrt(square) * factor if is_finite and (max_grad_norm is not None or scale.on) else None
-        if max_grad_norm is not None and norm is not None:
+        norm = math.sqrt(square) * factor if max_grad_norm is not None or scale.on else None
+        if max_grad_norm is not None and norm is not None and is_finite:
             factor *= min(1.0, max_grad_norm / (norm + 1e-6))
         touched = frozenset(index for report in reports for index in report.touched)
         return cls(weight, norm, is_finite and weight > 0, factor, touched)
@@ -73,14 +74,18 @@ class StepResult:
 class GlobalStep:
     """The micro-steps of one global batch after the other, as this rank has them."""
 
-    def __init__(self, strategy: ShardingStrategy, scale: LossScale, shadow: ShadowStep | None) -> None:
-        self.strategy, self.scale, self._shadow = strategy, scale, shadow
+    def __init__(
+        self, strategy: ShardingStrategy, scale: LossScale, shadow: ShadowStep | None, grads: HiddenGrads
+    ) -> None:
+        self.strategy, self.scale, self._shadow, self._grads = strategy, scale, shadow, grads
         self.micro: MicroBatch | None = None
         """The micro-step in which the user's loop is, or was last; None before the first."""
         self.is_open = False
         """A global batch has begun and not ended."""
         self.has_run_backward = False
         """`backward` was called in this micro-step."""
+        self.has_called_step = False
+        """`optimizer.step` was called in this micro-step."""
         self.weight = 0.0
         """Of the micro-steps of this global batch."""
         self._in_backward = False
@@ -94,14 +99,52 @@ class GlobalStep:
     def begin_micro_step(self, micro: MicroBatch) -> None:
         """Begin the next micro-step."""
         assert not self.is_open or (self.micro and not self.micro.is_last)
-        self.micro, self.is_open, self.has_run_backward = micro, True, False
+        self.micro, self.is_open = micro, True
+        self.has_run_backward = self.has_called_step = False
         if micro.num_micro_steps:
             self.strategy.begin_micro_step(is_last=micro.is_last)
 
-    def end_unfinished_micro_step(self) -> None:
-        """End a micro-step for which the user's loop did not call `backward`; it has no gradient."""
-        if self.micro and self.is_open and self.micro.num_micro_steps and not self.has_run_backward:
-            self._end_micro_step()
+    def check_may_draw(self) -> None:
+        """Refuse to draw the next micro-batch while something is missing for this one."""
+        if not self.is_open or self.micro is None or not self.micro.num_micro_steps:
+            return
+        if not self.has_run_backward:
+            raise UserError(
+                "a second micro-batch was drawn before run.backward was called for the first; call run.backward(loss) "
+                "for each (with weight=0 to leave one out), or give run.prepare read_ahead=True if the loop reads one "
+                "batch ahead"
+            )
+        if self.is_complete:
+            raise UserError(
+                "the next global batch was drawn before optimizer.step was called for this one; call optimizer.step() "
+                "after each run.backward (gradients are accumulated up to global_batch samples without further code)"
+            )
+
+    def check_may_clear_grads(self) -> None:
+        """Refuse `zero_grad` where a plain loop would lose a gradient that no step has used."""
+        if self.is_open and self.has_run_backward and not self.has_called_step:
+            raise UserError(
+                "zero_grad was called between run.backward and optimizer.step, where it would drop the gradient; call "
+                "it after optimizer.step, or give run.backward weight=0 to leave a micro-batch out"
+            )
+
+    def note_step(self) -> None:
+        """Note that the loop has called `optimizer.step`, after which it may call `zero_grad`."""
+        if not self.has_called_step:
+            self._grads.check()
+        self.has_called_step = True
+        if self.is_complete:
+            self._grads.restore()
+
+    def abandon(self) -> None:
+        """Forget a global batch of which the loop has only looked at the first micro-batch."""
+        self.strategy.clear()
+        self.clear()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether this rank has drawn the first micro-batch of the global batch and done nothing with it."""
+        return self.is_open and not self._done and not self.has_run_backward
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> float:
         """Add the gradients of a mean loss over the micro-batch; return the weight with which it counts."""
@@ -110,6 +153,7 @@ class GlobalStep:
         if not math.isfinite(counts) or counts < 0:
             raise UserError(f"weight is {weight!r}; give how much the micro-batch counts, such as its number of tokens")
         self.has_run_backward = True
+        self._grads.restore()
         self.strategy.begin_backward(loss if counts else None)
         # A mean over nothing is NaN, and counts nothing; but other ranks may wait for this one's batch norm.
         if counts or self._shadow:
@@ -117,7 +161,9 @@ class GlobalStep:
             # Divided by what a whole global batch usually weighs: mostly nothing is left to scale at the end.
             (loss * (counts / micro.global_samples * self.scale.value)).backward()  # type: ignore[no-untyped-call]
             self._in_backward = False
-        self._end_micro_step()
+        self._done += 1
+        self.strategy.end_micro_step()
+        self._grads.hide()
         self.weight += counts
         return counts
 
@@ -167,16 +213,16 @@ class GlobalStep:
 
     def clear(self) -> None:
         """Close the global batch."""
+        self._grads.restore()
         self.is_open = False
         self.weight, self._done = 0.0, 0
 
-    def _end_micro_step(self) -> None:
-        self._done += 1
-        self.strategy.end_micro_step()
-
     def _check(self, loss: torch.Tensor) -> MicroBatch:
         if not self.is_open or self.micro is None:
-            raise UserError("run.backward was called outside the loop over the loader; call it once per micro-batch")
+            raise UserError(
+                "run.backward was called outside the loop over the loader, or before the loop drew the next batch with "
+                "read_ahead=True; call it once per micro-batch"
+            )
         if self.has_run_backward:
             raise UserError("run.backward was called twice for one micro-batch; add the losses and call it once")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

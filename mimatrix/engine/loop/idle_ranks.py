@@ -57,13 +57,14 @@ class LoopSignal:
     """
 
     def __init__(self, group: Group, run_id: str, timeout_s: float = 300.0) -> None:
-        self._group, self._run_id, self._timeout_s = group, run_id, timeout_s
+        self._group, self.run_id, self._timeout_s = group, run_id, timeout_s
         self._store: Any = group.endpoint.store
 
     def post(self, batch: int, state: LoopState) -> None:
         """Say how the loop continues after global batch number `batch`."""
         with suppress(NotImplementedError, RuntimeError):  # the one before is read by now; not all stores can delete
             self._store.delete_key(self._key(batch - 2))
+        self._group.endpoint.control.begun[self.run_id] = batch
         self._store.set(self._key(batch), state.to_text())
 
     def wait(self, batch: int, leader: int) -> LoopState:
@@ -71,17 +72,22 @@ class LoopSignal:
         key, started, pause = self._key(batch), time.monotonic(), _PAUSE_S
         endpoint, members = self._group.endpoint, self._group.members
         doing = "the loop over its loader"
+        endpoint.control.await_arrival(self.run_id, batch, (members[leader],), None)
         while not self._store.check([key]):
+            endpoint.control.note_waiting(self.run_id)
             endpoint.control.check(members[leader], members, doing)
             if time.monotonic() - started > self._timeout_s:
                 name = endpoint.control.describe(members[leader])
                 raise PeerLost(f"{name} did not continue {doing} for {self._timeout_s:.0f} s", members[leader])
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+        endpoint.control.end_arrival(self.run_id)
+        # The leader also leaves its loop by an error that all ranks know of.
+        endpoint.control.check(-1, members, doing)
         return LoopState.from_text(self._store.get(key))
 
     def _key(self, batch: int) -> str:
-        return f"mimatrix/run/{self._run_id}/{batch}"
+        return f"mimatrix/run/{self.run_id}/{batch}"
 
 
 class HyperparamSync:
@@ -255,6 +261,15 @@ class SyncedLRScheduler(LRScheduler):
         self.calls += 1
         self.scheduler.step(*args, **kwargs)
         self._position = _position(self.scheduler)
+
+
+def check_lr_scheduler(scheduler: Any) -> None:
+    """Refuse what is not one learning-rate scheduler."""
+    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
+        raise UserError(
+            f"the scheduler is a {type(scheduler).__name__}; give one scheduler, such as a ChainedScheduler or a "
+            "SequentialLR of several, or pass each to run.prepare_scheduler"
+        )
 
 
 def _position(scheduler: LRScheduler) -> list[Any]:

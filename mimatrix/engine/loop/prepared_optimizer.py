@@ -13,20 +13,30 @@ from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.step_timer import StepTimer
 
 
+class StepCallback(Protocol):
+    """Called for each `optimizer.step` of the user's loop."""
+
+    def __call__(self, *, has_lr_scheduler: bool) -> None:
+        """Do what is due; `has_lr_scheduler`: whether an lr scheduler was made of the optimizer."""
+
+
 class PreparedOptimizer(Optimizer):
     """What `run.prepare` returns for an optimizer: `step` acts at the end of each global batch and at no other time.
 
     Everything else is the wrapped optimizer's own, which is in `optimizer`: attributes are read and set there.
-    `zero_grad` does nothing, because gradients end with the step that used them.
+    `zero_grad` does nothing, because gradients end with the step that used them; where a plain loop would lose a
+    gradient by it, it is refused.
     """
 
     optimizer: Optimizer
-    _OWN = ("optimizer", "step", "_on_step")
+    _OWN = ("optimizer", "step", "_on_step", "_on_zero_grad")
     """`step`, because an lr scheduler that is made of it replaces it to count its calls."""
 
-    def __init__(self, optimizer: Optimizer, on_step: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, on_step: StepCallback, on_zero_grad: Callable[[], None] = lambda: None
+    ) -> None:
         # Not Optimizer's constructor, which would take the parameters over.
-        self.optimizer, self._on_step = optimizer, on_step
+        self.optimizer, self._on_step, self._on_zero_grad = optimizer, on_step, on_zero_grad
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # while it is being unpickled or copied
@@ -64,10 +74,16 @@ class PreparedOptimizer(Optimizer):
         """Step if this rank has done its part of the global batch; otherwise do nothing yet."""
         if closure is not None:
             raise UserError("optimizer.step takes no closure here; call run.backward(loss) before it")
-        self._on_step()
+        self._on_step(has_lr_scheduler=self._has_lr_scheduler)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients end with the step that used them."""
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (as torch calls it)
+        """Do nothing: gradients end with the step that used them. Refuse where one would be lost."""
+        self._on_zero_grad()
+
+    @property
+    def _has_lr_scheduler(self) -> bool:
+        """Whether an lr scheduler was made of this optimizer or of the wrapped one."""
+        return any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in (self, self.optimizer))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 (as torch calls it)
         """Refuse: the parameters are distributed over the ranks already."""

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.control.user_calls import Caller
 from mimatrix.comm.group import Group
 from mimatrix.engine.step_timer import StepTimer
+from mimatrix.engine.user_calls import MODEL_IN_BATCH
 from mimatrix.engine.zero.units import is_compiled
 
 
@@ -118,7 +120,7 @@ def _merge_stats(
         variance, mean = torch.var_mean(x, dims, correction=0)
         count = x.numel() // channels
         table[group.rank] = torch.cat([mean, variance * count, mean.new_tensor([count])])
-    with context.timer.exposed():
+    with context.timer.exposed(), group.caller.calling(MODEL_IN_BATCH):
         group.all_gather(table.view(-1), shares=Shares.equal(group.world_size))
     counts = table[:, -1:]
     means, squares = table[:, :channels], table[:, channels:-1]
@@ -160,6 +162,9 @@ class _SingleRankGroup:
     """A stand-in for a group of one rank, with nothing to exchange."""
 
     world_size, rank = 1, 0
+
+    def __init__(self) -> None:
+        self.caller = Caller()
 
     def all_gather(self, tensor: torch.Tensor, shares: Shares) -> None:
         """Do nothing: all parts are here."""

@@ -1,5 +1,6 @@
 """How long the collectives of a model take on these ranks, timed before training."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -58,9 +59,9 @@ def measure_communication(
     return _combine(seconds, measure_exchange_s(exchange), sync_s * num_sync_batchnorms * _SYNCS_PER_BATCHNORM)
 
 
-def measure_exchange_s(exchange: RankExchange) -> float:
+def measure_exchange_s(exchange: RankExchange, clock: Callable[[], float] = time.perf_counter) -> float:
     """Time the small exchange among ranks that ends every step. A collective."""
-    return _measure_call_s(exchange, lambda: exchange.all_gather({}))
+    return _measure_call_s(exchange, lambda: exchange.all_gather({}), clock)
 
 
 def _combine(seconds: Sequence[float], per_step_s: float, per_micro_step_s: float) -> Communication:
@@ -77,17 +78,22 @@ def _combine(seconds: Sequence[float], per_step_s: float, per_micro_step_s: floa
     )
 
 
-def _measure_call_s(exchange: RankExchange, call: Callable[[], object]) -> float:
-    """Return the mean time of a call on the slowest rank, since the others wait for it."""
+def _measure_call_s(
+    exchange: RankExchange, call: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the median time of a call on the slowest rank, since the others wait for it."""
     call()  # the first call may try several algorithms
-    once_s = _time_calls(call, 1)
+    once_s = _time_calls(call, 1, clock)
     slowest_s = max(message["s"] for message in exchange.all_gather({"s": once_s}))
-    mean_s = _time_calls(call, max(1, min(_MAX_CALLS, int(_MIN_TOTAL_S / slowest_s))))
-    return float(max(message["s"] for message in exchange.all_gather({"s": mean_s})))
+    median_s = _time_calls(call, max(1, min(_MAX_CALLS, int(_MIN_TOTAL_S / slowest_s))), clock)
+    return float(max(message["s"] for message in exchange.all_gather({"s": median_s})))
 
 
-def _time_calls(call: Callable[[], object], times: int) -> float:
-    started = time.perf_counter()
+def _time_calls(call: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+    """Return the median time of several calls: one that was interrupted on a busy host does not count."""
+    seconds = []
     for _ in range(times):
+        started = clock()
         call()
-    return (time.perf_counter() - started) / times
+        seconds.append(clock() - started)
+    return statistics.median(seconds)

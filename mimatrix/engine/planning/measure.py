@@ -41,6 +41,8 @@ from mimatrix.profiler import (
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 _FOR_EVERYONE = 0.05
 """Part of a step that a plan may cost more if every rank then has data and may evaluate inside the loop."""
+_STAGE_GAIN = 0.05
+"""Part of a step that a higher stage must gain, if a lower one fits: noise in a measurement must not choose it."""
 _PROGRESS_EVERY_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,21 @@ class PrepareContext:
     def global_batch(self) -> int:
         """Samples per step."""
         return self.source.split_at(DataPosition(0, 0)).total
+
+
+def decide_plan(context: PrepareContext) -> Plan | Path | str | None:
+    """Return the plan that the settings ask for, with "auto" decided alike on every rank. A collective then."""
+    settings, has_loss = context.settings, context.loss is not None
+    if settings.plan == "auto":
+        messages = context.exchange.all_gather({"has_loss": has_loss})
+        for rank, message in enumerate(messages):
+            if message["has_loss"] != has_loss:
+                with_loss, without = (rank, context.rank) if message["has_loss"] else (context.rank, rank)
+                raise UserError(
+                    f"run.prepare was given a loss on rank {with_loss} and none on rank {without}; give loss=loss_fn "
+                    "on all ranks or on none"
+                )
+    return settings.plan_with(has_loss=has_loss)
 
 
 def measure_ranks(
@@ -132,6 +149,9 @@ def build_problem(context: PrepareContext, measurements: Measurements) -> Proble
         stages=_allowed_stages(context),
         shares=settings.shares_for(context.world_size) if settings.shares is not None else None,
         equal_counts=measurements.equal_counts,
+        stage_gain=_STAGE_GAIN,
+        # Batch norm sees one micro-step at a time.
+        one_micro_step=measurements.equal_counts,
         for_everyone=_FOR_EVERYONE,
     )
 
@@ -254,7 +274,7 @@ def _read_plan(name: str) -> Plan:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        choices = '"profile", "online" or a file that `mimatrix plan --output` wrote'
+        choices = '"auto", "profile", "online" or a file that `mimatrix plan --output` wrote'
         raise UserError(f'plan="{name}" cannot be read ({error}); use {choices}') from None
     return Plan.from_text(text, f'plan="{name}"')
 

@@ -10,13 +10,22 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.planning import profile_only
-from mimatrix.engine.planning.measure import PrepareContext, agree_on_plan, build_problem, load_plan, measure_ranks
+from mimatrix.engine.planning.measure import (
+    PrepareContext,
+    agree_on_plan,
+    build_problem,
+    decide_plan,
+    load_plan,
+    measure_ranks,
+)
+from mimatrix.engine.planning.wait_monitor import WaitMonitor, advise_plan, describe_imbalance
 from mimatrix.planner.drift import Change, Drift, learned
 from mimatrix.planner.plan import Plan
 from mimatrix.planner.profile import Measurements
@@ -53,6 +62,9 @@ class PlanFollower:
         """(step in which it was agreed, plan, reason), in order."""
         self._drift: Drift | None = None
         self._warm_up: _WarmUp | None = None
+        self._waits: WaitMonitor | None = None
+        """Observes a run without a plan, during its first steps."""
+        self._advice = ""
         self._offer: dict[str, Any] | None = None
         self._logged_s, self._unlogged = float("-inf"), 0
 
@@ -64,28 +76,32 @@ class PlanFollower:
         settings = context.settings
         if profile_only.requested():
             profile_only.run_and_exit(context)
-        observes = settings.follows and not self._must_keep_batches(context)
-        if settings.plan == "profile":
+        asked = decide_plan(context)
+        follows = settings.follows and context.world_size > 1
+        observes = follows and not self._must_keep_batches(context, asked)
+        if asked == "profile":
             self.measured = measure_ranks(context)
             problem = build_problem(context, self.measured)
             plan = agree_on_plan(context, problem)
-            self._drift = Drift(problem, plan) if settings.follows else None
+            self._drift = Drift(problem, plan) if follows else None
             return self._use(plan)
-        if settings.plan == "online" or settings.plan is None:
-            stage, shares = settings.stage_for(), settings.shares_for(context.world_size)
-            self._warm_up = _WarmUp(self._source.split_at(_START), stage, shares) if observes else None
+        if asked == "online" or asked is None:
+            start = (self._source.split_at(_START), settings.stage_for(), settings.shares_for(context.world_size))
+            self._warm_up = _WarmUp(*start) if observes else None
+            if asked is None and context.world_size > 1 and (self._rank > 0 or self._logs):
+                self._waits, self._advice = WaitMonitor(*start), advise_plan(context)
             return None
         plan = load_plan(context)
         self._warm_up = _WarmUp(plan.split, plan.stage, plan.shares) if observes else None
         return self._use(plan)
 
-    def _must_keep_batches(self, context: PrepareContext) -> bool:
+    def _must_keep_batches(self, context: PrepareContext, asked: Plan | Path | str | None) -> bool:
         """Return whether batch norm forbids changes: without measured memory, a fast rank gets more micro-steps."""
-        must_keep = context.num_sync_batchnorms > 0 and context.settings.plan not in (None, "profile")
+        must_keep = context.num_sync_batchnorms > 0 and asked not in (None, "profile")
         if must_keep and context.settings.follows and self._logs:
             logger.info(
-                'the model has batch norm, so the batches stay as they are; use plan="profile", which measures how '
-                "large they may be"
+                'the model has batch norm, so the batches stay as they are; use plan="profile" and give run.prepare '
+                "loss=loss_fn: that measures how large they may be"
             )
         return must_keep
 
@@ -98,6 +114,11 @@ class PlanFollower:
     def _logs(self) -> bool:
         return self._rank == 0 and not self._quiet
 
+    @property
+    def needs_pace(self) -> bool:
+        """Whether this rank reports how long it is busy, which a GPU has to be waited for."""
+        return self._drift is not None or self._warm_up is not None or self._waits is not None
+
     def report(self, busy_s: float) -> PaceReport:
         """Return what this rank reports at the end of a global batch."""
         head, offer = self._source.head(), self._offer
@@ -106,12 +127,26 @@ class PlanFollower:
 
     def update(self, reports: Sequence[PaceReport], split: Split, step: int, steps_left: int | None) -> None:
         """Act on the reports of all ranks at the end of step number `step`, which used `split`."""
+        if self._waits:
+            self._waits = self._observe_waits(self._waits, reports, split)
+            return
         heads = [DataPosition(*report.head) for report in reports]
         offer = reports[0].offer
         if offer:
             self._adopt(offer, max(heads), step)
         elif self._rank == 0:
             self._decide(split, [report.busy_s for report in reports], steps_left)
+
+    def _observe_waits(self, waits: WaitMonitor, reports: Sequence[PaceReport], split: Split) -> WaitMonitor | None:
+        """Add a step, and after the last one log what was found; all ranks end with the same step."""
+        if len(reports) < split.ranks:
+            return None  # rank 0 is quiet
+        waits.observe(split, [report.busy_s for report in reports])
+        if not waits.is_done:
+            return waits
+        if self._logs and (imbalance := waits.find_imbalance()):
+            logger.info(describe_imbalance(imbalance, self._advice))
+        return None
 
     def _adopt(self, offer: Mapping[str, Any], at: DataPosition, step: int) -> None:
         plan = Plan.from_json(offer["plan"])

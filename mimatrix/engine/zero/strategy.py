@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from mimatrix.comm.work import Work
+from mimatrix.engine.zero.hooks import register_grad_hooks
 from mimatrix.engine.zero.units import Unit, UnitParam
 
-GRAD_OUTSIDE_BACKWARD = "gradients came outside run.backward; call run.backward(loss) instead of loss.backward()"
+GRAD_OUTSIDE_BACKWARD = (
+    "gradients came outside run.backward; call run.backward(loss) instead of loss.backward(), and model.requires_grad_("
+    "False) around the loss of another model that runs through this one"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +211,9 @@ class SingleProcess:
         for param in self._trainable:
             param.parameter.grad = None
 
-    def register_hooks(self, model: nn.Module, on_grad: Callable[[nn.Parameter], None]) -> None:
-        """Do nothing: no gradient is waited for."""
+    def register_hooks(self, model: nn.Module, on_grad: Callable[[nn.Parameter], None]) -> None:  # noqa: ARG002
+        """Call `on_grad`, a method, with every parameter that has just got its gradient."""
+        register_grad_hooks(self.units, on_grad)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Do nothing: there is no other rank."""

@@ -8,13 +8,16 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from mimatrix.comm.control.user_calls import find_place
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
+from mimatrix.engine.user_calls import MODEL_IN_BATCH, MODEL_OUTSIDE
 from mimatrix.engine.zero.base import ShardingContext
 from mimatrix.engine.zero.buffers import IN_FLIGHT
 from mimatrix.engine.zero.hooks import register_module_hooks
@@ -33,6 +36,7 @@ class Zero3(Zero2):
     def __init__(self, context: ShardingContext) -> None:
         super().__init__(context)
         self._pass: ParamPrefetcher | None = None
+        self._pass_call = MODEL_OUTSIDE
         self._in_micro_step = self._is_ending_pass = self._has_checked_loss = False
         self._forward_passes = 0
         self._modules_left: dict[Unit, int] = {}
@@ -194,7 +198,7 @@ class Zero3(Zero2):
             self._start_pass(forward_only=False)
         # Other ranks may need what is left of either sequence before they can continue with the other one.
         self._is_ending_pass = True
-        gathering = Work(partial(self.end_pass, Work.wait), lambda: None)
+        gathering = Work(partial(self.end_pass, Work.wait), partial(self._gather_group.watch, "a pass over the model"))
         threading.Thread(target=gathering.run, daemon=True).start()
         super().end_micro_step()
         self._timer.wait(gathering)
@@ -234,7 +238,13 @@ class Zero3(Zero2):
     def _start_pass(self, *, forward_only: bool) -> None:
         self.end_pass()
         self._forward_passes += 1
+        self._pass_call = replace(MODEL_OUTSIDE if forward_only else MODEL_IN_BATCH, place=find_place())
         self._pass = ParamPrefetcher(self.units, self.unshard, forward_only=forward_only)
+
+    def clear(self) -> None:
+        """Forget the gradients, so that the next global batch can begin."""
+        super().clear()
+        self._in_micro_step = False
 
     # Units
 
@@ -247,7 +257,8 @@ class Zero3(Zero2):
             self.buffers.count(IN_FLIGHT, unit.bytes)
         state.full.untyped_storage().resize_(unit.bytes)
         state.full[state.shard_range.start : state.shard_range.stop].copy_(state.shard)
-        self._unsharding[unit] = self._gather_group.all_gather(state.full, shares=self.shares, wait=False)
+        with self._gather_group.caller.calling(self._pass_call):
+            self._unsharding[unit] = self._gather_group.all_gather(state.full, shares=self.shares, wait=False)
 
     def reshard(self, unit: Unit) -> None:
         """Free the full parameters of a unit."""

@@ -10,9 +10,6 @@ from support.micro_batches import Stream, of_all, plain
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
     get_worker_info,
 )
 
@@ -117,8 +114,7 @@ def test_workers_of_a_dataloader_see_the_users_dataset(persistent: bool) -> None
     loader = DataLoader(InWorker(), num_workers=1, worker_init_fn=tell, persistent_workers=persistent)
     source = MicroBatchSource(loader, Split.of([3, 3]), 0)
     next(source.epoch(0))
-    counts = {"num_micro_steps": 1, "max_micro_steps": 1, "num_samples": 3, "global_samples": 6}
-    micros = [MicroBatch(epoch=1, batch=batch, index=0, **counts) for batch in (0, 1)]
+    micros = [MicroBatch(epoch=1, batch=batch, index=0, sizes=(3,), split=Split.of([3, 3])) for batch in (0, 1)]
     assert plain(source.epoch(1)) == [(micro, [7, 7, 7]) for micro in micros]
 
 
@@ -128,27 +124,7 @@ def test_persistent_workers_restart_a_stream() -> None:
         assert [data for _, data in plain(source.epoch(epoch, 1))] == [[*range(100 * epoch + 4, 100 * epoch + 8)]]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "name"),
-    [
-        (SubsetRandomSampler(range(5)), "SubsetRandomSampler"),
-        (RandomSampler(range(10), replacement=True), "RandomSampler"),
-        (RandomSampler(range(10), num_samples=5), "RandomSampler"),
-        (DistributedSampler(range(10), num_replicas=2, rank=0), "DistributedSampler"),  # type: ignore[arg-type]
-    ],
-)
-def test_custom_samplers_are_refused(sampler: Any, name: str) -> None:
-    with pytest.raises(UserError) as caught:
-        MicroBatchSource(DataLoader(range(10), sampler=sampler), Split.of([4]), 0)  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        f"the DataLoader has its own {name}, but the split decides which rank sees which samples; "
-        f"give it shuffle = True or False instead"
-    )
-
-
-def test_custom_batch_samplers_are_refused() -> None:
-    with pytest.raises(UserError, match=r"its own list.*; give it shuffle = True or False instead"):
-        MicroBatchSource(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), Split.of([4]), 0)  # type: ignore[arg-type]
+def test_a_dataloader_without_batches_is_refused() -> None:
     with pytest.raises(UserError, match=r"batch_size = None.*; give it a batch_size"):
         MicroBatchSource(DataLoader(range(4), batch_size=None), Split.of([4]), 0)  # type: ignore[arg-type]
 
@@ -163,9 +139,15 @@ def test_a_stream_that_is_too_small_is_refused_in_the_training_process() -> None
     ("dataset", "options", "sentence"),
     [
         (
+            range(5),
+            {"stream_per_rank": True},
+            "stream_per_rank says how ranks read an iterable dataset, which this is not; leave it out",
+        ),
+        (Stream(5), {"stream_per_rank": "yes"}, "stream_per_rank is 'yes'; use True or False, or leave it out"),
+        (
             Stream(5),
-            {"num_workers": 3},
-            "an iterable dataset is read in order by one worker process, but num_workers = 3; use num_workers = 1 or 0",
+            {"sampler": [1, 2]},
+            "an iterable dataset gives its samples in its own order; leave sampler out",
         ),
         (range(5), {"num_workers": -1}, "num_workers = -1 is negative; use 0 to load in the training process"),
         (

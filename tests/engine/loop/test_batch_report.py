@@ -17,13 +17,11 @@ VALUES: dict[str, Any] = {
     "lr_scheduler_calls": [4],
     "has_bypassed_scheduler": True,
     "metrics": {"7": {"loss": [1.25, 5.0]}},
-    "save_calls": SaveCalls(2, "checkpoints", 3),
+    "save_calls": SaveCalls(count=2, folder="checkpoints", keep=3, metric=0.5, best="min"),
     "hyperparams": {"0/lr": 0.01, "0/betas": [0.9, 0.999]},
     "was_in_body": [False, True],
     "pace": PaceReport(busy_s=0.25, head=[1, 3], offer={"plan": 1}),
     "preemption": PreemptionReport(is_requested=True, has_saved=False),
-    "backward_calls": 2,
-    "has_called_step": True,
 }
 """For every field a value that is not the default."""
 

@@ -370,7 +370,8 @@ def test_a_bypassed_scheduler_before_a_break_is_refused_on_all_ranks() -> None:
 
 
 def test_a_loop_signal_that_never_comes_names_the_leader_after_its_timeout() -> None:
-    control = SimpleNamespace(check=lambda *_: None, describe=lambda rank: f"rank {rank} on here")
+    nothing: dict[str, Any] = dict.fromkeys(("check", "await_arrival", "note_waiting"), lambda *_: None)
+    control = SimpleNamespace(**nothing, describe=lambda rank: f"rank {rank} on here")
     group: Any = SimpleNamespace(endpoint=SimpleNamespace(store=HashStore(), control=control), members=(0, 1))
     with pytest.raises(PeerLost, match="rank 1 on here did not continue the loop over its loader"):
         LoopSignal(group, "run", timeout_s=0.05).wait(1, 1)

@@ -22,7 +22,7 @@ def wrapped() -> torch.optim.Optimizer:
 def prepare(optimizer: torch.optim.Optimizer) -> tuple[PreparedOptimizer, list[str]]:
     """Return a prepared optimizer, and the list to which its steps are added."""
     steps: list[str] = []
-    return PreparedOptimizer(optimizer, lambda: steps.append("step")), steps
+    return PreparedOptimizer(optimizer, lambda **_: steps.append("step")), steps
 
 
 def test_it_is_a_torch_optimizer_with_the_wrapped_ones_state(wrapped: torch.optim.Optimizer) -> None:
@@ -101,7 +101,7 @@ def test_the_wrapped_optimizer_refuses_steps_of_the_user_until_closed(wrapped: t
 
 
 def test_attributes_are_set_on_the_wrapped_optimizer(wrapped: torch.optim.Optimizer) -> None:
-    prepared: Any = PreparedOptimizer(wrapped, lambda: None)
+    prepared: Any = PreparedOptimizer(wrapped, lambda **_: None)
     prepared.note = "kept"
     assert wrapped.note == "kept"  # type: ignore[attr-defined]
 

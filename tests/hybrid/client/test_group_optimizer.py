@@ -14,6 +14,7 @@ from support.runs import in_runs
 from torch import nn
 from torch.utils.data import default_collate
 
+from mimatrix.core.errors import UserError
 from mimatrix.engine.run import Run
 from mimatrix.hybrid.policy import Policy, PushScaling, make_policy
 
@@ -59,6 +60,19 @@ def test_a_single_group_trains_like_one_process(batches: tuple[int, ...], stage:
     for state in states:
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
+def test_averages_are_refused_where_groups_share_their_weights() -> None:
+    def on_rank(run: Run) -> None:
+        model = make_model()
+        run.prepare(model, adamw(model), vectors(SAMPLES))
+        for make in (run.ema, run.swa):
+            with pytest.raises(UserError, match='in mode="hybrid" groups have different ones; use mode="sync"'):
+                make()
+        run.close()
+
+    with shard_servers(Policy(scaling=PushScaling(reference=BATCH, warm_up=100))) as found:
+        in_runs(1, on_rank, outer=lambda rank: found.optimizer(0, rank), batch=[BATCH])
 
 
 def test_groups_without_backups_step_as_one_process() -> None:

@@ -19,6 +19,7 @@ pause_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
 torch.set_default_dtype(torch.float64)
 mode = "hybrid" if groups == "launcher" else mimatrix.Hybrid(groups=groups) if groups else "sync"
 run = mimatrix.init(8, mode=mode, quiet=True, timeout_s=60)
+torch.manual_seed(0)
 rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
 data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
