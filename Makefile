@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+ECOSYSTEM := .venv/.ecosystem
 # Pins hold for what pip builds with, too.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,7 +26,7 @@ demo: $(READY) ## train on three workers of unlike speed: evenly, and as planned
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2
 
-long: $(READY) ## run the tests that take long
+long: ecosystem ## run the tests that take long
 	$(BIN)/python -m pytest -n 2 -m long
 
 check: $(READY) ## formatting, linting, types
@@ -60,6 +61,12 @@ peers: $(READY) ## install what the comparison compares with; torch stays as it 
 	$(BIN)/python -m pip install --quiet --no-deps accelerate==1.15.0 lightning-fabric==2.6.6 lightning-utilities==0.15.3 pyyaml==6.0.3 huggingface_hub==2.4.0 tqdm==4.70.1
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 einops==0.8.2 msgpack==1.2.4 ninja==1.13.2
 
+ecosystem: $(ECOSYSTEM) ## install Trainer, Accelerate, Lightning, PEFT, datasets and WebDataset for the tests that run them (400 MB)
+
+$(ECOSYSTEM): $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[ecosystem]'
+	@touch $@
+
 soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty limits of memory (root); fifty kills of the server, and of groups
 	$(BIN)/python tests/comm/soak.py --rounds 100
 	$(BIN)/python tests/engine/soak_saving.py --rounds 20
@@ -74,4 +81,4 @@ docs: $(READY) ## make the generated pages and pictures anew
 pictures: $(READY) ## make the pictures of the dashboard anew; needs Chromium and a quiet machine
 	$(BIN)/python tests/dashboard/pictures.py
 
-.PHONY: help setup demo test long check bench study allreduce engine heterogeneous server peers soak docs pictures
+.PHONY: help setup demo test long check bench study allreduce engine heterogeneous server peers ecosystem soak docs pictures

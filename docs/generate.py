@@ -1,10 +1,14 @@
 """Write the generated pages and pictures: `make docs`."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import mimatrix
 from mimatrix.core import environment
 
 DOCS = Path(__file__).resolve().parent
@@ -82,10 +86,73 @@ def environment_page() -> str:
     )
 
 
+def reference_page() -> str:
+    """Return the reference of what a training script calls, from its docstrings."""
+    parts = [
+        "# Reference\n\nMade by `make docs` from the docstrings. What happens for each shape of a loop is in "
+        "[training](training.md).\n",
+        _entry("mimatrix.init", mimatrix.init, level=2),
+    ]
+    for name in ("Run", "MicroBatchLoader", "PreparedOptimizer", "SyncedLRScheduler", "WeightAverage"):
+        owner = getattr(mimatrix, name)
+        parts.append(f"## {name}\n\n{_render(inspect.getdoc(owner) or '')}")
+        parts += [
+            _entry(f"{name.lower() if name == 'Run' else name}.{key}", value, level=3)
+            for key, value in _members(owner).items()
+            if not key.startswith("_") and (callable(value) or isinstance(value, property))
+        ]
+    return "\n".join(parts)
+
+
+def _members(owner: type) -> dict[str, Any]:
+    """Return what a class and its bases here define, in the order in which it is read."""
+    return {
+        key: value
+        for base in owner.__mro__
+        if base.__module__.startswith("mimatrix")
+        for key, value in vars(base).items()
+    }
+
+
+def _entry(name: str, value: Any, level: int) -> str:
+    text = _render(inspect.getdoc(value) or "")
+    if isinstance(value, property):
+        return f"{'#' * level} `{name}`\n\n{text}"
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for key, parameter in inspect.signature(value).parameters.items()
+        if key != "self"
+    ]
+    signature = str(inspect.Signature(parameters)).replace("<", "").replace(">", "")
+    return f"{'#' * level} `{name}{signature}`\n\n{text}"
+
+
+def _render(docstring: str) -> str:
+    """Return a docstring as Markdown: its sections as bold words, its arguments as a list."""
+    lines: list[str] = []
+    section = ""
+    for line in docstring.splitlines():
+        if re.fullmatch(r"(Args|Returns|Raises|Example|Attributes):", line):
+            section = line[:-1]
+            lines.append(f"**{section}**\n" if section != "Example" else "**Example**\n\n```python")
+        elif section and not line.strip():
+            lines.append("```\n" if section == "Example" else "")
+            section = ""
+        elif section in ("Args", "Raises", "Attributes") and re.match(r"    \S", line):
+            key, _, meaning = line.strip().partition(": ")
+            lines.append(f"- `{key}`: {meaning}")
+        elif section == "Example":
+            lines.append(line.strip().removeprefix(">>> ").removeprefix("..."))
+        else:
+            lines.append(f"  {line.strip()}" if section in ("Args", "Raises", "Attributes") else line.strip())
+    return "\n".join([*lines, "```"] if section == "Example" else lines) + "\n"
+
+
 def main() -> None:
     """Write the generated pages, then draw the pictures."""
     (DOCS / "command.md").write_text(command_page(), encoding="utf-8")
     (DOCS / "environment.md").write_text(environment_page(), encoding="utf-8")
+    (DOCS / "reference.md").write_text(reference_page(), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     for name, words in DRAWN.items():
         command(*words, str(PICTURES / name))
