@@ -26,6 +26,8 @@ from mimatrix.worker.ports import free_port
 
 BAD_INPUT = 2
 """The exit code that no restart can help."""
+_LOG_PREFIX = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ (?=mimatrix: )")
+"""Time and level of a line that was logged."""
 _KILLED = 128
 """From here on, exit codes are those of signals."""
 
@@ -127,8 +129,8 @@ def _describe(ending: Ending) -> str:
 
 
 def _last_words(ending: Ending) -> str:
-    """The last line without what we and torch put in front."""
-    return ending.last_line.removeprefix("mimatrix: ").removeprefix(f"[rank{ending.label}]: ")
+    """The last line without what we, our log and torch put in front."""
+    return _LOG_PREFIX.sub("", ending.last_line).removeprefix("mimatrix: ").removeprefix(f"[rank{ending.label}]: ")
 
 
 class _Attempts:

@@ -39,11 +39,25 @@ def test_each_sample_of_a_sharded_stream_is_used_once(kind: str, tmp_path: Path)
     if kind != "plain":
         pytest.importorskip(kind)
     write_shards(tmp_path)
-    done = launch(kind, tmp_path, "per-rank")
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    seen = seen_by_ranks(kind, tmp_path, "per-rank")
     assert sorted(seen[0] + seen[1]) == list(range(60))
     assert all(seen)
+
+
+@pytest.mark.long
+def test_a_resumed_stream_of_ranks_and_loader_processes_goes_on_with_the_rest(tmp_path: Path) -> None:
+    whole = seen_by_ranks("plain", tmp_path, "per-rank")
+    until = seen_by_ranks("plain", tmp_path, "until-3")
+    rest = seen_by_ranks("plain", tmp_path, "rest")
+    assert [len(numbers) for numbers in until] == [15, 9]
+    assert [ones + others for ones, others in zip(until, rest, strict=True)] == whole
+
+
+def seen_by_ranks(kind: str, folder: Path, part: str) -> list[list[int]]:
+    """Return the numbers of the samples that each rank trained on."""
+    done = launch(kind, folder, part)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.long

@@ -1,7 +1,8 @@
 """Trains on a stream that shards itself by rank and by loader process: `sharded_stream.py KIND FOLDER [PER_RANK]`.
 
 KIND is plain, webdataset or datasets; its shards are made in FOLDER by the test. Each rank leaves the numbers of the
-samples that it trained on in FOLDER/seen-RANK.json.
+samples that it trained on in FOLDER/seen-RANK.json. With PER_RANK=until-3 it saves and ends after three steps; with
+PER_RANK=rest it resumes from there.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import mimatrix
 
 kind, folder, per_rank = sys.argv[1], Path(sys.argv[2]), len(sys.argv) > 3
+part = sys.argv[3] if per_rank else ""
 run = mimatrix.init(batch=[5, 3], micro_batch=2, stage=2, timeout_s=20, quiet=True)
 
 
@@ -50,6 +52,8 @@ model = torch.nn.Linear(1, 1).double()
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 loading: dict[str, Any] = {"num_workers": 2, "collate_fn": collate}
 model, optimizer, loader = run.prepare(model, optimizer, dataset(), **loading, stream_per_rank=per_rank or None)
+if part == "rest":
+    assert run.load(folder / "saved")
 seen: list[int] = []
 for _ in run.epochs(1):
     for batch in loader:
@@ -57,4 +61,7 @@ for _ in run.epochs(1):
         run.backward(model(batch.double().unsqueeze(1)).mean())
         optimizer.step()
         optimizer.zero_grad()
+        if part == "until-3" and run.step == 3:
+            run.save(folder / "saved", wait=True)
+            break
 (folder / f"seen-{run.rank}.json").write_text(json.dumps(seen))
