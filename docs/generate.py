@@ -86,6 +86,10 @@ def environment_page() -> str:
     )
 
 
+INTERNAL = {"restore", "needs_metric", "catch_up", "is_bypassed", "flush_log"}
+"""Public names of the documented classes that only the engine uses."""
+
+
 def reference_page() -> str:
     """Return the reference of what a training script calls, from its docstrings."""
     parts = [
@@ -99,7 +103,7 @@ def reference_page() -> str:
         parts += [
             _entry(f"{name.lower() if name == 'Run' else name}.{key}", value, level=3)
             for key, value in _members(owner).items()
-            if not key.startswith("_") and (callable(value) or isinstance(value, property))
+            if not key.startswith("_") and key not in INTERNAL and (callable(value) or isinstance(value, property))
         ]
     return "\n".join(parts)
 
@@ -142,7 +146,7 @@ def _render(docstring: str) -> str:
             key, _, meaning = line.strip().partition(": ")
             lines.append(f"- `{key}`: {meaning}")
         elif section == "Example":
-            lines.append(line.strip().removeprefix(">>> ").removeprefix("..."))
+            lines.append(line.strip().removeprefix(">>> ").removeprefix("... "))
         else:
             lines.append(f"  {line.strip()}" if section in ("Args", "Raises", "Attributes") else line.strip())
     return "\n".join([*lines, "```"] if section == "Example" else lines) + "\n"
