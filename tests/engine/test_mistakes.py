@@ -53,22 +53,28 @@ IN_STAGE_3 = {
     "averaged_model": r"run.ema",
 }
 RANK_0_ONLY = [name for name in SENTENCES if name.endswith(("on_rank_0", "at_the_end"))]
-QUICK = {("clip_norm", 0), ("evaluate_on_rank_0", 0), ("model_on_rank_0", 3)}
+AMONG_RANKS = {
+    *(name for name in SENTENCES if name.endswith("_on_rank_0") or name.startswith("other_")),
+    *("evaluate_on_rank_0_at_the_end", "sharded_stream"),
+}
+"""Mistakes that one process cannot make."""
+QUICK = {("clip_norm", 0, 2), ("evaluate_on_rank_0", 0, 2), ("model_on_rank_0", 3, 2)}
 
 
 def cases() -> list[object]:
-    """Return all mistakes in stage 0, and those that ranks make alone in every stage."""
-    chosen = [(name, 0) for name in SENTENCES] + [(name, 3) for name in IN_STAGE_3]
-    chosen += [(name, stage) for name in RANK_0_ONLY for stage in (1, 2, 3)]
+    """Return all mistakes in stage 0, those that ranks make alone in every stage, and those of one process."""
+    chosen = [(name, 0, 2) for name in SENTENCES] + [(name, 3, 2) for name in IN_STAGE_3]
+    chosen += [(name, stage, 2) for name in RANK_0_ONLY for stage in (1, 2, 3)]
+    chosen += [(name, 0, 1) for name in SENTENCES if name not in AMONG_RANKS]
     return [
-        pytest.param(name, stage, id=f"{name}-{stage}", marks=() if (name, stage) in QUICK else pytest.mark.long)
-        for name, stage in chosen
+        pytest.param(*case, id="-".join(map(str, case)), marks=() if case in QUICK else pytest.mark.long)
+        for case in chosen
     ]
 
 
-@pytest.mark.parametrize(("name", "stage"), cases())
-def test_a_mistake_is_one_sentence_with_file_and_line(tmp_path: Path, name: str, stage: int) -> None:
-    command = [sys.executable, "-m", "mimatrix.cli.main", "run", "-n", "2", str(SCRIPT), name, str(stage)]
+@pytest.mark.parametrize(("name", "stage", "ranks"), cases())
+def test_a_mistake_is_one_sentence_with_file_and_line(tmp_path: Path, name: str, stage: int, ranks: int) -> None:
+    command = [sys.executable, "-m", "mimatrix.cli.main", "run", "-n", str(ranks), str(SCRIPT), name, str(stage)]
     settings = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(tmp_path / "began")], capture_output=True, text=True, timeout=60, check=False, env=settings

@@ -1,5 +1,9 @@
-"""Make one mistake on purpose: `mistakes.py NAME STAGE`. The line that is to blame is marked with its name."""
+"""Make one mistake on purpose: `mistakes.py NAME STAGE [BEGAN]`. The line that is to blame is marked with its name.
 
+Each rank writes the time at which it begins to the file BEGAN.RANK. `mistakes.py --list` prints the names.
+"""
+
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -338,8 +342,12 @@ def save_nowhere_at_the_end() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--list":
+        print(*MISTAKES, sep="\n")
+        raise SystemExit
     stage: Any = int(sys.argv[2])
-    run = mimatrix.init(global_batch=4, batch=[3, 1], micro_batch=4, stage=stage, quiet=True)
+    batch = [3, 1] if os.environ.get("WORLD_SIZE") == "2" else [4]
+    run = mimatrix.init(global_batch=4, batch=batch, micro_batch=4, stage=stage, quiet=True)
     if len(sys.argv) > 3:
         Path(f"{sys.argv[3]}.{run.rank}").write_text(str(time.time()))
     MISTAKES[sys.argv[1]]()
