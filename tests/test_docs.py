@@ -70,6 +70,13 @@ def test_the_page_of_environment_variables_is_what_the_code_lists() -> None:
     assert (ROOT / "docs" / "environment.md").read_text("utf-8") == environment_page(), "run `make docs`"
 
 
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    from generate import reference_page
+
+    assert (ROOT / "docs" / "reference.md").read_text("utf-8") == reference_page(), "run `make docs`"
+
+
 def test_variables_that_pages_mention_exist() -> None:
     names = {variable.name for variable in environment.variables()} | {"MIMATRIX_CASES"}
     for page in PAGES:
