@@ -18,6 +18,8 @@ from bench.markdown import MEASUREMENTS, ROOT, machine, write_page
 
 SCRIPT = ROOT / "tests" / "engine" / "scripts" / "mistakes.py"
 LIMIT_S = 60.0
+IN_STAGE_3 = ("averaged_model", "model_on_rank_0", "state_dict_on_rank_0")
+"""Mistakes in stage 3 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def make(name: str, stage: int, ranks: int) -> Answer:
 
 def cases() -> list[tuple[str, int, int]]:
     """Return name, stage and ranks of everything that is run."""
-    found = [(name, 3 if name in ("model_on_rank_0", "averaged_model") else 0, 2) for name in names()]
+    found = [(name, 3 if name in IN_STAGE_3 else 0, 2) for name in names()]
     found += [(name, stage, 2) for name in names() if "on_rank_0" in name for stage in (1, 2, 3)]
     found += [(name, 0, 1) for name in names() if "on_rank_0" not in name and not name.startswith("other_")]
     return sorted(dict.fromkeys(found), key=lambda case: (-case[2], case[1]))

@@ -34,6 +34,7 @@ from mimatrix.engine.loop.prepared_optimizer import (
 )
 from mimatrix.engine.loop.train_loop import TrainLoop
 from mimatrix.engine.modules import batchnorm
+from mimatrix.engine.modules.guarded_params import GuardedParams, ParamInBatch
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.planning.measure import LossFn, PrepareContext
 from mimatrix.engine.planning.plan_follower import PlanFollower
@@ -137,7 +138,8 @@ def prepare(
     )
     shadow = _sync_batchnorm(world, context, strategy) if context.num_sync_batchnorms else None
     grads = HiddenGrads([*optimizer.shard_params, *optimizer.shard_params.values(), *_clear_grads(units)])
-    global_step = GlobalStep(strategy, LossScale.start("fp16" in world.precisions), shadow, grads)
+    scale = LossScale.start("fp16" in world.precisions)
+    global_step = GlobalStep(strategy, scale, shadow, grads=grads, params=_guard_in_batch(strategy))
     world.precision.autocast_forward(inputs.model)
     strategy.register_hooks(inputs.model, global_step.on_grad)
     stepper = _create_stepper(world, inputs, strategy, optimizer)
@@ -234,6 +236,12 @@ def _sync_batchnorm(world: World, context: PrepareContext, strategy: ShardingStr
     group = world.new_group("norm", timed=True)
     batchnorm.convert_sync_batchnorm(context.model, group, lambda: shadow.is_active, world.timer)
     return shadow
+
+
+def _guard_in_batch(strategy: ShardingStrategy) -> GuardedParams:
+    """Return what guards the parameters between micro-batches; those that are sharded are guarded all the time."""
+    units = () if strategy.counts_forward_passes else strategy.units
+    return GuardedParams([(param.names[0], param.parameter) for unit in units for param in unit.params], ParamInBatch)
 
 
 def _clear_grads(units: Sequence[Unit]) -> list[nn.Parameter]:

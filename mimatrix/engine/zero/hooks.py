@@ -1,5 +1,6 @@
 """The engine's hooks on a model: on every gradient, and in stage 3 on every module that uses parameters."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.zero.units import Unit
+
+logger = logging.getLogger(__name__)
 
 
 class ForwardBackward(Protocol):
@@ -51,12 +54,59 @@ def register_grad_hooks(units: Sequence[Unit], on_grad: Callable[[nn.Parameter],
         if method := reference():
             method(parameter)
 
+    call.is_engine_hook = True  # type: ignore[attr-defined]
     return [
         param.parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         for unit in units
         if unit.trainable
         for param in unit.params
     ]
+
+
+class GradHookCheck:
+    """Looks for gradient hooks of the user's, which see the gradient of one micro-batch on one rank."""
+
+    def __init__(self, units: Sequence[Unit], *, warns: bool) -> None:
+        self._params = [param for unit in units if unit.trainable for param in unit.params]
+        self._warns = warns
+
+    def check(self) -> None:
+        """Warn once of hooks, whose effect may depend on the split."""
+        hooked = (
+            next((param for param in self._params if _has_grad_hook(param.parameter)), None) if self._warns else None
+        )
+        if hooked:
+            self._warns = False
+            logger.warning(
+                "%s has a gradient hook, which sees the gradient of one micro-batch, scaled to its part of the global "
+                "batch; it must be linear, as a mask is: clip with max_grad_norm=... of mimatrix.init",
+                hooked.names[0],
+            )
+
+
+def _has_grad_hook(param: nn.Parameter) -> bool:
+    accumulated = param._post_accumulate_grad_hooks or {}
+    return bool(param._backward_hooks) or any(not hasattr(hook, "is_engine_hook") for hook in accumulated.values())
+
+
+def register_state_dict_copies(model: nn.Module) -> None:
+    """Let `state_dict` return tensors with memory of their own.
+
+    Parameters are views of the arena, and `torch.save` and `copy.deepcopy` take a tensor's whole memory along.
+    """
+    for module in model.modules():
+        module.register_state_dict_post_hook(_copy_views)  # type: ignore[no-untyped-call]
+
+
+def _copy_views(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and _is_part(value):
+            state_dict[name] = value.clone()
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds more than the tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def register_module_hooks(model: nn.Module, strategy: ForwardBackward) -> None:

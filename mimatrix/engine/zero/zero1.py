@@ -1,12 +1,14 @@
 """Stage 1: the optimizer's state is sharded. Gradients are reduce-scattered, parameters all-gathered after the step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
+from torch import nn
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.zero.base import DistributedStrategy
+from mimatrix.engine.zero.hooks import register_state_dict_copies
 from mimatrix.engine.zero.strategy import ParamShard, UnitState
 from mimatrix.engine.zero.units import Unit, UnitParam
 
@@ -57,6 +59,11 @@ class Zero1(DistributedStrategy):
                 value=state.shard[inside],
                 grad=state.grad_shard[inside],
             )
+
+    def register_hooks(self, model: nn.Module, on_grad: Callable[[nn.Parameter], None]) -> None:
+        """Register `on_grad` on every gradient, and copies of what `state_dict` returns."""
+        super().register_hooks(model, on_grad)
+        register_state_dict_copies(model)
 
     @torch.no_grad()
     def all_gather_params(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from mimatrix.comm.control.user_calls import find_place
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
+from mimatrix.engine.modules.guarded_params import GuardedParams, ShardedParam
 from mimatrix.engine.user_calls import MODEL_IN_BATCH, MODEL_OUTSIDE
 from mimatrix.engine.zero.base import ShardingContext
 from mimatrix.engine.zero.buffers import IN_FLIGHT
@@ -49,6 +50,7 @@ class Zero3(Zero2):
         """How many modules of a frozen unit have their backward pass still to come."""
         self._full_views: dict[Unit, list[torch.Tensor]] = {}
         self._placeholders: dict[Unit, torch.Tensor] = {}
+        self._guards: dict[Unit, GuardedParams] = {}
         self._unit_of_storage: dict[int, Unit] = {}
 
     def _shard_unit(self, unit: Unit) -> UnitState:
@@ -64,17 +66,13 @@ class Zero3(Zero2):
         self._placeholders[unit] = torch.full((), value, dtype=unit.dtype, device=unit.device)
         self._unit_of_storage[full.untyped_storage()._cdata] = unit
         self._unit_of_storage[self._placeholders[unit].untyped_storage()._cdata] = unit
+        names = [(param.names[0], param.parameter) for param in unit.params]
+        self._guards[unit] = GuardedParams(names, ShardedParam)
         self._use_placeholders(unit)
         full.untyped_storage().resize_(0)
         grads = self._allocate_grads(unit, shard_range)
         grads.zero_()
         return UnitState(unit=unit, shard_range=shard_range, full=full, shard=shard, grads=grads)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Zero3":
-        raise UserError(
-            "in stage 3 a rank has only its part of the parameters, so the model cannot be copied; copy it before "
-            "run.prepare, and load run.full_state_dict(model) into the copy"
-        )
 
     def register_hooks(self, model: nn.Module, on_grad: Callable[[nn.Parameter], None]) -> None:
         """Register `on_grad` on every gradient, and hooks on the modules that unshard their parameters."""
@@ -269,12 +267,14 @@ class Zero3(Zero2):
         self.buffers.count(IN_FLIGHT, -unit.bytes)
 
     def _use_full_params(self, unit: Unit) -> None:
+        self._guards[unit].release()
         for param, view in zip(unit.params, self._full_views[unit], strict=True):
             param.parameter.data = view
 
     def _use_placeholders(self, unit: Unit) -> None:
         for param in unit.params:
             param.parameter.data = self._placeholders[unit].expand(param.shape)
+        self._guards[unit].guard()
 
     def _reduce_unit(self, unit: Unit) -> None:
         super()._reduce_unit(unit)
@@ -302,4 +302,6 @@ class Zero3(Zero2):
 
     def close(self) -> None:
         """Return what was allocated in the arena."""
+        for guard in self._guards.values():
+            guard.release()
         self._free_buffers()

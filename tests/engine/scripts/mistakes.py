@@ -187,8 +187,7 @@ def state_dict_on_rank_0() -> None:
     optimizer, loader = prepared()
     train(optimizer, loader)
     if run.rank == 0:
-        run.evaluate(model, data, metric_fn)
-        run.full_state_dict(model)
+        run.full_state_dict(model)  # state_dict_on_rank_0
     train(optimizer, loader)
 
 

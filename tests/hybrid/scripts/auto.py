@@ -11,6 +11,7 @@ from torch import nn
 import mimatrix
 
 torch.set_num_threads(1)
+torch.manual_seed(0)
 run = mimatrix.init(128, mode="auto", timeout_s=60)
 rows = torch.randn(512, 6, generator=torch.Generator().manual_seed(1))
 data = list(zip(rows, rows.sum(1, keepdim=True), strict=True))
