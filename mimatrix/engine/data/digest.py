@@ -1,10 +1,15 @@
 """Short digests of samples and of their order, by which ranks and loader processes find out that they differ."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+
+Token = str | float
+"""Part of a description: a text that must be the same, or a number that may be rounded in another way elsewhere."""
 
 _MAX_SAMPLES = 32
 """Samples of a batch that are looked at: the first, the last, and some in between."""
@@ -12,6 +17,7 @@ _MAX_ITEMS = 8
 _MAX_BYTES = 64
 _ELEMENTS_PER_DIM = {1: 16, 2: 6, 3: 4}
 _MAX_DEPTH = 6
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 def digest_samples(samples: Sequence[Any]) -> str:
@@ -26,22 +32,24 @@ def digest_order(order: "Sequence[Any] | torch.Tensor") -> str:
     return _hash(repr(index) for index in order)
 
 
-def _hash(tokens: Iterable[str]) -> str:
+def _hash(tokens: Iterable[Token]) -> str:
     state = hashlib.blake2b(digest_size=8)
     for token in tokens:
-        state.update(token.encode(errors="replace") + b"\0")
+        state.update(str(token).encode(errors="replace") + b"\0")
     return state.hexdigest()
 
 
-def _tokens(value: Any, depth: int) -> Iterator[str]:
-    """Yield texts that describe a value, the same in every process: no addresses, no hashes of strings."""
+def _tokens(value: Any, depth: int) -> Iterator[Token]:
+    """Yield what describes a value, the same in every process: no addresses, no hashes of strings."""
     yield type(value).__name__
-    if value is None or isinstance(value, bool | int | float | complex):
+    if isinstance(value, float):
+        yield float(value)
+    elif value is None or isinstance(value, bool | int | complex):
         yield repr(value)
     elif isinstance(value, str | bytes | bytearray):
-        yield f"{len(value)} {value[:_MAX_BYTES]!r} {value[-_MAX_BYTES:]!r}"
+        yield _ends(value)
     elif isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
-        yield _describe_array(value)
+        yield from _array_tokens(value, depth)
     elif not depth:
         return
     elif isinstance(value, Mapping):
@@ -53,18 +61,84 @@ def _tokens(value: Any, depth: int) -> Iterator[str]:
         yield str(len(value))
         for item in _some(value, _MAX_ITEMS):
             yield from _tokens(item, depth - 1)
-    elif hasattr(value, "__dict__"):
-        yield from _tokens(vars(value), depth - 1)
+    elif isinstance(value, Set):
+        # A set of strings has another order in each process.
+        yield from sorted(_hash(_tokens(item, depth - 1)) for item in value)
+    elif isinstance(value, type):
+        yield value.__qualname__
+    else:
+        yield from _object_tokens(value, depth)
 
 
-def _describe_array(array: Any) -> str:
+def _object_tokens(value: Any, depth: int) -> Iterator[Token]:
+    """Describe an object by what pickle would write of it: its attributes and slots, or how it is made again.
+
+    Not by pickle's bytes: in these the order of a set is that of this process.
+    """
+    try:
+        made = value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 (an object may refuse to be pickled in any way)
+        yield _ends(_ADDRESS.sub("", repr(value)))
+        return
+    if isinstance(made, str):
+        yield made
+        return
+    arguments, state, *items = [*made[1:], None]
+    yield from _tokens(arguments, depth - 1)
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+        state = {**(state[0] or {}), **state[1]}
+    yield from _tokens(state, depth - 1)
+    for some in items:
+        if some is not None:
+            yield from _tokens(list(some), depth - 1)
+
+
+def _array_tokens(array: Any, depth: int) -> Iterator[Token]:
     """Describe a tensor or an array by some of its elements; a view of them, so that nothing large is copied."""
+    if isinstance(array, torch.Tensor) and (array.layout != torch.strided or array.is_meta or array.is_nested):
+        yield f"{array.dtype} {array.layout}" if array.is_nested else f"{array.dtype} {tuple(array.shape)}"
+        for part in _stored_parts(array):
+            yield from _array_tokens(part, depth)
+        return
+    if not hasattr(array, "shape"):
+        yield from _interface_tokens(array, depth)
+        return
     shape = tuple(array.shape)
     count = _ELEMENTS_PER_DIM.get(len(shape), 3)
-    if isinstance(array, torch.Tensor) and (array.layout != torch.strided or array.is_meta):
-        return f"{array.dtype} {shape}"
     picked = array[tuple(slice(None, None, -(-size // count) or 1) for size in shape)] if shape else array
-    return f"{array.dtype} {shape} {picked.tolist()!r}"
+    yield f"{array.dtype} {shape}"
+    if str(array.dtype) == "object":
+        yield from _tokens(picked.tolist(), max(depth - 1, 0))
+    elif "float" in str(array.dtype):
+        yield from picked.reshape(-1).tolist()
+    else:
+        yield repr(picked.tolist())
+
+
+def _stored_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the dense tensors of a sparse or nested one."""
+    if tensor.is_meta:
+        return
+    if tensor.is_nested:
+        yield from _some(tensor.unbind(), _MAX_ITEMS)
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())  # not `indices`: that needs a coalesced one
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        yield tensor.values()
+
+
+def _interface_tokens(value: Any, depth: int) -> Iterator[Token]:
+    """Describe what only exports an array, as an image of PIL does with a copy of its bytes."""
+    interface = value.__array_interface__
+    data = interface.get("data")
+    if isinstance(data, bytes):
+        yield f"{interface['typestr']} {interface['shape']} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
+    elif numpy := sys.modules.get("numpy"):
+        yield from _array_tokens(numpy.asarray(value), depth)
+
+
+def _ends(value: Any) -> str:
+    return f"{len(value)} {value[:_MAX_BYTES]!r} {value[-_MAX_BYTES:]!r}"
 
 
 def _some(items: Sequence[Any], count: int) -> Iterator[Any]:
