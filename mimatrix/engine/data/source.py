@@ -35,8 +35,9 @@ class MicroBatch:
     split: Split
     """How the global batch is split over the ranks; where each has its own stream, only known once they have agreed."""
     digest: str | None = field(default=None, compare=False)
-    """Of what all ranks must find the same: samples of the global batch, or the order of the epoch. Also of a stream
-    that is not compared, as "". None if there is nothing to agree on."""
+    """Of what all ranks must find the same: samples of the global batch, or the order of the epoch. At the start of a
+    rank's own stream, of what they must find to differ. Also of a stream that is not compared, as "". None if there is
+    nothing to agree on."""
     stream: StreamPosition | None = field(default=None, compare=False)
     """Where this rank is in an iterable dataset after the global batch."""
 
@@ -340,7 +341,7 @@ class MicroBatchSource:
         for (reader, split), reply in self._loader.load(requests, self._worker_seed(epoch)):
             if reader is None:
                 continue
-            samples, parts, digest = reply
+            samples, parts, digest, first = reply
             wanted = split.batches[self._rank] if per_rank else self._total
             if samples < wanted:
                 if batch == 0 and not per_rank and len(position.samples) == 1:
@@ -360,7 +361,7 @@ class MicroBatchSource:
                         index=index,
                         sizes=sizes,
                         split=split,
-                        digest=digest if self._loading.stream_per_rank is None else "",
+                        digest=digest if self._loading.stream_per_rank is None else first,
                         stream=turns.position,
                     )
                     yield micro, part

@@ -16,8 +16,9 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.digest import digest_samples
 from mimatrix.planner.split import Split
 
-StreamReply = tuple[int, list[Any], str]
-"""Samples read, this rank's micro-batches of them, and a digest of all."""
+StreamReply = tuple[int, list[Any], str, str]
+"""Samples read, this rank's micro-batches of them, a digest of all, and one of the first of them: of as many as every
+rank has, at the start of a rank's own stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class StreamReader(Dataset[Any]):
 
     def __getitem__(self, request: StreamRequest) -> StreamReply:
         if request.split is None:
-            return 0, [], ""
+            return 0, [], "", ""
         if request.skip is not None:
             self._restart(request.epoch, request.skip)
         wanted = request.split.batches[self._rank] if self._per_rank else request.split.total
@@ -135,8 +136,9 @@ class StreamReader(Dataset[Any]):
         if len(samples) < wanted:
             self._samples = iter(())
         if not samples:
-            return 0, [], ""
+            return 0, [], "", ""
         digest = digest_samples(samples) if self._compares or self._is_first else ""
+        first = digest_samples(samples[: min(request.split.batches)]) if self._per_rank and self._is_first else ""
         self._is_first = False
         if self._per_rank:
             sizes = own_sizes(request.split, self._rank, len(samples))
@@ -145,7 +147,7 @@ class StreamReader(Dataset[Any]):
         else:
             ranges = request.split.for_samples(len(samples)).ranges(self._rank)
             parts = [samples[part.start : part.stop] for part in ranges]
-        return len(samples), [self._collate_fn(part) for part in parts] or [None], digest
+        return len(samples), [self._collate_fn(part) for part in parts] or [None], digest, first
 
     def _restart(self, epoch: int, skip: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

@@ -81,6 +81,7 @@ class BatchAgreement:
         if position.batch == 0:
             self._has_logged_end = False
             self._check_first(ended, len(messages))
+            _check_differ(messages)
         if len(ended) == len(messages) or (ended and self._source.drops_last):
             self._log_end(ended, position, len(messages), "the epoch ends with it")
             return None
@@ -135,6 +136,18 @@ def _check_modes(messages: Sequence[Message]) -> None:
             raise UserError(
                 f"rank {rank} reads the stream with {message['readers']} loader processes and rank 0 with "
                 f"{first['readers']}, which gives another order; give all ranks the same num_workers"
+            )
+
+
+def _check_differ(messages: Sequence[Message]) -> None:
+    """Raise if two ranks have the same samples at the start of streams of their own."""
+    ranks: dict[str, int] = {}
+    for rank, message in enumerate(messages):
+        other = ranks.setdefault(message["digest"], rank) if message["digest"] else rank
+        if other != rank:
+            raise UserError(
+                f"ranks {other} and {rank} read the same samples from streams of their own, which would then be used "
+                "several times; shard the stream by rank, or leave stream_per_rank out"
             )
 
 

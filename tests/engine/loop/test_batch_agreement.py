@@ -295,6 +295,23 @@ def test_streams_without_samples_are_refused() -> None:
     assert in_runs(2, on_rank, **SPLITS[2]) == [says] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_streams_of_ranks_that_are_the_same_are_refused(stage: int) -> None:
+    built = [build() for _ in range(3)]
+
+    def on_rank(run: Run) -> str:
+        with pytest.raises(UserError) as caught:
+            train(run, built[run.rank], ShardedStream(DATA, run.rank % 2, 2), stream_per_rank=True)
+        assert run.step == 0
+        return str(caught.value)
+
+    says = (
+        "ranks 0 and 2 read the same samples from streams of their own, which would then be used several times; shard "
+        "the stream by rank, or leave stream_per_rank out"
+    )
+    assert in_runs(3, on_rank, stage=stage, **SPLITS[3]) == [says] * 3
+
+
 def test_a_stream_too_short_for_drop_last_is_refused() -> None:
     built = [build() for _ in range(2)]
 
@@ -391,12 +408,15 @@ def refusal_when_resumed(tmp_path: Path, saved: dict[str, Any], resumed: dict[st
             if not run.in_batch and run.step == 2:
                 run.save(tmp_path, wait=True)
 
-        train(run, build(), ShardedStream(DATA), 1, at_two, **saved)
+        train(run, build(), of_rank(run, saved), 1, at_two, **saved)
 
     def load(run: Run) -> str:
         with pytest.raises(UserError) as caught:
-            train(run, build(), ShardedStream(DATA), 1, load=tmp_path, **resumed)
+            train(run, build(), of_rank(run, resumed), 1, load=tmp_path, **resumed)
         return str(caught.value)
+
+    def of_rank(run: Run, loading: dict[str, Any]) -> ShardedStream:
+        return ShardedStream(DATA, *((run.rank, run.world_size) if "stream_per_rank" in loading else ()))
 
     before, after = ranks
     in_runs(before, save, **SPLITS[before])
