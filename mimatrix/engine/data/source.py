@@ -286,8 +286,10 @@ class MicroBatchSource:
         return samples // self._total if self._loading.drop_last else -(-samples // self._total)
 
     def _check_size(self, samples: int) -> None:
-        if samples < self._total and not (self._allow_partial and samples):
-            what = "sampler" if self._loading.order and self._loading.order.is_foreign else "dataset"
+        what = "sampler" if self._loading.order and self._loading.order.is_foreign else "dataset"
+        if not samples:
+            raise UserError(f"the {what} has no samples; give one that has some")
+        if samples < self._total and not self._allow_partial:
             raise UserError(
                 f"the {what} has {samples} samples, fewer than global_batch = {self._total}; use a smaller global_batch"
             )

@@ -167,8 +167,9 @@ def _check_same(messages: Sequence[Message], call: str, *, is_stream: bool) -> N
                 f"the sampler gives rank {rank} another order than rank 0, and the split cuts one order; seed it "
                 "with the same number on all ranks"
             )
+        use = "evaluate" if call == "run.evaluate" else "train on"
         raise UserError(
             f"rank {rank} reads other samples from the stream than rank 0: it is sharded or shuffled by rank; give "
-            f"{call} stream_per_rank=True to train on each rank's own stream, or stream_per_rank=False if only random "
+            f"{call} stream_per_rank=True to {use} each rank's own stream, or stream_per_rank=False if only random "
             "augmentation differs"
         )

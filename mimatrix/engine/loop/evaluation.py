@@ -80,7 +80,9 @@ class Evaluation:
                 _check_metrics(metrics, names)
                 names = sorted(metrics)
                 weight = to_float(metrics.get("weight", micro.num_samples))
-                means.add({name: to_float(value) for name, value in metrics.items() if name != "weight"}, weight)
+                # A batch that counts nothing may have no mean, and 0 * NaN would make all of them NaN.
+                values = {name: to_float(value) if weight else 0.0 for name, value in metrics.items()}
+                means.add({name: value for name, value in values.items() if name != "weight"}, weight)
             if self.strategy and self.strategy.counts_forward_passes:
                 _check_one_pass(self.strategy.forward_passes() - passes, has_data=micro.num_micro_steps > 0)
                 if micro.is_last:

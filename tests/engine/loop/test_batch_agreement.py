@@ -362,7 +362,8 @@ def test_evaluation_refuses_streams_that_differ() -> None:
             run.evaluate(model, ShardedStream(DATA, run.rank, 2), mean_of)
         return str(caught.value)
 
-    assert in_runs(2, on_rank, **SPLITS[2]) == [DIFFERS.format("run.evaluate")] * 2
+    says = DIFFERS.format("run.evaluate").replace("to train on each", "to evaluate each")
+    assert in_runs(2, on_rank, **SPLITS[2]) == [says] * 2
 
 
 # Resuming

@@ -164,6 +164,25 @@ def test_what_a_metric_function_must_not_return_is_told_in_a_sentence(
         assert error.removeprefix("rank 0: ").startswith(sentence)
 
 
+@pytest.mark.parametrize("split", [ALONE, PAIR], ids=["alone", "pair"])
+def test_a_batch_of_weight_0_counts_nothing_even_if_its_mean_is_nan(split: dict[str, Any]) -> None:
+    """As the mean over tokens of samples that have none."""
+
+    def mean(model: nn.Module, batch: Any) -> dict[str, Any]:
+        counted = batch[1][batch[1] > 0].double()
+        return {"label": counted.mean(), "weight": len(counted)}
+
+    labels = [label for _, label in vectors(13) if label]
+    for means in on_ranks({**split, "micro_batch": 1}, lambda run, model: run.evaluate(model, vectors(13), mean)):
+        assert means["label"] == pytest.approx(sum(labels) / len(labels), abs=1e-12)
+
+
+@pytest.mark.parametrize("split", [ALONE, PAIR], ids=["alone", "pair"])
+def test_an_empty_stream_is_told_from_one_that_is_too_short(split: dict[str, Any]) -> None:
+    for error in on_ranks(split, lambda run, model: run.evaluate(model, Stream([]), measure)):
+        assert error == "the dataset has no samples; give one that has some"
+
+
 def test_names_that_differ_between_batches_are_refused_on_one_rank_too() -> None:
     names = iter("abc")
 
