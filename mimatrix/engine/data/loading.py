@@ -7,7 +7,7 @@ import copy
 import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.engine.data.order import DatasetOrder, SampleOrder, choose_order, order_of_dataloader
+from mimatrix.engine.data.order import DatasetOrder, SampleOrder, WholeBatches, choose_order, order_of_dataloader
 from mimatrix.engine.data.stream import StreamMode, StreamReader, refuse_in_stream
 
 CollateFn = Callable[[list[Any]], Any]
@@ -184,6 +184,23 @@ class LoadingConfig:
             multiprocessing_context=loader.multiprocessing_context,
             persistent_workers=loader.persistent_workers,
         )
+
+    def dropping_own_batches(self, batch_size: int, global_batch: int) -> "LoadingConfig":
+        """Return a config that leaves out what a DataLoader with `drop_last` does, not the last global batch."""
+        if self.order is None:
+            if batch_size == global_batch:
+                return self
+            raise UserError(
+                f"the DataLoader of a stream has drop_last=True and batch_size = {batch_size}, but the stream is read "
+                f"in global batches of {global_batch}; leave drop_last out"
+            )
+        samples = self.order.num_samples()
+        if samples < batch_size:
+            raise UserError(
+                f"the DataLoader has {samples} samples, fewer than its batch_size = {batch_size}, and drop_last leaves "
+                "them out; leave drop_last out"
+            )
+        return replace(self, order=WholeBatches(self.order, batch_size), drop_last=False)
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -100,6 +100,23 @@ class SamplerOrder:
             raise UserError(f"{self._name} has no length, so an epoch has no end; give it __len__") from None
 
 
+class WholeBatches:
+    """What fills whole batches of another order; the rest is left out, as by a DataLoader with `drop_last`."""
+
+    def __init__(self, order: SampleOrder, batch_size: int) -> None:
+        self._order, self._batch_size = order, batch_size
+        self.is_foreign = order.is_foreign
+
+    def num_samples(self) -> int:
+        """Return the number of samples in whole batches."""
+        return self._order.num_samples() // self._batch_size * self._batch_size
+
+    def indices(self, seed: int, epoch: int) -> Indices:
+        """Return the indices of whole batches."""
+        indices = self._order.indices(seed, epoch)
+        return indices[: len(indices) // self._batch_size * self._batch_size]
+
+
 def choose_order(
     dataset: Any,
     *,

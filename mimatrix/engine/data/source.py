@@ -11,6 +11,7 @@ from itertools import count, cycle, islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.data.digest import digest_order
@@ -95,7 +96,8 @@ class MicroBatchSource:
 
     `dataset` is map-style, or iterable, or a DataLoader, whose settings replace those given here, except for
     those that are None by default. Of an iterable dataset every rank reads the whole stream and keeps its part; with
-    `stream_per_rank` it takes its part of each global batch from its own stream.
+    `stream_per_rank` it takes its part of each global batch from its own stream. An evaluation may have fewer samples
+    than a global batch, and a DataLoader's `drop_last` then leaves out what it leaves out by itself.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class MicroBatchSource:
         device: torch.device | str = "cpu",
         pin_memory: bool | None = None,
         stream_per_rank: bool | None = None,
-        allow_partial: bool = False,
+        is_evaluation: bool = False,
     ) -> None:
         assert rank in range(split.ranks), f"rank {rank} of {split.ranks}"
         self._loading = LoadingConfig.resolve(
@@ -132,8 +134,10 @@ class MicroBatchSource:
             stream_per_rank=stream_per_rank,
         )
         self._total = split.total
-        self._allow_partial = allow_partial
+        self._allow_partial = is_evaluation
         """Whether there may be fewer samples than in a global batch."""
+        if is_evaluation and isinstance(dataset, DataLoader) and dataset.drop_last and dataset.batch_size:
+            self._loading = self._loading.dropping_own_batches(dataset.batch_size, split.total)
         if self._loading.order is not None:
             self._check_size(self._loading.order.num_samples())
         elif self._loading.stream_per_rank:

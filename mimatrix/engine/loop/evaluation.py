@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.loading import check_loading, dataset_size, describe_dataset
@@ -42,7 +43,7 @@ class Evaluation:
         def describe() -> dict[str, Any]:
             nonlocal source
             source = self._open(dataset, loading)
-            settings = {"shuffle": source.loading.shuffles, "drop_last": source.loading.drop_last}
+            settings = {"shuffle": source.loading.shuffles, **_describe_drop_last(dataset, source)}
             return {"dataset": describe_dataset(dataset), "settings": settings, "logged": log.sums_outside(step)}
 
         descriptions = gather_or_raise(self.world.exchange, describe)
@@ -59,7 +60,7 @@ class Evaluation:
         split = self.split.for_samples(self.split.total if size is None else min(self.split.total, size))
         given = {"shuffle": False, **loading}
         # How many samples a stream has is found out on the way.
-        return MicroBatchSource(dataset, split, self.world.rank, device=self.world.device, allow_partial=True, **given)
+        return MicroBatchSource(dataset, split, self.world.rank, device=self.world.device, is_evaluation=True, **given)
 
     def run(self, model: nn.Module, source: MicroBatchSource) -> dict[str, float]:
         """Compute the means over what all ranks have. A collective."""
@@ -89,6 +90,12 @@ class Evaluation:
                     for _ in range(micro.num_micro_steps, micro.max_micro_steps):
                         self.strategy.forward_without_data()
         return means.sums()
+
+
+def _describe_drop_last(dataset: Any, source: MicroBatchSource) -> dict[str, Any]:
+    if isinstance(dataset, DataLoader) and dataset.drop_last:
+        return {"drop_last": True, "batch_size": dataset.batch_size}
+    return {"drop_last": source.loading.drop_last, "batch_size": None}
 
 
 @contextmanager

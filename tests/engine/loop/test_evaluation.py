@@ -139,6 +139,37 @@ def test_a_loader_is_evaluated_in_batches_as_large_as_in_training() -> None:
     assert sizes == [10, 10, 10]
 
 
+@pytest.mark.parametrize("split", [ALONE, PAIR], ids=["alone", "pair"])
+@pytest.mark.parametrize("batch_size", [4, 5, 7, 13])
+def test_drop_last_leaves_out_what_the_loader_itself_leaves_out(split: dict[str, Any], batch_size: int) -> None:
+    samples = vectors(13)
+    expected = plain_loss(samples[: 13 // batch_size * batch_size])
+
+    def act(run: Run, model: nn.Module) -> float:
+        return run.evaluate(model, loader(samples, batch_size, drop_last=True), measure)["loss"]
+
+    assert on_ranks(split, act) == pytest.approx([expected] * len(split["batch"]), abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        (
+            loader(vectors(3), 4, drop_last=True),
+            "the DataLoader has 3 samples, fewer than its batch_size = 4, and drop_last leaves them out; leave",
+        ),
+        (
+            loader(Stream(vectors(9)), 4, drop_last=True),
+            "the DataLoader of a stream has drop_last=True and batch_size = 4, but the stream is read in global "
+            "batches of 5; leave drop_last out",
+        ),
+    ],
+)
+def test_loaders_that_drop_what_an_evaluation_cannot_are_refused(dataset: Any, sentence: str) -> None:
+    (error,) = on_ranks(ALONE, lambda run, model: run.evaluate(model, dataset, measure))
+    assert error.startswith(sentence)
+
+
 def differs_by_rank(run: Run) -> Callable[..., dict[str, Any]]:
     return measure if run.rank == 0 else measure_once
 
