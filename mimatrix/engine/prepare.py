@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import TrainState
-from mimatrix.engine.data.loading import check_loading, describe_dataset
+from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
+from mimatrix.engine.data.loading import LoadingConfig, check_loading, describe_dataset
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
@@ -120,7 +121,7 @@ def prepare(
     stage = plan.stage if plan else world.settings.stage_for()
     shares = plan.shares if plan else world.settings.shares_for(world.world_size)
     units = _build_units(world, context, stage)
-    peers = _check_consistency(world, inputs.dataset, units, inputs.optimizer)
+    peers = _check_consistency(world, inputs.dataset, context.source.loading, units, inputs.optimizer)
     strategy = create_strategy(
         units,
         inputs.optimizer,
@@ -253,7 +254,7 @@ def _clear_grads(units: Sequence[Unit]) -> list[nn.Parameter]:
 
 
 def _check_consistency(
-    world: World, dataset: Any, units: Sequence[Unit], optimizer: Optimizer
+    world: World, dataset: Any, loading: LoadingConfig, units: Sequence[Unit], optimizer: Optimizer
 ) -> tuple[HyperparamSync, LoopSignal] | None:
     """Check that all ranks prepare the same, and return what keeps them so; None with one rank. A collective."""
     check_closure(optimizer)
@@ -261,8 +262,10 @@ def _check_consistency(
         return None
     hyperparams = HyperparamSync(optimizer)
     description = _describe(dataset, units, optimizer, hyperparams.current())
-    messages = world.exchange.all_gather({**description, "run": secrets.token_hex(8)})
+    description |= {"rows": fingerprint_rows(loading), "run": secrets.token_hex(8)}
+    messages = world.exchange.all_gather(description)
     _check_same(messages, world.rank)
+    check_same_rows(world.exchange, loading, [message["rows"] for message in messages], "run.prepare")
     return hyperparams, LoopSignal(world.main, messages[0]["run"], world.timeout_s)
 
 

@@ -1,6 +1,8 @@
 """Short digests of samples and of their order, by which ranks and loader processes find out that they differ."""
 
 import hashlib
+import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -17,12 +19,33 @@ _MAX_ITEMS = 8
 _MAX_BYTES = 64
 _ELEMENTS_PER_DIM = {1: 16, 2: 6, 3: 4}
 _MAX_DEPTH = 6
+_MAX_PATH = 4096
+_TOLERANCE = 0.01
+"""As of bfloat16."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 def digest_samples(samples: Sequence[Any]) -> str:
     """Return a digest of samples from their types, shapes and a few of their values; microseconds for each."""
     return _hash(token for sample in _some(samples, _MAX_SAMPLES) for token in _tokens(sample, _MAX_DEPTH))
+
+
+def describe_samples(samples: Sequence[Any]) -> tuple[str, list[float]]:
+    """Return a digest of what is the same wherever samples are computed, and the numbers that may be rounded."""
+    tokens = [token for sample in _some(samples, _MAX_SAMPLES) for token in _tokens(sample, _MAX_DEPTH)]
+    numbers = [token for token in tokens if isinstance(token, float)]
+    return _hash(token if isinstance(token, str) else "float" for token in tokens), numbers
+
+
+def are_close(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether numbers are the same up to rounding, which may differ between kinds of CPUs and GPUs."""
+    if len(numbers) != len(others):
+        return False
+    small = _TOLERANCE / 10 * max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
+    return all(
+        math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=small) or (math.isnan(one) and math.isnan(other))
+        for one, other in zip(numbers, others, strict=True)
+    )
 
 
 def digest_order(order: "Sequence[Any] | torch.Tensor") -> str:
@@ -47,7 +70,9 @@ def _tokens(value: Any, depth: int) -> Iterator[Token]:
     elif value is None or isinstance(value, bool | int | complex):
         yield repr(value)
     elif isinstance(value, str | bytes | bytearray):
-        yield _ends(value)
+        yield _ends(_without_folder(value) if isinstance(value, str) else value)
+    elif isinstance(value, os.PathLike):
+        yield _ends(_without_folder(str(value)))
     elif isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
         yield from _array_tokens(value, depth)
     elif not depth:
@@ -135,6 +160,11 @@ def _interface_tokens(value: Any, depth: int) -> Iterator[Token]:
         yield f"{interface['typestr']} {interface['shape']} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
     elif numpy := sys.modules.get("numpy"):
         yield from _array_tokens(numpy.asarray(value), depth)
+
+
+def _without_folder(text: str) -> str:
+    """Return an absolute path from its last folder on: hosts may have the same files in different places."""
+    return "/".join(text.split("/")[-2:]) if text.startswith("/") and len(text) < _MAX_PATH else text
 
 
 def _ends(value: Any) -> str:

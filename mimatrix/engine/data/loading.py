@@ -272,11 +272,11 @@ class RequestLoader:
             self._reader,
             batch_size=None,
             sampler=self._requests,
-            collate_fn=_return_unchanged,
+            collate_fn=return_unchanged,
             num_workers=self._config.num_workers,
             prefetch_factor=self._config.prefetch_factor,
             pin_memory=self._pins,
-            worker_init_fn=_WorkerInit(self._config.worker_init_fn),
+            worker_init_fn=WorkerInit(self._config.worker_init_fn),
             timeout=self._config.timeout_s,
             multiprocessing_context=self._config.multiprocessing_context,
             persistent_workers=self._config.persistent_workers,
@@ -309,16 +309,15 @@ class _RowReader(Dataset[Any]):
         return self._collate_fn([self.dataset[row] for row in rows])
 
 
-class _WorkerInit:
-    """The first call in a worker process."""
+class WorkerInit:
+    """The first call in a worker process, whose dataset is a reader around the user's."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        assert isinstance(info.dataset, _RowReader | StreamReader)
+        """Show user code its own dataset, and call its `worker_init_fn`."""
+        info: Any = get_worker_info()
         # User code asks torch for the dataset of its worker and means its own, not our wrapper; torch offers no other
         # way to replace it.
         object.__setattr__(info, "dataset", info.dataset.dataset)
@@ -326,7 +325,8 @@ class _WorkerInit:
             self._worker_init_fn(worker)
 
 
-def _return_unchanged(value: Any) -> Any:
+def return_unchanged(value: Any) -> Any:
+    """Return a reply as it is: it is collated already."""
     return value
 
 

@@ -177,7 +177,27 @@ def _as_tensor(indices: list[Any]) -> Indices:
     return torch.tensor(indices, dtype=torch.int64) if all(type(index) is int for index in indices) else indices
 
 
-# Generators of samplers
+# Generators: global ones, and those of samplers
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of torch (of the CPU), Python and NumPy."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run the body with the global generators seeded, and give them back their states."""
+    cpu = torch.device("cpu")
+    saved = get_rng_state(cpu)
+    seed_generators(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(saved, cpu)
 
 
 def _nested(sampler: Any) -> Iterator[Any]:
@@ -231,21 +251,17 @@ def _seed(generator: Any, seed: int) -> None:
 @contextmanager
 def _seeded(sampler: Any, seed: int) -> Iterator[None]:
     """Run the body with all generators seeded, the global ones too, and give them back their states."""
-    cpu, generators = torch.device("cpu"), _generators(sampler)
+    generators = _generators(sampler)
     without = [inner for inner in _nested(sampler) if getattr(inner, "generator", sampler) is None]
-    saved, own = get_rng_state(cpu), [_state(generator) for generator in generators]
+    own = [_state(generator) for generator in generators]
     try:
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed % 2**32)
         for number, generator in enumerate(generators):
             _seed(generator, derive_seed(seed, number))
         for inner in without:
             inner.generator = torch.Generator().manual_seed(seed)
-        yield
+        with seeded(seed):
+            yield
     finally:
-        set_rng_state(saved, cpu)
         for generator, state in zip(generators, own, strict=True):
             _set_state(generator, state)
         for inner in without:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError
+from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
 from mimatrix.engine.data.loading import check_loading, dataset_size, describe_dataset
 from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
@@ -44,12 +45,19 @@ class Evaluation:
             nonlocal source
             source = self._open(dataset, loading)
             settings = {"shuffle": source.loading.shuffles, **_describe_drop_last(dataset, source)}
-            return {"dataset": describe_dataset(dataset), "settings": settings, "logged": log.sums_outside(step)}
+            return {
+                "dataset": describe_dataset(dataset),
+                "rows": fingerprint_rows(source.loading) if self.world.world_size > 1 else None,
+                "settings": settings,
+                "logged": log.sums_outside(step),
+            }
 
         descriptions = gather_or_raise(self.world.exchange, describe)
-        _check_same(descriptions)
-        log.merge(each["logged"] for each in descriptions)
         assert source is not None
+        _check_same(descriptions)
+        rows = [each["rows"] for each in descriptions]
+        check_same_rows(self.world.exchange, source.loading, rows, "run.evaluate")
+        log.merge(each["logged"] for each in descriptions)
         return source
 
     def _open(self, dataset: Any, loading: Mapping[str, Any]) -> MicroBatchSource:
