@@ -310,7 +310,7 @@ class Run(RunSaving):
         """Compute weighted means of metrics over a dataset, each sample once, on all ranks together.
 
         Args:
-            model: The prepared model.
+            model: The prepared model, or another one with the same weights on all ranks, such as an average of it.
             dataset: What to evaluate on, the same on all ranks: a dataset or a DataLoader.
             metric_fn: `metric_fn(model, batch)` returns metrics of a batch by name, each a mean over its samples, with
                 the same names for every batch; an entry `weight` says how much the batch counts, if not by its samples.
@@ -320,7 +320,7 @@ class Run(RunSaving):
             The means by name, the same on every rank.
 
         Raises:
-            UserError: Ranks were given different datasets, or the metric function returned what has no mean.
+            UserError: Ranks were given different datasets or models, or the metric function returned what has no mean.
 
         Example:
             >>> run.log(**run.evaluate(model, held_out, lambda model, batch: {"val_loss": loss_fn(model, batch)}))
@@ -328,7 +328,7 @@ class Run(RunSaving):
         self._loop.check_between_batches("run.evaluate")
         self._loop.require_all_ranks("run.evaluate")
         evaluation = Evaluation(self._world, self.split, self._loop.strategy, metric_fn)
-        return evaluation.run(model, evaluation.open(dataset, loading, self._loop.metrics, self.step))
+        return evaluation.run(model, evaluation.open(model, dataset, loading, self._loop.metrics, self.step))
 
     @as_user_call(run_call("run.close"))
     def close(self) -> None:

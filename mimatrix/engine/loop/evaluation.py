@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError
+from mimatrix.engine.data.digest import are_close, describe_samples
 from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
 from mimatrix.engine.data.loading import check_loading, dataset_size, describe_dataset
 from mimatrix.engine.data.source import MicroBatchSource
@@ -34,8 +35,10 @@ class Evaluation:
     strategy: ShardingStrategy | None
     metric_fn: MetricFn
 
-    def open(self, dataset: Any, loading: Mapping[str, Any], log: MetricLog, step: int) -> MicroBatchSource:
-        """Open the dataset; refuse it on all ranks if it is not the same on all. A collective.
+    def open(
+        self, model: nn.Module, dataset: Any, loading: Mapping[str, Any], log: MetricLog, step: int
+    ) -> MicroBatchSource:
+        """Open the dataset; refuse it, or the model, on all ranks if it is not the same on all. A collective.
 
         Ranks meet here anyway, so what they have logged before is merged, too.
         """
@@ -48,6 +51,7 @@ class Evaluation:
             return {
                 "dataset": describe_dataset(dataset),
                 "rows": fingerprint_rows(source.loading) if self.world.world_size > 1 else None,
+                "weights": self._describe_weights(model) if self.world.world_size > 1 else None,
                 "settings": settings,
                 "logged": log.sums_outside(step),
             }
@@ -57,8 +61,20 @@ class Evaluation:
         _check_same(descriptions)
         rows = [each["rows"] for each in descriptions]
         check_same_rows(self.world.exchange, source.loading, rows, "run.evaluate")
+        _check_same_weights([each["weights"] for each in descriptions])
         log.merge(each["logged"] for each in descriptions)
         return source
+
+    def _describe_weights(self, model: nn.Module) -> list[Any] | None:
+        """Describe a model that is not the prepared one, by some elements of each parameter; None for that one.
+
+        Buffers count only where there is nothing else: batch norm may have other statistics on each rank.
+        """
+        units = self.strategy.units if self.strategy else ()
+        prepared = {id(param.parameter) for unit in units for param in unit.params}
+        if any(id(param) in prepared for param in model.parameters()):
+            return None
+        return [describe_samples([tensor]) for tensor in [*model.parameters()] or [*model.buffers()]]
 
     def _open(self, dataset: Any, loading: Mapping[str, Any]) -> MicroBatchSource:
         check_loading(loading)
@@ -132,6 +148,30 @@ def _check_same(descriptions: Sequence[Mapping[str, Any]]) -> None:
                     f"rank {rank} evaluates with {name}={value} and rank 0 with {name}={first['settings'][name]}; "
                     "give run.evaluate the same on all ranks"
                 )
+
+
+def _check_same_weights(by_rank: Sequence[list[Any] | None]) -> None:
+    """Refuse a model that is not the prepared one, if its weights are not the same on all ranks."""
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        if (first is None) != (other is None):
+            prepared, own = (0, rank) if first is None else (rank, 0)
+            raise UserError(
+                f"rank {prepared} evaluates the prepared model and rank {own} another one; give run.evaluate the same "
+                "on all ranks"
+            )
+        if first is None or other is None:
+            continue
+        if len(first) != len(other) or not all(map(_is_same_tensor, first, other)):
+            raise UserError(
+                f"run.evaluate was given a model that was not prepared, and rank {rank} has other weights of it than "
+                "rank 0; give it the prepared model, or one with the same weights on all ranks"
+            )
+
+
+def _is_same_tensor(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    # Up to rounding: each rank may have averaged the weights on a GPU of another kind.
+    return bool(one[0] == other[0]) and are_close(one[1], other[1])
 
 
 def _check_metrics(metrics: Any, names: Sequence[str] | None) -> None:

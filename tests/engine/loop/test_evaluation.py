@@ -1,5 +1,6 @@
 """`run.evaluate`: every sample counts once, whoever has it, and what is not the same on all ranks is refused."""
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from support.features import ALONE, PAIR, STAGES, THREE, UNIT_BYTES
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset
 
 from mimatrix.core.errors import UserError
@@ -168,6 +170,73 @@ def test_drop_last_leaves_out_what_the_loader_itself_leaves_out(split: dict[str,
 def test_loaders_that_drop_what_an_evaluation_cannot_are_refused(dataset: Any, sentence: str) -> None:
     (error,) = on_ranks(ALONE, lambda run, model: run.evaluate(model, dataset, measure))
     assert error.startswith(sentence)
+
+
+class Wrapper(nn.Module):
+    """Around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.own = model, nn.Parameter(torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x)
+
+
+class ScaledOutput(nn.Module):
+    """Has a buffer alone."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x[:, :3] * self.scale
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_models_around_the_prepared_one_and_averages_of_it_are_evaluated(stage: int) -> None:
+    def act(run: Run, model: nn.Module) -> list[float]:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        average.update_parameters(model)
+        given = [model, Wrapper(model), copy.deepcopy(model), average, nn.Identity(), ScaledOutput(2.0)]
+        return [run.evaluate(one, vectors(9), measure)["loss"] for one in given]
+
+    first, second = on_ranks(PAIR, act, stage=stage)
+    assert first == second
+    assert first[:4] == pytest.approx([plain_loss(vectors(9))] * 4, abs=1e-10)
+
+
+def linear_of(rank: int) -> nn.Module:
+    model = nn.Linear(6, 3).double()
+    nn.init.constant_(model.weight, 1.0 + rank)
+    return model
+
+
+NOT_PREPARED = (
+    "run.evaluate was given a model that was not prepared, and rank 1 has other weights of it than rank 0; give it the "
+    "prepared model, or one with the same weights on all ranks"
+)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (lambda rank, _: linear_of(rank), NOT_PREPARED),
+        (lambda rank, _: ScaledOutput(1.0 + rank), NOT_PREPARED),
+        (lambda rank, _: nn.Linear(6, 3 + rank).double(), NOT_PREPARED),
+        (
+            lambda rank, model: linear_of(0) if rank else model,
+            "rank 0 evaluates the prepared model and rank 1 another one; give run.evaluate the same on all ranks",
+        ),
+    ],
+    ids=["weights", "buffers", "shapes", "another"],
+)
+def test_a_model_that_was_not_prepared_and_differs_is_refused(other: Any, sentence: str) -> None:
+    def act(run: Run, model: nn.Module) -> Any:
+        return run.evaluate(other(run.rank, model), vectors(9), measure)
+
+    assert on_ranks(PAIR, act) == [sentence] * 2
 
 
 def differs_by_rank(run: Run) -> Callable[..., dict[str, Any]]:
