@@ -8,8 +8,10 @@ import copy
 import hashlib
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -75,19 +77,30 @@ class SamplerOrder:
         own = [number for source in _generators(sampler) for number in _initial_seed(source)]
         self._own_seed = own if generator is None else [*own, generator.initial_seed()]
         """What generators that the user made and seeded bring into the order."""
+        self._last: tuple[tuple[int, int], Indices] | None = None
+        """The epoch drawn last."""
 
     def num_samples(self) -> int:
-        """Return the number of indices in an epoch; a batch sampler is asked for its first epoch to count them."""
-        return self._length() if self._global_batch is None else len(self.indices(0, 0))
+        """Return the number of indices in an epoch; for a batch sampler, those in the first epoch of a copy."""
+        return self._length() if self._global_batch is None else self._num_in_batches
+
+    @cached_property
+    def _num_in_batches(self) -> int:
+        return len(self._draw(_copy_sampler(self._sampler), 0, 0))
 
     def indices(self, seed: int, epoch: int) -> Indices:
-        """Return what the sampler yields in an epoch."""
-        with _seeded(self._sampler, derive_seed(seed, epoch, *self._own_seed)):
-            for sampler in _nested(self._sampler):
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
+        """Return what the sampler yields in an epoch; a second time too, as it may count how often it is asked."""
+        if self._last is None or self._last[0] != (seed, epoch):
+            self._last = (seed, epoch), self._draw(self._sampler, seed, epoch)
+        return self._last[1]
+
+    def _draw(self, sampler: Any, seed: int, epoch: int) -> Indices:
+        with _seeded(sampler, derive_seed(seed, epoch, *self._own_seed)):
+            for inner in _nested(sampler):
+                if hasattr(inner, "set_epoch"):
+                    inner.set_epoch(epoch)
             length = self._length()
-            drawn = list(islice(self._sampler, length + 1))
+            drawn = list(islice(sampler, length + 1))
         if len(drawn) != length:
             how = "more" if len(drawn) > length else f"only {len(drawn)}"
             raise UserError(f"{self._name} has the length {length} and yields {how}; let __len__ return what it yields")
@@ -206,6 +219,20 @@ def _nested(sampler: Any) -> Iterator[Any]:
     while sampler is not None and depth < 8:
         yield sampler
         sampler, depth = getattr(sampler, "sampler", None), depth + 1
+
+
+def _copy_sampler(sampler: Any) -> Any:
+    """Return a sampler with counters and lists of its own; not a deep copy, which would copy the dataset as well."""
+    try:
+        clone = copy.copy(sampler)
+        for name, value in [*getattr(clone, "__dict__", {}).items()]:
+            if isinstance(value, list | dict | set | deque):
+                setattr(clone, name, copy.copy(value))
+        if getattr(clone, "sampler", None) is not None:
+            clone.sampler = _copy_sampler(clone.sampler)
+    except Exception:  # noqa: BLE001 (user code may refuse to be copied; it is then asked itself)
+        return sampler
+    return clone
 
 
 def _generators(sampler: Any) -> list[Any]:

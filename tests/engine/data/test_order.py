@@ -164,6 +164,37 @@ def test_the_batches_of_a_batch_sampler_are_the_global_batches() -> None:
     assert of_all(in_order, SPLITS[1]) == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
 
 
+class CountsEpochs(Sampler[list[int]]):
+    """Has no `set_epoch`, and counts how often it was asked; shuffles its rows in place."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.asked, self.rows = size, 0, list(range(20))
+
+    def __len__(self) -> int:
+        return -(-20 // self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.asked += 1
+        random.Random(self.asked).shuffle(self.rows)
+        return iter([self.rows[start : start + self.size] for start in range(0, 20, self.size)])
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_counting_samples_does_not_begin_an_epoch_of_a_batch_sampler(in_loader: bool) -> None:
+    expected = CountsEpochs(6)
+    epochs = [[*expected], [*expected]]
+    sampler = CountsEpochs(6)
+    if in_loader:
+        source = MicroBatchSource(DataLoader(ROWS, batch_sampler=sampler), SPLITS[0], 0)
+    else:
+        source = MicroBatchSource(ROWS, SPLITS[0], 0, batch_sampler=sampler)
+    assert (len(source), source.num_samples, sampler.asked) == (4, 20, 0)
+    next(source.epoch(0))
+    for number, batches in enumerate(epochs):
+        assert [data.tolist() for _, data in source.epoch(number)] == batches
+    assert sampler.asked == 2
+
+
 def at_epoch(sampler: Any, epoch: int) -> Any:
     sampler.set_epoch(epoch)
     return sampler
