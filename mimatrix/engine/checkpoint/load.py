@@ -86,7 +86,7 @@ def resume_position(metadata: Metadata, progress: Progress, train_state: TrainSt
             f"{saved.batch * metadata['global_batch']} samples, which is not a multiple of {progress.split.total}; "
             "use the same global_batch"
         )
-    return DataPosition(saved.epoch, batches)
+    return DataPosition(saved.epoch, batches, order=saved.order)
 
 
 @torch.no_grad()

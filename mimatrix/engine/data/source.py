@@ -41,6 +41,8 @@ class MicroBatch:
     nothing to agree on."""
     stream: StreamPosition | None = field(default=None, compare=False)
     """Where this rank is in an iterable dataset after the global batch."""
+    order: str | None = field(default=None, compare=False)
+    """A digest of the order of the epoch, if the user's code gives it."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -69,7 +71,7 @@ class MicroBatch:
 
     def next_position(self) -> "DataPosition":
         """Return the position after the global batch."""
-        return DataPosition(self.epoch, self.batch + 1, stream=self.stream)
+        return DataPosition(self.epoch, self.batch + 1, stream=self.stream, order=self.order)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,15 +82,17 @@ class DataPosition:
     batch: int
     stream: StreamPosition | None = field(default=None, compare=False, kw_only=True)
     """Where this rank is in an iterable dataset; None where the number of the global batch says it all."""
+    order: str | None = field(default=None, compare=False, kw_only=True)
+    """A digest of the order of the epoch, if the user's code gives it and the epoch has begun."""
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """Return a dict for `from_json`, of what is the same on all ranks."""
-        return {"epoch": self.epoch, "batch": self.batch}
+        return {"epoch": self.epoch, "batch": self.batch} | ({"order": self.order} if self.order else {})
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, int]) -> "DataPosition":
+    def from_json(cls, fields: Mapping[str, Any]) -> "DataPosition":
         """Return the position that `to_json` described."""
-        return cls(fields["epoch"], fields["batch"])
+        return cls(fields["epoch"], fields["batch"], order=fields.get("order"))
 
 
 class MicroBatchSource:
@@ -174,7 +178,7 @@ class MicroBatchSource:
         return self._loading.order.num_samples()
 
     def epoch(
-        self, number: int, start: int = 0, stream: StreamPosition | None = None
+        self, number: int, start: int = 0, stream: StreamPosition | None = None, order_digest: str | None = None
     ) -> Iterator[tuple[MicroBatch, Any]]:
         """Iterate over the micro-batches of epoch `number`, from global batch `start` on.
 
@@ -187,6 +191,7 @@ class MicroBatchSource:
             number: The epoch.
             start: The first global batch.
             stream: Where this rank is in an iterable dataset before it, if the number does not say it all.
+            order_digest: Of the order of which the global batches before `start` were, if that is to be checked.
         """
         assert number >= 0
         assert start >= 0
@@ -195,7 +200,8 @@ class MicroBatchSource:
         if order is None:
             parts = self._iterate_stream(number, start, stream or self._stream_start(start))
         else:
-            parts = self._loader.load(self._row_requests(number, start, order), self._worker_seed(number))
+            requests = self._row_requests(number, start, order, order_digest)
+            parts = self._loader.load(requests, self._worker_seed(number))
         if self._device.type == "cuda":
             return copy_ahead(parts, self._device)
         return ((micro, move(data, self._device)) for micro, data in parts)
@@ -311,10 +317,18 @@ class MicroBatchSource:
         self._head = DataPosition(position.epoch, position.batch + 1)
         return self.split_at(position)
 
-    def _row_requests(self, epoch: int, start: int, order: SampleOrder) -> Iterator[tuple[MicroBatch, list[int]]]:
+    def _row_requests(
+        self, epoch: int, start: int, order: SampleOrder, order_digest: str | None
+    ) -> Iterator[tuple[MicroBatch, list[int]]]:
         """Yield each micro-batch with its rows of the dataset."""
         indices = order.indices(self._seed, epoch)
         digest = digest_order(indices) if order.is_foreign else None
+        if order_digest is not None and digest != order_digest:
+            raise UserError(
+                f"the sampler gives epoch {epoch} another order than before the checkpoint, so the rest of it would "
+                "not be the samples that were not seen yet; let its order depend on set_epoch(epoch) alone, or use a "
+                "checkpoint from an epoch's start"
+            )
         for batch in range(start, self._num_batches(len(indices))):
             first = batch * self._total
             split = self._fix_split(DataPosition(epoch, batch)).for_samples(min(self._total, len(indices) - first))
@@ -328,6 +342,7 @@ class MicroBatchSource:
                     sizes=split.micro[self._rank],
                     split=split,
                     digest=digest if batch == start and index == 0 else None,
+                    order=digest,
                 )
                 yield micro, rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
 

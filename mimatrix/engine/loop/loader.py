@@ -51,7 +51,8 @@ class MicroBatchLoader:
         """Go once through the samples, or what is left of them; return False if the loop ended before."""
         loop, position = self._loop, self._loop.position
         loop.begin_epoch()
-        drawn = DrawnMicroBatches(loop, loop.source.epoch(position.epoch, position.batch, position.stream))
+        epoch = loop.source.epoch(position.epoch, position.batch, position.stream, position.order)
+        drawn = DrawnMicroBatches(loop, epoch)
         if self._read_ahead and (first := drawn.peek()):
             yield first[1]
             loop.check_iterator(iterator)

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,59 @@ def test_counting_samples_does_not_begin_an_epoch_of_a_batch_sampler(in_loader: 
     for number, batches in enumerate(epochs):
         assert [data.tolist() for _, data in source.epoch(number)] == batches
     assert sampler.asked == 2
+
+
+class CountsDraws(Sampler[int]):
+    """Another order each time it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter(random.Random(self.asked).sample(range(12), 12))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "step", "is_refused"),
+    [(CountsDraws, 5, True), (CountsDraws, 1, False), (lambda: SubsetRandomSampler(range(12)), 5, False)],
+    ids=["counts epochs", "first epoch", "depends on the epoch"],
+)
+def test_a_sampler_with_another_order_after_a_resume_is_refused(
+    tmp_path: Path, make: Callable[[], Any], step: int, is_refused: bool, ranks: int
+) -> None:
+    def train(run: Run, *, resumes: bool) -> None:
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, prepared, loader = run.prepare(model, optimizer, vectors(12), sampler=make())
+        if resumes:
+            assert run.load(tmp_path)
+        for _ in run.epochs(2):
+            for inputs, _ in loader:
+                run.backward(model(inputs).mean())
+                prepared.step()
+                if not run.in_batch and run.step == step and not resumes:
+                    run.save(tmp_path, wait=True)
+
+    def resume(run: Run) -> str:
+        try:
+            train(run, resumes=True)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    batch = [[4], [3, 1]][ranks - 1]
+    in_runs(ranks, lambda run: train(run, resumes=False), batch=batch)
+    says = (
+        "the sampler gives epoch 1 another order than before the checkpoint, so the rest of it would not be the "
+        "samples that were not seen yet; let its order depend on set_epoch(epoch) alone, or use a checkpoint from an "
+        "epoch's start"
+    )
+    assert in_runs(ranks, resume, batch=batch) == [says if is_refused else ""] * ranks
 
 
 def at_epoch(sampler: Any, epoch: int) -> Any:
