@@ -22,7 +22,14 @@ from torch.utils.data import (
 )
 
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.engine.data.order import DatasetOrder, SampleOrder, WholeBatches, choose_order, order_of_dataloader
+from mimatrix.engine.data.order import (
+    DatasetOrder,
+    SampleOrder,
+    WholeBatches,
+    choose_order,
+    order_of_dataloader,
+    seed_generators,
+)
 from mimatrix.engine.data.stream import StreamMode, StreamReader, refuse_in_stream
 
 CollateFn = Callable[[list[Any]], Any]
@@ -219,10 +226,20 @@ def _is_stream(dataset: Any) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """Rows of a map-style dataset that make a micro-batch."""
+
+    rows: list[Any]
+    seed: int | None
+    """For the random numbers of a loader process while it reads them: they then depend neither on which process reads
+    what, nor on where a run was resumed. None in the training process, whose generators are in checkpoints."""
+
+
 class RequestLoader:
     """Answers requests for samples of one rank, in this process or in worker processes.
 
-    A request is a list of row numbers, or a `StreamRequest` if the dataset is iterable.
+    A request is a `RowRequest`, or a `StreamRequest` if the dataset is iterable.
     """
 
     def __init__(self, config: LoadingConfig, rank: int, *, pins: bool) -> None:
@@ -295,15 +312,18 @@ class _RequestSampler:
 
 
 class _RowReader(Dataset[Any]):
-    """Reads micro-batches of a map-style dataset: a list of rows gives them collated, an empty one gives None."""
+    """Reads micro-batches of a map-style dataset: rows are collated, and none of them give None."""
 
     def __init__(self, dataset: Any, collate_fn: CollateFn) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
 
-    def __getitem__(self, rows: list[int]) -> Any:
+    def __getitem__(self, request: RowRequest) -> Any:
+        rows = request.rows
         if not rows:
             return None
+        if request.seed is not None:
+            seed_generators(request.seed)
         if getattr(self.dataset, "__getitems__", None):
             return self._collate_fn(self.dataset.__getitems__(rows))
         return self._collate_fn([self.dataset[row] for row in rows])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.data.digest import digest_order
-from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader, copy_ahead, move
+from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader, RowRequest, copy_ahead, move
 from mimatrix.engine.data.order import SampleOrder, derive_seed
 from mimatrix.engine.data.stream import ReaderTurns, StreamMode, StreamPosition, StreamRequest, own_sizes
 from mimatrix.planner.split import Split
@@ -319,7 +319,7 @@ class MicroBatchSource:
 
     def _row_requests(
         self, epoch: int, start: int, order: SampleOrder, order_digest: str | None
-    ) -> Iterator[tuple[MicroBatch, list[int]]]:
+    ) -> Iterator[tuple[MicroBatch, RowRequest]]:
         """Yield each micro-batch with its rows of the dataset."""
         indices = order.indices(self._seed, epoch)
         digest = digest_order(indices) if order.is_foreign else None
@@ -344,7 +344,8 @@ class MicroBatchSource:
                     digest=digest if batch == start and index == 0 else None,
                     order=digest,
                 )
-                yield micro, rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
+                seed = derive_seed(self._seed, epoch, batch, self._rank, index) if self.loads_in_workers else None
+                yield micro, RowRequest(rows.tolist() if isinstance(rows, torch.Tensor) else list(rows), seed)
 
     def _stream_start(self, start: int) -> StreamPosition:
         """Return where a stream is at the start of an epoch, or where the number of the global batch says it all."""

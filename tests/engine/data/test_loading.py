@@ -1,9 +1,11 @@
 """Loading settings, worker processes and device copies: the same batches, however they are loaded."""
 
+import random
 from collections import OrderedDict, UserDict, namedtuple
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.micro_batches import Stream, of_all, plain
@@ -70,6 +72,34 @@ def test_workers_load_the_same_batches_as_the_process_itself() -> None:
     before = torch.get_rng_state()
     assert of_all(range(17), UNEVEN, 1, num_workers=2) == of_all(range(17), UNEVEN, 1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Augmented(Dataset[Any]):
+    """Random numbers of torch, Python and NumPy."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.tensor([float(torch.rand(())), random.random(), float(np.random.random_sample())])
+
+
+def drawn_in_workers(rank: int = 0, epoch: int = 0, start: int = 0, **options: Any) -> list[Any]:
+    source = MicroBatchSource(Augmented(), Split.of([2, 1], 1), rank, **{"num_workers": 2, **options})
+    return [data.tolist() for _, data in source.epoch(epoch, start)]
+
+
+def test_workers_draw_the_same_however_many_there_are_and_where_an_epoch_is_resumed() -> None:
+    whole = drawn_in_workers()
+    assert drawn_in_workers(num_workers=1, prefetch_factor=1) == whole
+    assert drawn_in_workers(start=1) == whole[2:]
+
+
+def test_workers_draw_other_numbers_for_each_micro_batch_rank_epoch_and_seed() -> None:
+    others: list[dict[str, Any]] = [{}, {"rank": 1}, {"epoch": 1}, {"seed": 1}]
+    drawn = [sample for options in others for batch in drawn_in_workers(**options) for sample in batch]
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(numbers)) == len(numbers) == 8 + 4 + 8 + 8
 
 
 def test_a_worker_reads_a_stream() -> None:
