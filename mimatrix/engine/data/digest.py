@@ -108,14 +108,15 @@ def _object_tokens(value: Any, depth: int) -> Iterator[Token]:
     if isinstance(made, str):
         yield made
         return
-    arguments, state, *items = [*made[1:], None]
-    yield from _tokens(arguments, depth - 1)
+    parts = list(made)
+    state = parts[2] if len(parts) > 2 else None
+    yield from _tokens(parts[1], depth - 1)
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         state = {**(state[0] or {}), **state[1]}
     yield from _tokens(state, depth - 1)
-    for some in items:
-        if some is not None:
-            yield from _tokens(list(some), depth - 1)
+    for items in parts[3:5]:
+        if items is not None:
+            yield from _tokens(list(items), depth - 1)
 
 
 def _array_tokens(array: Any, depth: int) -> Iterator[Token]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -74,7 +75,8 @@ class Evaluation:
         prepared = {id(param.parameter) for unit in units for param in unit.params}
         if any(id(param) in prepared for param in model.parameters()):
             return None
-        return [describe_samples([tensor]) for tensor in [*model.parameters()] or [*model.buffers()]]
+        tensors: list[torch.Tensor] = list(model.parameters())
+        return [describe_samples([tensor]) for tensor in tensors or model.buffers()]
 
     def _open(self, dataset: Any, loading: Mapping[str, Any]) -> MicroBatchSource:
         check_loading(loading)

@@ -10,7 +10,7 @@ from support.features import ALONE, PAIR, STAGES, THREE, UNIT_BYTES
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from mimatrix.core.errors import UserError
@@ -186,6 +186,8 @@ class Wrapper(nn.Module):
 class ScaledOutput(nn.Module):
     """Has a buffer alone."""
 
+    scale: torch.Tensor
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
@@ -197,7 +199,7 @@ class ScaledOutput(nn.Module):
 @pytest.mark.parametrize("stage", [0, 2])
 def test_models_around_the_prepared_one_and_averages_of_it_are_evaluated(stage: int) -> None:
     def act(run: Run, model: nn.Module) -> list[float]:
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        average = AveragedModel(model)
         average.update_parameters(model)
         given = [model, Wrapper(model), copy.deepcopy(model), average, nn.Identity(), ScaledOutput(2.0)]
         return [run.evaluate(one, vectors(9), measure)["loss"] for one in given]
