@@ -48,8 +48,10 @@ class RunSaving(ABC):
     ) -> None:
         """Begin a checkpoint; training continues while it is written, and it appears only once it is complete.
 
-        All ranks call it; those without data in this global batch take part by themselves. A failure is raised by the
-        next `save`, by `close`, or here with `wait`; if the script ends before, the process exits with code 1.
+        All ranks call it, with the same arguments; those without data in this global batch take part by themselves. A
+        failure is raised by the next `save`, by `close`, or here with `wait`; if the script ends before, the process
+        exits with code 1, or 2 if the script is to blame. A second call for the same step and folder replaces the
+        checkpoint if it is given `user_state` or another metric, and otherwise does nothing.
 
         Args:
             folder: Where checkpoints go, as `folder/step-00000120`. By default `checkpoints`, or in a job the job's
@@ -57,7 +59,8 @@ class RunSaving(ABC):
             keep: How many checkpoints of the folder to keep: the newest, or the best by `metric`.
             wait: Return only when the checkpoint is complete.
             user_state: What the script wants back as `run.user_state` after `load`: dicts, lists and tuples of
-                numbers, strings and tensors. By default what it gave last, or loaded.
+                numbers, strings and tensors, the same on all ranks. By default what it gave last, or loaded. Of tensors
+                of floats only the shapes are compared, and rank 0's are kept.
             metric: A number, the same on all ranks, such as a result of `evaluate`: only the `keep` best checkpoints
                 of the folder are kept, and one that is not among them, or whose metric is NaN, is not written. All
                 checkpoints of such a folder are saved with a metric; name a folder for it.
@@ -80,7 +83,7 @@ class RunSaving(ABC):
                 f"run.save was given a metric for {path}, where the newest checkpoints are kept; give it a folder of "
                 'its own, such as run.save("best", metric=...)'
             )
-        if wait or loop.checkpoints.would_wait(path, loop.step):
+        if wait or loop.checkpoints.would_wait(path, loop.step, has_user_state=user_state is not None, metric=by):
             loop.require_all_ranks("run.save(wait=True)" if wait else "a second run.save")
         with self._world.timer.excluded() if wait else nullcontext():
             loop.checkpoints.save(path, keep, loop.progress(), wait=wait, user_state=user_state, metric=by)

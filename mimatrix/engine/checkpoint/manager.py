@@ -26,6 +26,13 @@ from mimatrix.engine.checkpoint import storage
 from mimatrix.engine.checkpoint.failed_exit import FailedExit
 from mimatrix.engine.checkpoint.metric import Metric
 from mimatrix.engine.checkpoint.retention import is_wanted
+from mimatrix.engine.checkpoint.save_calls import (
+    SaveArguments,
+    SaveCalls,
+    check_folder,
+    check_keep,
+    check_same_arguments,
+)
 from mimatrix.engine.checkpoint.state import (
     Metadata,
     Progress,
@@ -47,19 +54,13 @@ _EXCHANGE_EVERY_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveCalls:
-    """How often `run.save` was called on a rank, and with which arguments last."""
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What was saved last; it is saved again only for another metric, or with a user state."""
 
-    count: int = 0
-    folder: str = ""
-    keep: int = 1
-    metric: float | None = None
-    best: str = "max"
-
-    def to_metric(self) -> Metric | None:
-        """Return the metric by which checkpoints of the folder are kept, if they are."""
-        return None if self.metric is None else Metric(self.metric, self.best)
+    folder: Path
+    step: int
+    metric: Metric | None
 
 
 class CheckpointManager:
@@ -69,7 +70,9 @@ class CheckpointManager:
         self._group, self._exchange = group, RankExchange(group)
         self._state, self._rank, self._world_size = state, state.rank, state.world_size
         self._work: Work | None = None
-        self._last_saved: tuple[str, int] | None = None
+        self._last_saved: _Saved | None = None
+        self._published: Path | None = None
+        """The checkpoint of the last save, once it is written; on rank 0 only."""
         self._exit = FailedExit()
         self._user_state = UserState()
         self.save_calls = SaveCalls()
@@ -101,7 +104,10 @@ class CheckpointManager:
         user_state: object = None,
         metric: Metric | None = None,
     ) -> None:
-        """Start a save; raise what failed in the previous one. A second save of the same step does nothing.
+        """Start a save; raise what failed in the previous one.
+
+        A second save of the same step and folder replaces the first one if it has a user state or another metric, and
+        otherwise does nothing.
 
         Args:
             folder: Where the checkpoint goes.
@@ -111,22 +117,22 @@ class CheckpointManager:
             user_state: What the script wants back; None: what it gave last, or loaded.
             metric: Keep the best checkpoints by it, not the newest.
         """
-        if keep < 1:
-            raise UserError(f"keep is {keep!r}; give the number of checkpoints to keep, at least 1")
         number = self.save_calls.count + 1
+        calls = SaveCalls(count=number, folder=folder, keep=check_keep(keep))
+        check_folder(folder)
         if user_state is not None:
             self._user_state = UserState(copy_user_state(user_state), number)
-        calls = SaveCalls(count=number, folder=folder, keep=keep)
         if metric:
             calls = replace(calls, metric=metric.value, best=metric.best)
         self._start(calls, progress, late=False)
         if wait:
             self.wait()
 
-    def would_wait(self, folder: str, step: int) -> bool:
+    def would_wait(self, folder: str, step: int, *, has_user_state: bool = False, metric: Metric | None = None) -> bool:
         """Return whether `save` would wait for a save of the same step that ranks without data have not joined yet."""
-        is_saving = self._work is not None and self._last_saved is not None and self._last_saved[1] == step
-        return is_saving and self._last_saved != (folder, step)
+        if self._work is None or self._last_saved is None or self._last_saved.step != step:
+            return False
+        return has_user_state or self._last_saved != _Saved(Path(folder).absolute(), step, metric)
 
     def catch_up(self, calls: Sequence[SaveCalls], progress: Callable[[], Progress]) -> None:
         """Join a save that other ranks started while this rank had no data. No step was taken since."""
@@ -186,14 +192,16 @@ class CheckpointManager:
 
     def _start(self, calls: SaveCalls, progress: Progress, *, late: bool) -> None:
         self.save_calls = calls
-        if self._last_saved == (calls.folder, progress.step):
+        folder = Path(calls.folder).absolute()  # now: the script may change its directory meanwhile
+        saved, last = _Saved(folder, progress.step, calls.to_metric()), self._last_saved
+        if saved == last and self._user_state.given_at < calls.count:
             return
         self.wait()
+        replaces = self._published if last and (last.folder, last.step) == (saved.folder, saved.step) else None
         staged = take_snapshot(self._state, progress, late=late)
-        self._last_saved = (calls.folder, progress.step)
+        self._last_saved, self._published = saved, replaces
         # A thread of the program may fail alone; the main one ends the process.
         may_end_process = threading.current_thread() is threading.main_thread()
-        folder = Path(calls.folder).absolute()  # now: the script may change its directory meanwhile
         task = partial(
             self._write_in_background,
             self._save_call(progress.step),
@@ -201,6 +209,8 @@ class CheckpointManager:
             calls,
             staged,
             self._user_state,
+            replaces=replaces,
+            late=late,
             may_end_process=may_end_process,
         )
         self._work = Work(task, self._watch)
@@ -236,9 +246,9 @@ class CheckpointManager:
 
     # In the thread that writes
 
-    def _write_in_background(self, call: UserCall, *arguments: Any, may_end_process: bool) -> None:
+    def _write_in_background(self, call: UserCall, *arguments: Any, **options: Any) -> None:
         with self._group.caller.in_background(call, self._group.name) if self._group else nullcontext():
-            self._write(*arguments, may_end_process=may_end_process)
+            self._write(*arguments, **options)
 
     def _write(
         self,
@@ -247,16 +257,19 @@ class CheckpointManager:
         staged: StagedCheckpoint,
         user_state: UserState,
         *,
+        replaces: Path | None,
+        late: bool,
         may_end_process: bool,
     ) -> None:
         try:
-            unfinished, has_newest = self._begin(folder, calls, staged.step, user_state)
+            own = SaveArguments.of(calls, user_state, late=late)
+            unfinished, has_newest = self._begin(folder, own, staged.step, replaces)
             if unfinished is None:
                 self._log_not_best(calls, staged.step)
                 return
             try:
                 self._write_all(unfinished, staged, user_state if has_newest else None)
-                self._publish(unfinished, calls, staged.step)
+                self._publish(unfinished, calls, staged.step, replaces)
             except Exception:
                 if self._rank == 0:
                     storage.remove(unfinished)
@@ -270,7 +283,7 @@ class CheckpointManager:
                 self._exit.demand()
             raise
 
-    def _begin(self, folder: Path, calls: SaveCalls, step: int, user_state: UserState) -> tuple[Path | None, bool]:
+    def _begin(self, folder: Path, own: SaveArguments, step: int, replaces: Path | None) -> tuple[Path | None, bool]:
         """Create the directory that all ranks write to, if the checkpoint is wanted.
 
         Returns:
@@ -281,9 +294,9 @@ class CheckpointManager:
 
         def create() -> list[Any]:
             name = None
-            if self._rank == 0 and is_wanted(folder, calls.keep, calls.to_metric()):
+            if self._rank == 0 and is_wanted(folder, own.calls.keep, own.calls.to_metric(), replaces):
                 name = storage.create_unfinished(folder, step, owner).name
-            return [name, user_state.given_at, calls.metric]
+            return [name, own.to_json()]
 
         try:
             created = self._gather(create, "begin a checkpoint")
@@ -291,16 +304,16 @@ class CheckpointManager:
             if not self._exchange.has_ended(error.rank):
                 raise
             raise WorldError(f"rank {error.rank} ended without run.save; all ranks call run.save") from error
-        names, given_at, metrics = zip(*created, strict=True)
+        names, messages = zip(*created, strict=True)
         unfinished = None if names[0] is None else folder / names[0]
-        other = next((rank for rank, metric in enumerate(metrics) if repr(metric) != repr(metrics[0])), None)
-        if other is not None:
+        arguments = [SaveArguments.from_json(message) for message in messages]
+        try:
+            check_same_arguments(arguments)
+        except UserError:
             if unfinished and self._rank == 0:
                 storage.remove(unfinished)
-            raise UserError(
-                f"the metric is {metrics[0]} on rank 0 and {metrics[other]} on rank {other}; give run.save the same on "
-                "all ranks, such as a result of run.evaluate"
-            )
+            raise
+        given_at = [each.given_at for each in arguments]
         return unfinished, given_at.index(max(given_at)) == self._rank
 
     def _log_not_best(self, calls: SaveCalls, step: int) -> None:
@@ -327,8 +340,8 @@ class CheckpointManager:
             if all(self._gather(poll, "write its part")):
                 return
 
-    def _publish(self, unfinished: Path, calls: SaveCalls, step: int) -> None:
-        """Complete the checkpoint and give it its name, on rank 0; then remove old ones."""
+    def _publish(self, unfinished: Path, calls: SaveCalls, step: int, replaces: Path | None) -> None:
+        """Complete the checkpoint and give it its name, on rank 0; then remove the one it replaces and old ones."""
 
         def publish() -> None:
             if self._rank == 0:
@@ -336,11 +349,13 @@ class CheckpointManager:
                 metadata = merge_metadata([files.metadata for files in written], step)
                 metric = calls.to_metric()
                 by_metric = {"metric": metric.to_json()} if metric else {}
-                storage.publish(unfinished, written, metadata | by_metric)
+                self._published = storage.publish(unfinished, written, metadata | by_metric)
 
         self._gather(publish, "complete the checkpoint")
         if self._rank == 0:
             with suppress(OSError):  # the new checkpoint is complete; the next save tries again to remove old ones
+                if replaces and self._published:
+                    self._published = storage.replace(replaces, self._published)
                 storage.prune(unfinished.parent, calls.keep)
                 self.saved = storage.describe_checkpoints(unfinished.parent)
 

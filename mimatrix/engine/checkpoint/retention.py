@@ -10,13 +10,19 @@ from mimatrix.engine.checkpoint import storage
 from mimatrix.engine.checkpoint.metric import Metric
 
 
-def is_wanted(folder: Path, keep: int, metric: Metric | None) -> bool:
+def is_wanted(folder: Path, keep: int, metric: Metric | None, replaces: Path | None = None) -> bool:
     """Return whether a checkpoint with this metric is among the best `keep` of its folder, if it is kept by metric.
+
+    Args:
+        folder: Where the checkpoint goes.
+        keep: How many checkpoints of the folder to keep.
+        metric: Its metric, if it has one.
+        replaces: The checkpoint of the folder whose place it takes, which does not count.
 
     Raises:
         UserError: The checkpoints of the folder are kept in another way.
     """
-    saved = list(_read_metrics(folder))
+    saved = list(_read_metrics(folder, replaces))
     for other in saved:
         if (other is None) != (metric is None):
             now, before = ("with", "without") if metric else ("without", "with")
@@ -35,7 +41,9 @@ def is_wanted(folder: Path, keep: int, metric: Metric | None) -> bool:
     return not math.isnan(metric.value) and better < keep
 
 
-def _read_metrics(folder: Path) -> Iterator[Metric | None]:
+def _read_metrics(folder: Path, without: Path | None) -> Iterator[Metric | None]:
     for path in storage.list_checkpoints(folder):
+        if path == without:
+            continue
         with suppress(WorldError):  # copied only in part, or of another version
             yield Metric.from_metadata(storage.read_metadata(path))

@@ -179,9 +179,20 @@ def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the first `keep` checkpoints of a folder, as `list_checkpoints` orders them."""
     for path in list_checkpoints(folder)[keep:]:
-        # Renamed first: a partly removed one must not look like a checkpoint.
-        removed = path.rename(path.with_name(f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"))
-        shutil.rmtree(removed, ignore_errors=True)
+        shutil.rmtree(_rename_to_removed(path), ignore_errors=True)
+
+
+def replace(old: Path, new: Path) -> Path:
+    """Remove a checkpoint and give its name to a newer one of the same step; return where that is then.
+
+    The new one is complete under a name of its own before, so that a crash at any moment leaves one of them.
+    """
+    removed = _rename_to_removed(old)
+    with suppress(OSError):  # another group may have taken the name a moment earlier; the new one keeps its own
+        new = new.rename(old)
+    _sync_folder(new.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+    return new
 
 
 def remove(unfinished: Path) -> None:
@@ -292,6 +303,11 @@ def _goodness_and_time(path: Path) -> tuple[float | None, float]:
         with suppress(OSError):  # another group that saved has removed it
             return None, path.stat().st_mtime
         return None, 0.0
+
+
+def _rename_to_removed(path: Path) -> Path:
+    """Rename a checkpoint before it is removed: a partly removed one must not look like a checkpoint."""
+    return path.rename(path.with_name(f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"))
 
 
 def _rename_to_free_name(unfinished: Path, step: int) -> Path:

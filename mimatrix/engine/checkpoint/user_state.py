@@ -1,9 +1,11 @@
 """What a script wants back with a checkpoint: nested dicts, lists and tuples of numbers, strings and tensors."""
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from mimatrix.core.errors import UserError
@@ -35,6 +37,13 @@ class UserState:
         structure = pack(_map_tensors(self.value, store))
         return structure, {key: part for key, part in tensors.items() if part.count}
 
+    def digests(self) -> dict[str, str]:
+        """Return a checksum of each entry by its key, for ranks that were given the same.
+
+        Of tensors of floats only the shape counts: devices round differently, as in an average of weights.
+        """
+        return {repr(key): f"{_digest(item):08x}" for key, item in self.value.items()}
+
 
 def copy_user_state(state: object) -> dict[Any, Any]:
     """Return a copy of what the user gave, with tensors on the CPU.
@@ -44,7 +53,12 @@ def copy_user_state(state: object) -> dict[Any, Any]:
     """
     if not isinstance(state, Mapping):
         raise UserError(f'user_state is a {type(state).__name__}; give a dict, such as {{"best": 0.9}}')
-    copied: dict[Any, Any] = _copy(state, "user_state")
+    try:
+        copied: dict[Any, Any] = _copy(state, "user_state")
+    except RecursionError:
+        raise UserError(
+            "user_state contains itself, or is nested too deeply; give dicts, lists and tuples without cycles"
+        ) from None
     return copied
 
 
@@ -64,6 +78,7 @@ def read_user_state(structure: Any, reader: TensorReader) -> dict[Any, Any]:
 
 
 def _copy(value: Any, path: str) -> Any:
+    value = _to_plain(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -81,7 +96,13 @@ def _copy(value: Any, path: str) -> Any:
     )
 
 
+def _to_plain(value: Any) -> Any:
+    """Return Python's number or string for a NumPy scalar."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _check_key(key: object, path: str) -> object:
+    key = _to_plain(key)
     if key is None or isinstance(key, bool | int | float | str):
         return key
     raise UserError(f"{path} has the key {key!r}; give keys that are strings or numbers")
@@ -113,3 +134,15 @@ def _find_stored(value: Any) -> Iterator[StoredTensor]:
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _find_stored(item)
+
+
+def _digest(value: Any) -> int:
+    return zlib.crc32(repr(_map_tensors(value, _describe_tensor)).encode(errors="replace"))
+
+
+def _describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shape = tuple(tensor.shape)
+    if tensor.is_floating_point() or tensor.is_complex():
+        # One number is a result, such as a loss, that has to be the same; more are weights.
+        return shape, tensor.dtype, tensor.item() if tensor.numel() == 1 else None
+    return shape, tensor.dtype, zlib.crc32(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mimatrix.engine.checkpoint.manager import SaveCalls
+from mimatrix.engine.checkpoint.save_calls import SaveCalls
 from mimatrix.engine.planning.plan_follower import PaceReport
 
 Sums = Mapping[str, Sequence[float]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mimatrix.engine.checkpoint.manager import SaveCalls
+from mimatrix.engine.checkpoint.save_calls import SaveCalls
 from mimatrix.engine.loop.batch_report import BatchReport, PreemptionReport
 from mimatrix.engine.planning.plan_follower import PaceReport
 
