@@ -8,7 +8,6 @@ other ranks, which may still be reading the last result, would report it as lost
 import atexit
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.comm.endpoint import Endpoint
+from mimatrix.comm.exit_status import ExitStatus
 from mimatrix.comm.memory.base import WindowKind
 
 WindowKinds = Callable[[], Mapping[str, WindowKind]]
@@ -48,6 +48,7 @@ class SharedEndpoint:
 
 _endpoints: list[SharedEndpoint] = []
 """Those of this process: c10d creates groups one by one and passes nothing from one to the next."""
+_exit_status = ExitStatus()
 
 
 def fresh_prefix(store: Store, world_size: int) -> Store:
@@ -83,6 +84,7 @@ def agreed_name(store: Store, rank: int, key: str) -> str:
 
 
 def _join(store: Store, rank: int, world_size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
+    _exit_status.watch()
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     name = agreed_name(store, rank, "endpoint")
     return SharedEndpoint(name, Endpoint.join(store, rank, world_size, kinds, generation=generation))
@@ -92,9 +94,8 @@ def _join(store: Store, rank: int, world_size: int, kinds: Mapping[str, WindowKi
 def _leave_all() -> None:
     # A rank that ends with an error is lost and has not left: its sockets close by themselves and show it. And the
     # child of a fork must not leave for its parent.
-    has_failed = getattr(sys, "last_value", None) is not None
     for shared in _endpoints:
-        if not has_failed and shared.process == os.getpid():
+        if not _exit_status.has_failed and shared.process == os.getpid():
             with suppress(Exception):
                 shared.close()
     _endpoints.clear()

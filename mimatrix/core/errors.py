@@ -18,6 +18,8 @@ from difflib import get_close_matches
 
 # A cluster knows thousands of names, and an error is one sentence.
 _SHOWN = 20
+EXIT_BAD_INPUT = 2
+"""The exit code of a `UserError`; with it a job is not started again."""
 EXIT_PEER_LOST = 76
 """The exit code of a rank that stopped because another one was lost: it is not the rank to blame."""
 

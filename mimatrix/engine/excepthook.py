@@ -10,10 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mimatrix.core.errors import EXIT_PEER_LOST, DifferentCalls, PeerLost, UserError
+from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_PEER_LOST, DifferentCalls, PeerLost, UserError
 
-EXIT_BAD_INPUT = 2
-"""The exit code of a `UserError`; with it a job is not started again. `EXIT_PEER_LOST` is that of a `PeerLost`."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

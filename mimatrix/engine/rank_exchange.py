@@ -34,10 +34,6 @@ class RankExchange:
             rows = self._gather(self._group, text, len(text), longest + _LENGTH_BYTES)
         return [json.loads(row[:length]) for length, row in rows]
 
-    def has_ended(self, rank: int) -> bool:
-        """Return whether the process of a rank is known to have ended."""
-        return self._group is not None and self._group.endpoint.control.failure(rank, [rank], "") is not None
-
     def _gather(self, group: Group, text: bytes, length: int, row_bytes: int) -> list[tuple[int, bytes]]:
         row_bytes = -(-row_bytes // _LENGTH_BYTES) * _LENGTH_BYTES
         if self._rows is None:

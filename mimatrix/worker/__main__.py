@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from mimatrix.core import environment
-from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.core.errors import EXIT_BAD_INPUT, MiMatrixError, UserError
 from mimatrix.core.logs import configure_logging
-from mimatrix.engine.excepthook import EXIT_BAD_INPUT, format_user_error
+from mimatrix.engine.excepthook import format_user_error
 from mimatrix.engine.run_hooks import observe_runs
 from mimatrix.wire.client import Client
 from mimatrix.worker.device_metrics import link_sampler

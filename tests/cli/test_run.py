@@ -154,6 +154,32 @@ def test_call_that_one_rank_makes_is_one_sentence_with_both_lines(folder: Path) 
     ]
 
 
+ONE_RANK_IS_LAST = """
+import sys, mimatrix, torch
+run = mimatrix.init(global_batch=8)
+model = torch.nn.Linear(2, 1)
+model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.ones(2)] * 16)
+if run.rank == 1:
+    sys.exit(int(sys.argv[1]))
+run.evaluate(model, [torch.ones(2)] * 8, lambda model, batch: {"mean": float(model(batch).mean())})
+"""
+
+
+def test_call_after_the_other_rank_ended_well_is_not_started_again(folder: Path) -> None:
+    (folder / "last.py").write_text(ONE_RANK_IS_LAST)
+    done = mimatrix("-n", "2", "--max-restarts", "1", "last.py", "0", cwd=folder)
+    assert done.returncode == 2, done
+    said = "rank 1 has ended, and rank 0 waits for it in run.evaluate (last.py, line 8); call run.evaluate on all ranks"
+    assert done.stderr.splitlines() == [f"[0] mimatrix: {said}", f"mimatrix: rank 0 failed: {said}"]
+
+
+def test_exit_code_of_a_rank_that_failed_first_counts(folder: Path) -> None:
+    (folder / "last.py").write_text(ONE_RANK_IS_LAST)
+    done = mimatrix("-n", "2", "last.py", "3", cwd=folder)
+    assert done.returncode == 3, done
+    assert done.stderr.splitlines()[-1] == "mimatrix: rank 1 ended with exit code 3"
+
+
 def test_the_timeout(folder: Path) -> None:
     (folder / "sleep.py").write_text("import time\ntime.sleep(60)\n")
     done = mimatrix("-n", "2", "--timeout", "0.5", "sleep.py", cwd=folder)

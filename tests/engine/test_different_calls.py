@@ -10,7 +10,7 @@ import torch
 from support.runs import in_runs
 from torch import nn
 
-from mimatrix.core.errors import PeerLost, UserError
+from mimatrix.core.errors import UserError
 from mimatrix.engine.run import Run
 
 SECONDS = 5.0
@@ -53,7 +53,7 @@ def errors_of(on_rank: Callable[[Run], None], stage: int, ranks: int = 2, **sett
         began_s = time.monotonic()
         try:
             on_rank(run)
-        except (UserError, PeerLost) as error:
+        except UserError as error:
             raised[run.rank] = error
         return time.monotonic() - began_s
 
@@ -164,7 +164,7 @@ def test_rank_that_has_ended_is_named_with_the_call_that_waits_for_it(stage: int
 
     errors, seconds = errors_of(on_rank, stage)
     assert errors == [
-        f"PeerLost: rank 1 has ended, and rank 0 waits for it in run.evaluate ({line_of('self.run.evaluate(')}); "
+        f"DifferentCalls: rank 1 has ended, and rank 0 waits for it in run.evaluate ({line_of('self.run.evaluate(')}); "
         "call run.evaluate on all ranks"
     ]
     assert seconds < SECONDS

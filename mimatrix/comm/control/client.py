@@ -152,14 +152,15 @@ class ControlClient:
         for rank, reason in self._lost.copy().items():
             # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
             if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
-                return PeerLost(self._describe_loss(rank, reason, doing, user_call), rank)
+                return self._loss(rank, reason, doing, user_call or self.caller.of_this_thread())
         return None
 
-    def _describe_loss(self, rank: int, reason: str, doing: str, user_call: UserCall | None) -> str:
-        call = user_call or self.caller.of_this_thread()
+    def _loss(self, rank: int, reason: str, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
+        # A rank that ended without an error has done all that the script asked of it: the script is to blame, and to
+        # start it again would not help.
         if call and reason == LEFT:
-            return describe_ended(self.rank, rank, call)
-        return f"{self.describe(rank)} was lost in {call or doing}: {reason}"
+            return DifferentCalls(describe_ended(self.rank, rank, call))
+        return PeerLost(f"{self.describe(rank)} was lost in {call or doing}: {reason}", rank)
 
     def report_timeout(
         self, peer: int, members: Collection[int], doing: str, waited_s: float, arrival: tuple[str, int] | None = None

@@ -168,7 +168,7 @@ class Coordinator:
         blocked = BlockedRank.from_json(body)
         for ended in blocked.find_ended(self._ended) if blocked else ():
             text = describe_ended(rank, ended, blocked.call if blocked else None)
-            self._send_all(MessageType.FAULT, {"text": text, "ranks": [rank], "failed": ended, "is_users": False})
+            self._send_all(MessageType.FAULT, {"text": text, "ranks": [rank], "failed": ended, "is_users": True})
         self._act_on(self._deadlocks.report(rank, blocked))
 
     def _on_state(self, rank: int, waits_for: int | None) -> None:

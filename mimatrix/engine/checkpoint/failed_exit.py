@@ -5,18 +5,22 @@ import os
 import sys
 from contextlib import suppress
 
-_EXIT_CODE = 1
+EXIT_FAILED = 1
 
 
 class FailedExit:
-    """Ends the process with exit code 1 where it would have ended with success.
+    """Ends the process with a sentence and an exit code where it would have ended with success.
 
     An exception in an exit handler does not change the exit code, so the process ends in a handler. It is registered
     when a save has failed, hence runs before the handlers that were registered earlier, and runs those itself.
     """
 
-    def demand(self) -> None:
-        """Let the process fail when it exits."""
+    def __init__(self) -> None:
+        self._sentence, self._code = "", EXIT_FAILED
+
+    def demand(self, sentence: str, code: int = EXIT_FAILED) -> None:
+        """Let the process say why and fail when it exits."""
+        self._sentence, self._code = sentence, code
         atexit.register(self._exit)
 
     def cancel(self) -> None:
@@ -29,7 +33,9 @@ class FailedExit:
         atexit.unregister(self._exit)
         with suppress(BaseException):
             atexit._run_exitfuncs()
+        # On every rank: a launcher shows the last line of the one that ended first, and repeated lines once.
+        print(f"mimatrix: {self._sentence}", file=sys.__stderr__, flush=True)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # it may be closed, or None
                 stream.flush()
-        os._exit(_EXIT_CODE)
+        os._exit(self._code)

@@ -20,10 +20,10 @@ from torch import nn
 from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.core.errors import PeerLost, UserError, WorldError
+from mimatrix.core.errors import EXIT_BAD_INPUT, UserError, WorldError
 from mimatrix.engine.checkpoint import load as loading
 from mimatrix.engine.checkpoint import storage
-from mimatrix.engine.checkpoint.failed_exit import FailedExit
+from mimatrix.engine.checkpoint.failed_exit import EXIT_FAILED, FailedExit
 from mimatrix.engine.checkpoint.metric import Metric
 from mimatrix.engine.checkpoint.retention import is_wanted
 from mimatrix.engine.checkpoint.save_calls import (
@@ -275,12 +275,12 @@ class CheckpointManager:
                     storage.remove(unfinished)
                 raise
         except Exception as error:
-            # Logged as well as raised: the script may end without another call of `save`.
-            lost = error if isinstance(error, PeerLost) else error.__cause__
-            if self._rank == 0 or (isinstance(lost, PeerLost) and lost.rank == 0):
-                logger.error(f"the checkpoint of step {staged.step} is not saved: {error}")
+            # Logged as well as raised: the script may not come to another call of `save` for long, or at all.
+            sentence = f"the checkpoint of step {staged.step} is not saved: {error}"
+            if self._rank == 0:
+                logger.error(sentence)
             if may_end_process:
-                self._exit.demand()
+                self._exit.demand(sentence, EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED)
             raise
 
     def _begin(self, folder: Path, own: SaveArguments, step: int, replaces: Path | None) -> tuple[Path | None, bool]:
@@ -298,13 +298,7 @@ class CheckpointManager:
                 name = storage.create_unfinished(folder, step, owner).name
             return [name, own.to_json()]
 
-        try:
-            created = self._gather(create, "begin a checkpoint")
-        except PeerLost as error:
-            if not self._exchange.has_ended(error.rank):
-                raise
-            raise WorldError(f"rank {error.rank} ended without run.save; all ranks call run.save") from error
-        names, messages = zip(*created, strict=True)
+        names, messages = zip(*self._gather(create, "begin a checkpoint"), strict=True)
         unfinished = None if names[0] is None else folder / names[0]
         arguments = [SaveArguments.from_json(message) for message in messages]
         try:

@@ -1,0 +1,33 @@
+"""Whether this process ends with success, as far as it can be known before it has ended.
+
+An uncaught exception is in `sys.last_value` when exit handlers run. The status that `sys.exit` was given is nowhere by
+then, so it is noted when it is called.
+"""
+
+import sys
+import threading
+from typing import Any, NoReturn
+
+
+class ExitStatus:
+    """Notes what the main thread gave `sys.exit`."""
+
+    def __init__(self) -> None:
+        self._status: object = None
+        self._exit: Any = None
+
+    def watch(self) -> None:
+        """Note calls of `sys.exit` from now on."""
+        if self._exit is None:
+            self._exit, sys.exit = sys.exit, self._note
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process ends with an exception, or with an exit status that is not 0."""
+        return getattr(sys, "last_value", None) is not None or self._status not in (None, 0)
+
+    def _note(self, status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():  # elsewhere it ends only the thread
+            self._status = status
+        self._exit(status)
+        raise AssertionError("sys.exit returned")
