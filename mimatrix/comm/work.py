@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimatrix.core.errors import WorldError
+from mimatrix.core.errors import UserError, WorldError
 
 _POLL_S = 0.05
 Task = Callable[[], None]
@@ -75,7 +75,7 @@ class CollectiveThread:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._queued = 0
+        self._queued, self._is_closed = 0, False
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mimatrix-comm", daemon=True)
 
@@ -89,6 +89,8 @@ class CollectiveThread:
         with self._lock:
             runs_here = inline and not self._queued and self._running.acquire(blocking=False)
             if not runs_here:
+                if self._is_closed:  # nothing would ever run it
+                    raise UserError("a collective was started after its group was closed; call run.close last")
                 self._queued += 1
                 self._works.put(work)
         if runs_here:
@@ -99,7 +101,9 @@ class CollectiveThread:
 
     def close(self) -> None:
         """End the thread after the work that is queued."""
-        self._works.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._works.put(None)
         self._thread.join(timeout=5)
 
     def _run(self) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_PEER_LOST, DifferentCalls, PeerLost, UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(traceback.__file__).parent
 
 
 def install_excepthook() -> None:
@@ -50,6 +51,12 @@ def _exit_with(sentence: str, code: int) -> NoReturn:
 
 
 def _is_user_code(file: str) -> bool:
-    """Return whether a file is not part of this package, of another package, or of what runs before a script."""
+    """Return whether a file is not part of this package, of another package, or of Python's own library."""
     path = Path(file)
-    return path.is_file() and not path.resolve().is_relative_to(_PACKAGE) and "site-packages" not in path.parts
+    is_library = path.is_relative_to(_LIBRARY) or path.resolve().is_relative_to(_LIBRARY)
+    return (
+        path.is_file()
+        and not is_library
+        and not path.resolve().is_relative_to(_PACKAGE)
+        and "site-packages" not in path.parts
+    )

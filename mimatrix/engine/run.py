@@ -14,7 +14,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.loop.averaged_model import guard_averages
 from mimatrix.engine.loop.evaluation import Evaluation, MetricFn
-from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler, check_lr_scheduler
+from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler, check_lr_scheduler, check_same_lr_scheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
 from mimatrix.engine.loop.preemption import Preemption
 from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
@@ -140,12 +140,13 @@ class Run(RunSaving):
         )
         inputs.check()
         if scheduler is not None:
-            check_lr_scheduler(scheduler)
+            check_lr_scheduler(scheduler, optimizer)
         if self._membership.measures_devices or self.settings.plan_with(has_loss=loss is not None) == "profile":
             self._phase = "profiling"
         self._world = self._membership.settle(inputs)
         # What is settled stays so, also if the rest fails.
         self._membership, self._loop = Membership(self._world), NotPrepared(self._world)
+        check_same_lr_scheduler(self._world.exchange, scheduler)
         prepared = prepare(self._world, inputs, scheduler, self._preemption)
         self._loop = prepared.loop
         guard_averages(model, prepared.loop)
@@ -155,6 +156,7 @@ class Run(RunSaving):
         result = (model, prepared.optimizer, prepared.loader)
         return result if scheduler is None else (*result, prepared.lr_scheduler)
 
+    @as_user_call(run_call("run.prepare_scheduler"))
     def prepare_scheduler(self, scheduler: LRScheduler) -> SyncedLRScheduler:
         """Prepare a learning-rate scheduler that was made after `prepare`, such as for `len(loader)` steps.
 
@@ -167,11 +169,20 @@ class Run(RunSaving):
         Returns:
             The scheduler to step.
 
+        Raises:
+            UserError: It is of another optimizer, or ranks give different ones.
+
         Example:
             >>> scheduler = run.prepare_scheduler(OneCycleLR(optimizer, 0.1, epochs=10, steps_per_epoch=len(loader)))
         """
-        check_lr_scheduler(scheduler)
-        return self._prepared().add_lr_scheduler(scheduler)
+        loop = self._prepared()
+        if isinstance(scheduler, SyncedLRScheduler):
+            raise UserError("the scheduler is prepared already; step the one that you have")
+        check_lr_scheduler(scheduler, loop.optimizer.optimizer)
+        loop.check_between_batches("run.prepare_scheduler", "before the loop over the loader")
+        loop.require_all_ranks("run.prepare_scheduler")
+        check_same_lr_scheduler(self._world.exchange, scheduler)
+        return loop.add_lr_scheduler(scheduler)
 
     @as_user_call(BACKWARD)
     def backward(self, loss: torch.Tensor, weight: float | None = None) -> None:
@@ -187,7 +198,7 @@ class Run(RunSaving):
         """Yield the numbers of the epochs up to `count`, starting where the run is."""
         return iterate_as_user_call(self._world.caller, END_OF_LOOP, self._prepared().run_epochs(count))
 
-    def log(self, **values: Any) -> None:
+    def log(self, /, *unnamed: Any, **values: Any) -> None:
         """Log metrics, for `history`, the job's curves and TensorBoard.
 
         In the loop's body they are of this micro-batch: what is recorded are weighted means over all ranks, step by
@@ -195,14 +206,17 @@ class Run(RunSaving):
         steps done: give the same on all ranks, or log on rank 0 alone, whose values are those of the job.
 
         Args:
+            *unnamed: Refused: wandb's `log({"loss": loss})` is `log(loss=loss)` here.
             **values: Numbers, or tensors with one element. NaN and infinities are recorded, too.
 
         Raises:
-            UserError: A value is not a number.
+            UserError: A value is not a number, or has no name.
 
         Example:
             >>> run.log(loss=loss, accuracy=accuracy)
         """
+        if unnamed:
+            raise UserError("run.log was given a value without a name; give names: run.log(loss=...), or **metrics")
         self._prepared().log(values)
 
     @property
@@ -335,7 +349,7 @@ class Run(RunSaving):
         """Release what the run holds besides the model; needed only if another run follows in the same process.
 
         Waits for a checkpoint that is being written, and raises what went wrong with it. In stages 0 to 2 the model
-        can be used afterwards; in stage 3 this rank's shards of it are gone.
+        can be used afterwards; in stage 3 this rank's shards of it are gone. Call it last, on all ranks.
         """
         self._loop.close()
 

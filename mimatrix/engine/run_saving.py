@@ -132,6 +132,7 @@ class RunSaving(ABC):
         """
         return self._loop.saved
 
+    @as_user_call(run_call("run.ema"))
     def ema(self, decay: float = 0.999) -> EMA:
         """Begin an exponential moving average of the weights, in any stage. All ranks call it, after `prepare`.
 
@@ -159,6 +160,7 @@ class RunSaving(ABC):
         average.decay = decay
         return EMA(average, **self._average_context())
 
+    @as_user_call(run_call("run.swa"))
     def swa(self) -> SWA:
         """Begin an equal average of the weights (stochastic weight averaging), in any stage. All ranks call it.
 
@@ -200,6 +202,7 @@ class RunSaving(ABC):
             "model": loop.checkpoints.model,
             "loop": loop,
             "exchange": self._world.exchange,
+            "caller": self._world.caller,
         }
 
     def _folder_of(self, given: str | Path | None) -> str:

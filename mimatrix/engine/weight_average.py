@@ -1,15 +1,17 @@
 """EMA and SWA as the script sees them: `run.ema` and `run.swa`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from mimatrix.core.errors import WorldError
+from mimatrix.comm.control.user_calls import Caller, UserCall
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.modules.averaged_weights import AveragedWeights, AverageRegistry, check_same_updates
 from mimatrix.engine.rank_exchange import RankExchange
+from mimatrix.engine.user_calls import run_call
 from mimatrix.engine.zero.strategy import ShardingStrategy
 
 
@@ -39,9 +41,10 @@ class WeightAverage:
         model: nn.Module,
         loop: LoopBetweenBatches,
         exchange: RankExchange,
+        caller: Caller,
     ) -> None:
         self._average, self._registry = average, registry
-        self._model, self._loop, self._exchange = model, loop, exchange
+        self._model, self._loop, self._exchange, self._caller = model, loop, exchange, caller
 
     @property
     def updates(self) -> int:
@@ -59,28 +62,39 @@ class WeightAverage:
             >>> with ema.applied():
             ...     results = run.evaluate(model, dataset, metric_fn)
         """
-        self._check("applied")
-        self._registry.check_not_applied(f"{self._average.kind}.applied was called")
-        self._swap()
+        with self._calling("applied"):
+            self._check("applied")
+            self._registry.check_not_applied(f"{self._average.kind}.applied was called")
+            self._swap()
         self._registry.applied = self._average
         try:
             yield
         except BaseException:
             self._registry.applied = None
             # The other ranks may not come here: what went wrong in the block is what the user has to see.
-            with suppress(WorldError):
+            with suppress(WorldError, UserError), self._caller.calling(self._end_of_block()):
                 self._swap()
             raise
         self._registry.applied = None
-        self._swap()
+        with self._caller.calling(self._end_of_block()):
+            self._swap()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the averages and the model's buffers on the CPU, under the model's names. All ranks call it."""
-        if self._registry.applied is self._average:
-            self._check("full_state_dict")
-            return self._loop.strategy.full_state_dict(self._model)
-        with self.applied():
-            return self._loop.strategy.full_state_dict(self._model)
+        with self._calling("full_state_dict"):
+            if self._registry.applied is self._average:
+                self._check("full_state_dict")
+                return self._loop.strategy.full_state_dict(self._model)
+            with self.applied():
+                return self._loop.strategy.full_state_dict(self._model)
+
+    def _calling(self, method: str) -> AbstractContextManager[None]:
+        """Name a call, for ranks that do not make it."""
+        return self._caller.calling(run_call(f"{self._average.kind}.{method}"))
+
+    def _end_of_block(self) -> UserCall:
+        name = f"{self._average.kind}.applied"
+        return UserCall(name, key=f"the end of {name}", verb="left", fix=f"leave {name} on all ranks")
 
     def _swap(self) -> None:
         self._average.swap()
@@ -108,7 +122,7 @@ class SWA(WeightAverage):
         Raises:
             UserError: Inside a global batch, or where a rank without data does not come to it.
         """
-        self._loop.check_between_batches("swa.update")
-        self._loop.require_all_ranks("swa.update")
-        self._registry.check_not_applied("swa.update was called")
-        self._average.update()
+        with self._calling("update"):
+            self._check("update")
+            self._registry.check_not_applied("swa.update was called")
+            self._average.update()

@@ -26,6 +26,8 @@ class Script:
         self.run, self.folder, model = run, str(folder), nn.Sequential(*layers)
         self.model, self.optimizer, self.loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA)
 
+        self.average = run.swa()
+
     def loss(self, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(self.model(batch[0]), batch[1])
 
@@ -89,7 +91,42 @@ def call_save(script: Script) -> None:
     script.run.save(script.folder, wait=True)
 
 
+def call_ema(script: Script) -> None:
+    script.run.ema()
+
+
+def call_swa(script: Script) -> None:
+    script.run.swa()
+
+
+def apply_average(script: Script) -> None:
+    with script.average.applied():
+        pass
+
+
+def update_average(script: Script) -> None:
+    script.average.update()
+
+
+def gather_average(script: Script) -> None:
+    script.average.full_state_dict()
+
+
+def prepare_scheduler(script: Script) -> None:
+    script.run.prepare_scheduler(torch.optim.lr_scheduler.StepLR(script.optimizer, 1))
+
+
 ODD: dict[Odd, tuple[str, str, str]] = {
+    call_ema: ("called run.ema", "script.run.ema", "call run.ema on all ranks"),
+    call_swa: ("called run.swa", "script.run.swa", "call run.swa on all ranks"),
+    apply_average: ("called swa.applied", "script.average.applied", "call swa.applied on all ranks"),
+    update_average: ("called swa.update", "script.average.update", "call swa.update on all ranks"),
+    gather_average: ("called swa.full_state_dict", "script.average.full", "call swa.full_state_dict on all ranks"),
+    prepare_scheduler: (
+        "called run.prepare_scheduler",
+        "script.run.prepare_scheduler",
+        "call run.prepare_scheduler on all ranks",
+    ),
     call_evaluate: ("called run.evaluate", "script.evaluate", "call run.evaluate on all ranks"),
     call_load: ("called run.load", "script.run.load", "call run.load on all ranks"),
     call_save: ("called run.save at step 2", "script.run.save", "call run.save on all ranks"),
@@ -109,7 +146,7 @@ ODD_IN_STAGE_3: dict[Odd, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "odd"), [(stage, odd) for stage in range(4) for odd in ODD] + [(3, odd) for odd in ODD_IN_STAGE_3]
+    ("stage", "odd"), [(stage, odd) for stage in (0, 3) for odd in ODD] + [(3, odd) for odd in ODD_IN_STAGE_3]
 )
 def test_call_on_rank_0_alone_is_named_on_every_rank(stage: int, odd: Odd, tmp_path: Path) -> None:
     errors, seconds = errors_of(lambda run: Script(run, tmp_path).train(odd), stage)
@@ -235,3 +272,40 @@ def test_rank_that_computes_for_long_is_waited_for(tmp_path: Path) -> None:
         return run.step
 
     assert in_runs(2, on_rank, stage=3, batch=[2, 2], timeout_s=30.0) == [3, 3]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_after_close_on_one_rank_is_refused_within_seconds(stage: int, tmp_path: Path) -> None:
+    errors, seconds = errors_of(lambda run: Script(run, tmp_path).train(lambda script: script.run.close()), stage)
+    assert errors[0].startswith(
+        ("UserError: run.close was called, and training continues", "UserError: a collective was started after")
+    )
+    assert seconds < SECONDS
+
+
+def test_training_after_close_is_refused_on_one_rank_as_on_many(tmp_path: Path) -> None:
+    def on_rank(run: Run) -> None:
+        script = Script(run, tmp_path)
+        for batch in script.loader:
+            script.step(batch)
+        run.close()
+        with pytest.raises(
+            UserError, match=r"run\.close was called, and training continues; call it last, on all ranks"
+        ):
+            next(iter(script.loader))
+
+    in_runs(1, on_rank, batch=[4])
+    in_runs(2, on_rank, batch=[2, 2], stage=2)
+
+
+def test_scheduler_that_only_one_rank_gives_prepare_is_refused(tmp_path: Path) -> None:
+    def on_rank(run: Run) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if run.rank == 0 else []
+        run.prepare(model, optimizer, DATA, *schedulers)
+
+    errors, seconds = errors_of(on_rank, 0)
+    sentence = "UserError: rank 0 prepared a StepLR and rank 1 no scheduler; prepare the same scheduler on all ranks"
+    assert errors == [sentence, sentence]
+    assert seconds < SECONDS

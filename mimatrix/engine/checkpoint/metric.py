@@ -36,7 +36,7 @@ class Metric:
             raise UserError(f'best is {best!r}; give "max" or "min"')
         try:
             return cls(float(value), best)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise UserError(f"metric is a {type(value).__name__}; give a number, such as an accuracy") from None
 
     @classmethod

@@ -145,4 +145,4 @@ def _describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.is_floating_point() or tensor.is_complex():
         # One number is a result, such as a loss, that has to be the same; more are weights.
         return shape, tensor.dtype, tensor.item() if tensor.numel() == 1 else None
-    return shape, tensor.dtype, zlib.crc32(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    return shape, tensor.dtype, zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -21,6 +21,7 @@ from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import Progress
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.global_step import GlobalStep
+from mimatrix.engine.rank_exchange import RankExchange
 
 _PAUSE_S = 1e-4
 _LONGEST_PAUSE_S = 5e-3
@@ -263,13 +264,33 @@ class SyncedLRScheduler(LRScheduler):
         self._position = _position(self.scheduler)
 
 
-def check_lr_scheduler(scheduler: Any) -> None:
-    """Refuse what is not one learning-rate scheduler."""
+def check_lr_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse what is not one learning-rate scheduler of the optimizer, or of the one that was prepared from it."""
     if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
         raise UserError(
             f"the scheduler is a {type(scheduler).__name__}; give one scheduler, such as a ChainedScheduler or a "
             "SequentialLR of several, or pass each to run.prepare_scheduler"
         )
+    own = getattr(scheduler, "optimizer", None)
+    if not isinstance(own, Optimizer):  # a scheduler of the user's own making
+        return
+    # By the param groups, in which it sets the learning rates: a wrapper of the optimizer has the same ones.
+    if not any(group is other for group in own.param_groups for other in optimizer.param_groups):
+        raise UserError(
+            f"the {type(scheduler).__name__} is a scheduler of another optimizer; make it of the one that is given to "
+            "run.prepare, or that run.prepare returned"
+        )
+
+
+def check_same_lr_scheduler(exchange: RankExchange, scheduler: object) -> None:
+    """Refuse schedulers that differ between ranks, before they are stepped together. A collective."""
+    own = "no scheduler" if scheduler is None else f"a {type(scheduler).__name__}"
+    kinds = [message["scheduler"] for message in exchange.all_gather({"scheduler": own})]
+    for rank, other in enumerate(kinds):
+        if other != kinds[0]:
+            raise UserError(
+                f"rank 0 prepared {kinds[0]} and rank {rank} {other}; prepare the same scheduler on all ranks"
+            )
 
 
 def _position(scheduler: LRScheduler) -> list[Any]:

@@ -211,6 +211,8 @@ def check_number(said: str, value: Any) -> None:
         given = f"the string {value[:50]!r}"
     elif math.prod(shape) != 1:
         given = f"a {type(value).__name__} of shape {list(shape)}"
+    elif isinstance(value, int) and not _is_real(value):
+        given = "an integer that is too large for a float"
     elif not _is_real(value):
         given = f"a {type(value).__name__} that is not a real number"
     else:
@@ -228,7 +230,7 @@ def _is_real(value: Any) -> bool:
         return not value.is_complex()
     try:
         to_float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return True
 

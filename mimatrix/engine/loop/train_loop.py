@@ -78,6 +78,7 @@ class TrainLoop:
         self._iterator: object | None = None
         """The iterator over the loader that is in use."""
         self._grad_hooks = GradHookCheck(strategy.units, warns=world.rank == 0)
+        self._is_closed = False
         self._has_exchanged = True
         """Whether ranks have told each other everything since the last global batch."""
 
@@ -182,6 +183,7 @@ class TrainLoop:
 
     def backward(self, loss: torch.Tensor, weight: float | None) -> None:
         """Add the gradients of a micro-batch."""
+        self.check_open()
         self._world.precision.end()
         counts = self.global_step.backward(loss, weight)
         self._world.timer.end_micro_step()
@@ -238,6 +240,11 @@ class TrainLoop:
         self._idle.reset_hyperparams()
         return True
 
+    def check_open(self) -> None:
+        """Refuse to train after `run.close`."""
+        if self._is_closed:
+            raise UserError("run.close was called, and training continues; call it last, on all ranks")
+
     def check_between_batches(self, call: str, when: str = "when `not run.in_batch`") -> None:
         """Refuse what cannot be done inside a global batch."""
         if self.in_batch:
@@ -266,6 +273,7 @@ class TrainLoop:
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and release what the loop holds besides the model."""
+        self._is_closed = True
         self.metrics.finish(self.step)
         try:
             self.checkpoints.wait()
@@ -315,6 +323,7 @@ class TrainLoop:
 
     def begin_epoch(self) -> None:
         """Begin a pass over the samples, or over what is left of them."""
+        self.check_open()
         self.checkpoints.averages.check_not_applied("a loop over the loader began")
         check_frozen(self.strategy.units)
         self._grad_hooks.check()

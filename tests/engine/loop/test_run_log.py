@@ -175,6 +175,7 @@ def alone() -> Run:
         (np.ones((2, 1)), r"a ndarray of shape \[2, 1\]"),
         (torch.tensor(1j), "a Tensor that is not a real number"),
         ([1.0], "a list that is not a real number"),
+        (10**400, "an integer that is too large for a float"),
     ],
 )
 @pytest.mark.parametrize("in_body", [False, True])
@@ -190,6 +191,13 @@ def test_what_is_not_a_number_is_refused_where_it_is_logged(value: Any, given: s
     run.log(loss=2.0)
     run.close()
     assert run.history == [(0, {"loss": 2.0})]
+
+
+def test_a_dict_of_metrics_as_wandb_takes_it_is_refused() -> None:
+    run = Run(Membership(World.join(Settings(global_batch=5, quiet=True))))
+    prepared(run)
+    with pytest.raises(UserError, match=r"give names: run\.log\(loss=\.\.\.\)"):
+        run.log({"loss": 1.0})
 
 
 def test_numbers_of_all_kinds_are_logged() -> None:
