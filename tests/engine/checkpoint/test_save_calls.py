@@ -92,12 +92,13 @@ def test_weights_that_devices_round_differently_are_one_user_state(tmp_path: Pat
 
 
 def test_numpy_scalars_of_every_kind_come_back_as_numbers(tmp_path: Path) -> None:
-    state: dict[Any, Any] = {
+    state: Any = {
         "f": np.float32(0.1),
         "d": np.float64(0.1),
         "i": np.int64(3),
         "b": np.bool_(True),
         "s": np.str_("x"),
+        np.int32(7): np.float16(0.5),
     }
 
     def on_rank(run: Run) -> Any:
