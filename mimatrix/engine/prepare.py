@@ -35,13 +35,13 @@ from mimatrix.engine.loop.prepared_optimizer import (
 )
 from mimatrix.engine.loop.train_loop import TrainLoop
 from mimatrix.engine.modules import batchnorm
-from mimatrix.engine.modules.guarded_params import GuardedParams, ParamInBatch
 from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.planning.measure import LossFn, PrepareContext
 from mimatrix.engine.planning.plan_follower import PlanFollower
 from mimatrix.engine.rank_rng import separate_rng
 from mimatrix.engine.user_calls import OPTIMIZER_STEP, with_user_call
 from mimatrix.engine.world import World
+from mimatrix.engine.zero.guarded_params import GuardedParams, ParamInBatch
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_closure
 from mimatrix.engine.zero.stages import create_strategy
 from mimatrix.engine.zero.strategy import ShardingStrategy

@@ -11,8 +11,8 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import MicroBatch
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.hidden_grads import HiddenGrads
-from mimatrix.engine.modules.guarded_params import GuardedParams
 from mimatrix.engine.modules.precision import LossScale
+from mimatrix.engine.zero.guarded_params import GuardedParams
 from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, ShardingStrategy
 
 

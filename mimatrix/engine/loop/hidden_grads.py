@@ -2,7 +2,7 @@
 
 There they are sums over this rank's micro-batches so far, moved out of the parameters on several ranks. Clipping them
 or unscaling them by hand would do nothing, or something that depends on the number of ranks, without a word. After the
-step there are none, where a plain loop still has them: they stay hidden until the loop goes on.
+step there are none, where a plain loop still has them: they stay hidden until the loop continues.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.modules.guarded_params import OTHER_OPTIMIZER, is_called
+from mimatrix.engine.zero.guarded_params import OTHER_OPTIMIZER, is_called
 from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD
 
 _SCALER = (

@@ -17,10 +17,10 @@ from torch import nn
 from mimatrix.comm.control.user_calls import find_place
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import UserError
-from mimatrix.engine.modules.guarded_params import GuardedParams, ShardedParam
 from mimatrix.engine.user_calls import MODEL_IN_BATCH, MODEL_OUTSIDE
 from mimatrix.engine.zero.base import ShardingContext
 from mimatrix.engine.zero.buffers import IN_FLIGHT
+from mimatrix.engine.zero.guarded_params import GuardedParams, ShardedParam
 from mimatrix.engine.zero.hooks import register_module_hooks
 from mimatrix.engine.zero.ordering import ParamPrefetcher
 from mimatrix.engine.zero.strategy import GRAD_OUTSIDE_BACKWARD, UnitState
