@@ -146,7 +146,7 @@ ODD_IN_STAGE_3: dict[Odd, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "odd"), [(stage, odd) for stage in (0, 3) for odd in ODD] + [(3, odd) for odd in ODD_IN_STAGE_3]
+    ("stage", "odd"), [(stage, odd) for stage in range(4) for odd in ODD] + [(3, odd) for odd in ODD_IN_STAGE_3]
 )
 def test_call_on_rank_0_alone_is_named_on_every_rank(stage: int, odd: Odd, tmp_path: Path) -> None:
     errors, seconds = errors_of(lambda run: Script(run, tmp_path).train(odd), stage)
