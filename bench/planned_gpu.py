@@ -190,6 +190,7 @@ def resnet() -> tuple[Any, Any, Any]:
     import torch
     from torchvision.models import resnet50
 
+    torch.manual_seed(0)
     pictures = torch.randn(GLOBAL_BATCH["resnet"], 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (len(pictures),), device="cuda")
 
@@ -205,6 +206,7 @@ def gpt() -> tuple[Any, Any, Any]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    torch.manual_seed(0)
     tokens = torch.randint(0, 50257, (GLOBAL_BATCH["gpt"], 1024), device="cuda")
 
     def loss(model: Any, rows: Any) -> Any:

@@ -27,6 +27,7 @@ EXPORTED = [
     "PreparedOptimizer",
     "Run",
     "RunStatus",
+    "SaveError",
     "ScheduleError",
     "StepStats",
     "SyncedLRScheduler",

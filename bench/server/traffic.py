@@ -25,6 +25,7 @@ WIDTHS = {"1 MB": 500, "400 MB": 10_000}
 SCRIPT = """
 import sys, time, torch, mimatrix
 width, seconds = int(sys.argv[1]), float(sys.argv[2])
+torch.manual_seed(0)
 rows = torch.randn(64, width)
 model = torch.nn.Linear(width, width, bias=False)
 run = mimatrix.init(global_batch=4, quiet=True)

@@ -7,7 +7,8 @@
     │   └── DifferentCalls   ... ranks make different calls: both ranks, both calls, with their lines
     ├── WorldError           something outside the program failed
     │   ├── PeerLost         a rank is gone or silent: which, on which host, in which collective, since when
-    │   └── MismatchError    two ranks called different collectives: both ranks, both calls
+    │   ├── MismatchError    two ranks called different collectives: both ranks, both calls
+    │   └── SaveError        a checkpoint was not saved: of which step, and why
     └── ScheduleError        a collective algorithm is wrong: which rank, which block, what it holds
 
 A bug in MiMatrix is an assertion, not an error of this tree.
@@ -18,6 +19,8 @@ from difflib import get_close_matches
 
 # A cluster knows thousands of names, and an error is one sentence.
 _SHOWN = 20
+EXIT_FAILED = 1
+"""The exit code of a failure that the input is not to blame for."""
 EXIT_BAD_INPUT = 2
 """The exit code of a `UserError`; with it a job is not started again."""
 EXIT_PEER_LOST = 76
@@ -62,6 +65,10 @@ class PeerLost(WorldError):  # noqa: N818 (the name that the design gives it)
 
 class MismatchError(WorldError):
     """Ranks called different collectives, or the same one with different shapes or types."""
+
+
+class SaveError(WorldError):
+    """A checkpoint could not be written; the message has its step and the reason."""
 
 
 class ScheduleError(MiMatrixError):

@@ -10,19 +10,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_PEER_LOST, DifferentCalls, PeerLost, UserError
+from mimatrix.core.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_PEER_LOST,
+    DifferentCalls,
+    PeerLost,
+    SaveError,
+    UserError,
+)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARY = Path(traceback.__file__).parent
 
 
 def install_excepthook() -> None:
-    """Show uncaught `UserError`s and `PeerLost` as a sentence, unless the program has an exception hook of its own."""
+    """Show uncaught `UserError`, `PeerLost` and `SaveError` as a sentence, unless the program has a hook of its own."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _excepthook
 
 
-def format_user_error(error: UserError) -> str:
+def format_user_error(error: UserError | SaveError) -> str:
     """Return what is wrong, and the line of the user's script that led there."""
     if isinstance(error, DifferentCalls):
         return str(error)
@@ -40,6 +48,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
             rank = os.environ.get("RANK")
             who = "stopped" if rank is None else f"rank {rank} stopped"
             _exit_with(f"{who}, because {error}", EXIT_PEER_LOST)
+        case SaveError():
+            _exit_with(format_user_error(error), EXIT_FAILED)
         case _:
             sys.__excepthook__(kind, error, trace)
 

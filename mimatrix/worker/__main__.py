@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mimatrix.core import environment
-from mimatrix.core.errors import EXIT_BAD_INPUT, MiMatrixError, UserError
+from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, MiMatrixError, UserError
 from mimatrix.core.logs import configure_logging
 from mimatrix.engine.excepthook import format_user_error
 from mimatrix.engine.run_hooks import observe_runs
@@ -20,7 +20,6 @@ from mimatrix.worker.device_metrics import link_sampler
 from mimatrix.worker.rendezvous import WorkerIdentity, join, own_address, set_environment
 from mimatrix.worker.reporting import Reporter
 
-EXIT_FAILED = 1
 _SECRETS = (environment.TOKEN.name,)
 # Not `__name__`, which is `__main__` here.
 logger = logging.getLogger("mimatrix.worker")

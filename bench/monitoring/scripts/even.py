@@ -8,6 +8,7 @@ import mimatrix
 
 run = mimatrix.init(64, quiet=True)
 net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(4096, 256), torch.randint(0, 10, (4096,)))
 
 

@@ -19,6 +19,7 @@ reporter: Any = run_hooks._hooks[0].__self__  # type: ignore[attr-defined]
 torch.set_num_threads(1)
 run = mimatrix.init(128, quiet=True)
 net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 10))
+torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(128 * STEPS, 512), torch.randint(0, 10, (128 * STEPS,)))
 
 

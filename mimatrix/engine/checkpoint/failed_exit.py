@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import suppress
 
-EXIT_FAILED = 1
+from mimatrix.core.errors import EXIT_FAILED
 
 
 class FailedExit:

@@ -20,10 +20,10 @@ from torch import nn
 from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.core.errors import EXIT_BAD_INPUT, UserError, WorldError
+from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, SaveError, UserError, WorldError
 from mimatrix.engine.checkpoint import load as loading
 from mimatrix.engine.checkpoint import storage
-from mimatrix.engine.checkpoint.failed_exit import EXIT_FAILED, FailedExit
+from mimatrix.engine.checkpoint.failed_exit import FailedExit
 from mimatrix.engine.checkpoint.metric import Metric
 from mimatrix.engine.checkpoint.retention import is_wanted
 from mimatrix.engine.checkpoint.save_calls import (
@@ -281,6 +281,8 @@ class CheckpointManager:
                 logger.error(sentence)
             if may_end_process:
                 self._exit.demand(sentence, EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED)
+            if type(error) is WorldError:
+                raise SaveError(sentence) from error
             raise
 
     def _begin(self, folder: Path, own: SaveArguments, step: int, replaces: Path | None) -> tuple[Path | None, bool]:

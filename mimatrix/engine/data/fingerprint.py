@@ -62,7 +62,7 @@ def check_same_rows(
         rank, row = difference
         raise UserError(
             f"rank {rank} has another row {row} in its dataset than rank 0; give {call} the same samples in the same "
-            "order on all ranks, e.g. shuffle them with the same seed"
+            "order on all ranks, e.g. make and shuffle them with the same seed"
         )
 
 

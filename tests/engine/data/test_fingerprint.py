@@ -50,7 +50,7 @@ def shuffled(run: Run) -> list[Any]:
 def says(call: str, row: int) -> str:
     return (
         f"rank 1 has another row {row} in its dataset than rank 0; give {call} the same samples in the same order on "
-        "all ranks, e.g. shuffle them with the same seed"
+        "all ranks, e.g. make and shuffle them with the same seed"
     )
 
 

@@ -166,6 +166,7 @@ import mimatrix, torch
 run = mimatrix.init(global_batch=64)
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(6)))
+torch.manual_seed(0)
 dataset = [(torch.randn(600), torch.randn(600)) for _ in range(64)]
 model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 1e-3), dataset)
 for epoch in run.epochs(120):

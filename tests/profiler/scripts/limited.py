@@ -47,6 +47,7 @@ def main(seed: int) -> None:
     model, shape = model_of(chance)
     batch = chance.choice((64, 256, 1024))
     run = mimatrix.init(batch, plan="profile", quiet=True)
+    torch.manual_seed(seed)
     rows = torch.randn(2 * batch, *shape)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     try:

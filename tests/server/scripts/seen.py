@@ -11,6 +11,7 @@ import mimatrix
 run = mimatrix.init(64, plan="profile" if "profile" in sys.argv else None)
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(512, 256), torch.randint(0, 10, (512,)))
 
 
