@@ -87,8 +87,8 @@ def main() -> None:
 
 Made by `python -m bench.mistakes` ({machine()}): {len(answers)} runs, of which {len(refused)} were refused, after
 {max(answer.seconds for answer in refused):.1f} s at most, with {sum(answer.tracebacks for answer in answers)} tracebacks. Seconds are from the first line of the
-mistake, which may train for an epoch before, to the end of all processes. The sentence is the last line of `mimatrix run`. What code 0 ended with is no
-mistake there: a stream that shards itself by rank has one shard alone, and outside stage 3 a rank may run the model by itself.
+mistake, which may train for an epoch before, to the end of all processes. The sentence is the last line of `mimatrix run`. What ended with code 0 is no
+mistake there: a stream that shards itself by rank has one shard alone, and outside stage 3 a rank may run the model, average or copy it by itself.
 [Raw figures](mistakes.json).
 
 | mistake | stage | ranks | exit code | seconds | answer |

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from mimatrix.comm.control.user_calls import UserCall
+from mimatrix.comm.control.user_calls import UserCall, find_place
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
 from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, SaveError, UserError, WorldError
@@ -202,15 +202,17 @@ class CheckpointManager:
         self._last_saved, self._published = saved, replaces
         # A thread of the program may fail alone; the main one ends the process.
         may_end_process = threading.current_thread() is threading.main_thread()
+        call = self._save_call(progress.step)
         task = partial(
             self._write_in_background,
-            self._save_call(progress.step),
+            call,
             folder,
             calls,
             staged,
             self._user_state,
             replaces=replaces,
             late=late,
+            place=call.place,
             may_end_process=may_end_process,
         )
         self._work = Work(task, self._watch)
@@ -237,7 +239,7 @@ class CheckpointManager:
 
     def _save_call(self, step: int) -> UserCall:
         current = self._group.caller.current if self._group else None
-        return save_call(step, current.place if current else "")
+        return save_call(step, current.place if current else find_place())
 
     def _watch(self) -> None:
         """Say that the user's thread waits for a save, and raise if another rank cannot come to it."""
@@ -259,6 +261,7 @@ class CheckpointManager:
         *,
         replaces: Path | None,
         late: bool,
+        place: str,
         may_end_process: bool,
     ) -> None:
         try:
@@ -280,7 +283,8 @@ class CheckpointManager:
             if self._rank == 0:
                 logger.error(sentence)
             if may_end_process:
-                self._exit.demand(sentence, EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED)
+                told = sentence if place in sentence else f"{sentence} ({place})"
+                self._exit.demand(told, EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED)
             if type(error) is WorldError:
                 raise SaveError(sentence) from error
             raise

@@ -48,7 +48,7 @@ def test_a_failed_last_save_fails_the_process(tmp_path: Path) -> None:
     assert done.returncode == 1
     logged, last = done.stderr.splitlines()
     assert " ERROR mimatrix: the checkpoint of step 2 is not saved: rank 0 could not begin a checkpoint" in logged
-    assert last == f"mimatrix: {told(logged)}"
+    assert last == f"mimatrix: {told(logged)} ({line_of('/proc/nope')})"
     assert done.stdout == "exit handler\n"
 
 
@@ -67,13 +67,17 @@ def told(logged: str) -> str:
     return logged.partition(" ERROR mimatrix: ")[2]
 
 
+def line_of(text: str, below: int = 0) -> str:
+    """Return where the script has a text, or a line below it."""
+    lines = SCRIPT.read_text().splitlines()
+    return f"{SCRIPT.name}, line {1 + below + next(n for n, line in enumerate(lines) if text in line)}"
+
+
 def ended(rank: int) -> str:
     """Return what is said about a save that only another rank came to, with its line."""
     wanted = "if run.rank == 0" if rank else "if run.rank == 1"
-    number = 2 + next(n for n, line in enumerate(SCRIPT.read_text().splitlines()) if wanted in line)
-    place = f"{SCRIPT.name}, line {number}"
     return (
-        f"rank {rank} has ended, and rank {1 - rank} waits for it in run.save at step 2 ({place}); "
+        f"rank {rank} has ended, and rank {1 - rank} waits for it in run.save at step 2 ({line_of(wanted, 1)}); "
         "call run.save on all ranks"
     )
 
@@ -89,4 +93,4 @@ def test_a_last_save_on_rank_1_only_fails_the_job_and_says_what_to_do(tmp_path: 
 
 def test_a_failed_last_save_on_all_ranks_is_the_last_line(tmp_path: Path) -> None:
     line = "rank 0 could not begin a checkpoint: FileNotFoundError: [Errno 2] No such file or directory: '/proc/nope'"
-    check_ranks("impossible folder", tmp_path, 1, line)
+    check_ranks("impossible folder", tmp_path, 1, f"{line} ({line_of('/proc/nope')})")
