@@ -7,6 +7,8 @@ from pathlib import Path
 # The range from which the kernel takes ports for outgoing connections.
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST, _TRIES = 15_000, 200
+# Not the global generator, which is the script's, and may be seeded alike in several processes.
+_CHANCE = random.SystemRandom()
 
 
 def free_port(address: str = "", taken: set[int] | None = None) -> int:
@@ -22,7 +24,7 @@ def free_port(address: str = "", taken: set[int] | None = None) -> int:
     taken = set() if taken is None else taken
     first, last = _port_range()
     for _ in range(_TRIES if last > first else 0):
-        port = random.randint(first, last)  # noqa: S311 (not a secret)
+        port = _CHANCE.randint(first, last)
         if port not in taken and _is_free(address, port):
             taken.add(port)
             return port

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -15,14 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mimatrix.worker.ports import free_port
+
 
 def forked(size: int, each: Callable[[int], None], timeout_s: float = 50.0) -> list[int]:
     """Run `each(rank)` in as many processes, with the environment of torchrun; how they ended (-9: it hung).
 
     They end as any interpreter does, so that what happens at exit is seen too.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(size)}
+    port = free_port("127.0.0.1")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
     gc.freeze()  # so that ranks do not copy what they never touch, and end sooner
     ranks = [_fork(rank, each) for rank in range(size)]

@@ -91,6 +91,7 @@ def test_a_last_save_on_rank_1_only_fails_the_job_and_says_what_to_do(tmp_path: 
     check_ranks("rank 1 only", tmp_path, 2, ended(0))
 
 
+@pytest.mark.long
 def test_a_failed_last_save_on_all_ranks_is_the_last_line(tmp_path: Path) -> None:
     line = "rank 0 could not begin a checkpoint: FileNotFoundError: [Errno 2] No such file or directory: '/proc/nope'"
     check_ranks("impossible folder", tmp_path, 1, f"{line} ({line_of('/proc/nope')})")

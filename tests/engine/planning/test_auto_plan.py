@@ -43,7 +43,7 @@ def expected() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_auto_plan_measures_if_the_loss_is_given_and_learns_otherwise(ranks: int, has_loss: bool) -> None:
     results = in_runs(
