@@ -1,4 +1,4 @@
-"""Checkpoints that are kept by a metric: the best stay, whatever was saved later, and whoever saves."""
+"""Checkpoints that are kept by a metric: the best stay, whatever was saved later and on whichever rank."""
 
 import math
 from collections.abc import Callable, Sequence

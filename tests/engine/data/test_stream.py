@@ -23,7 +23,7 @@ SPLIT = Split.of([3, 0, 1], 2)
 
 
 class UnevenShards(IterableDataset[int]):
-    """So many samples for each loader process, of epoch e from 1000 * e on."""
+    """A number of samples for each loader process; those of epoch e start at 1000 * e."""
 
     def __init__(self, *counts: int) -> None:
         self.counts, self.first = counts, 0

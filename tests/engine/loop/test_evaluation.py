@@ -1,4 +1,4 @@
-"""`run.evaluate`: every sample counts once, whoever has it, and what is not the same on all ranks is refused."""
+"""`run.evaluate`: every sample counts once, and what is not the same on all ranks is refused."""
 
 import copy
 from collections.abc import Callable, Iterator
