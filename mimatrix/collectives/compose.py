@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mimatrix.collectives.schedule import Move, Round, Schedule
+from mimatrix.collectives.shares import Shares
 
 
 def side_by_side(parts: Iterable[Sequence[Round]]) -> list[Round]:
@@ -31,6 +32,29 @@ def relabelled(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     rounds = tuple(mapped(schedule.rounds, ranks, 0))
     owners = tuple(ranks[owner] for owner in schedule.owners)
     return replace(schedule, rounds=rounds, owners=owners, root=ranks[schedule.root])
+
+
+def grouped_by_owner(schedule: Schedule, counts: Sequence[int]) -> Schedule:
+    """The same schedule with the blocks of each owner side by side, in the order of ranks; rank r owns `counts[r]`.
+
+    So a rank's part is one range even if it travels in several segments. Every move must be of one block.
+    """
+    order = sorted(range(schedule.blocks), key=lambda block: schedule.owners[block])
+    place = {block: number for number, block in enumerate(order)}
+    owners = tuple(schedule.owners[block] for block in order)
+    sizes = [size for rank, count in enumerate(counts) for size in _cut_evenly(count, owners.count(rank))]
+    rounds = tuple(tuple(_moved(move, place) for move in moves) for moves in schedule.rounds)
+    return replace(schedule, owners=owners, shares=Shares.of(sizes), rounds=rounds)
+
+
+def _cut_evenly(count: int, parts: int) -> list[int]:
+    return [count // parts + (number < count % parts) for number in range(parts)]
+
+
+def _moved(move: Move, place: dict[int, int]) -> Move:
+    assert len(move.blocks) == 1, "blocks of one move would not stay side by side"
+    first = place[move.blocks.start]
+    return replace(move, blocks=range(first, first + 1))
 
 
 def _mapped(move: Move, ranks: Sequence[int], first: int, each: int) -> Move:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +54,7 @@ class Shares:
 
     def cut(self, count: int) -> tuple[int, ...]:
         """`count` elements in whole parts that sum to it exactly; each is within one element of its share."""
-        ends = np.floor(self.ends() * count + 0.5).astype(np.int64)
-        return tuple(int(size) for size in np.diff(ends))
+        return _cut(self, count)
 
     def for_blocks(self, owners: Sequence[int]) -> "Shares":
         """Shares of ranks as shares of blocks: a rank's share is spread evenly over the blocks that it owns.
@@ -70,3 +70,10 @@ class Shares:
         if not any(weights):
             raise UnsuitedError("every rank that owns a block has the share 0; give one of them more")
         return Shares.of(weights)
+
+
+@lru_cache(maxsize=4096)
+def _cut(shares: Shares, count: int) -> tuple[int, ...]:
+    """What `Shares.cut` gives; collectives on the same tensors ask for it again and again."""
+    ends = np.floor(shares.ends() * count + 0.5).astype(np.int64)
+    return tuple(int(size) for size in np.diff(ends))

@@ -25,7 +25,8 @@ class Variable:
 ADDRESS = Variable(
     "MIMATRIX_ADDRESS",
     "you, `mimatrix lab run`",
-    "Address at which other hosts reach this rank. Default: the address of the interface that leads to `MASTER_ADDR`.",
+    "Address at which other hosts reach this rank. Default: the address of the interface that leads to `MASTER_ADDR`, "
+    "or to a rank of another host if that is a loopback address.",
     "10.0.0.7",
 )
 ARENA = Variable(
@@ -71,7 +72,7 @@ FRESH = Variable(
 )
 HOST = Variable(
     "MIMATRIX_HOST",
-    "you, `mimatrix lab run`",
+    "you, `mimatrix lab run`, `mimatrix lab gpu`",
     "Name of this host. Ranks with the same name read each other's memory directly. "
     "Default: host name, boot id and network namespace.",
     "node3",
