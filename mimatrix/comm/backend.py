@@ -6,31 +6,38 @@ A process group in Python with a c10d backend for each device in it. Collectives
 `Group`; all others go to the c10d backend. Both are counted, so that it is visible what carried a call.
 """
 
+import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.addresses import create_gloo, find_route, set_nccl_interface
+from mimatrix.comm.availability import NcclFacts, explain_nccl
 from mimatrix.comm.c10d import C10dBackend, reduce_op_name
 from mimatrix.comm.calls import DTYPES, CollectiveOp
-from mimatrix.comm.endpoint import Endpoint, own_host
+from mimatrix.comm.endpoint import Endpoint, own_host, own_nccl_host
 from mimatrix.comm.endpoint_registry import acquire, agreed_name, fresh_prefix
 from mimatrix.comm.group import Group
 from mimatrix.comm.memory.base import WindowKind
 from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
 from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
+from mimatrix.comm.memory.peer_access import describe_gpu
+from mimatrix.comm.nccl import create_nccl
 from mimatrix.comm.out_of_place import AllGatherInto, OutOfPlace, ReduceScatterInto
-from mimatrix.comm.work import DiagnosedWork, TorchWork
+from mimatrix.comm.work import DiagnosedWork, StreamWork, TorchWork, Work
+from mimatrix.core.errors import UserError
 
 _C10D_ONLY = {
     "allgather_coalesced": "all_gather",
@@ -53,7 +60,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         store = fresh_prefix(store, size)
-        self._backends = _create_backends(store, rank, size, timeout)
+        self._backends, self.nccl_reason = _create_backends(store, rank, size, timeout)
         types = dist.ProcessGroup.BackendType
         for device, backend in self._backends.items():
             self._register_backend(
@@ -67,7 +74,14 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         wrapped = {
             device: C10dBackend(backend, rank, size, self._timeout_s) for device, backend in self._backends.items()
         }
-        self.mimatrix = Group.create(self._shared.endpoint, name, members, backends=wrapped, timeout_s=self._timeout_s)
+        self.mimatrix = Group.create(
+            self._shared.endpoint,
+            name,
+            members,
+            backends=wrapped,
+            nccl_reason=self.nccl_reason,
+            timeout_s=self._timeout_s,
+        )
         self._can_overlap = _cores_per_rank(self._shared.endpoint) >= 2
         self._is_open = True
 
@@ -89,7 +103,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
 
     @property
     def counters(self) -> dict[str, int]:
-        """Calls by collective and transport: `all_reduce windows`, `all_reduce c10d`, `send c10d`."""
+        """Calls by collective and what carried them: `all_reduce windows`, `all_reduce nccl`, `send gloo`."""
         return dict(self.mimatrix.counters + self.c10d_calls)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
@@ -98,6 +112,10 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         The average of integers is their sum divided and rounded towards zero, as with NCCL.
         """
         reduce_op = _reduce_op(opts)
+        if tensors[0].is_cuda and reduce_op is not None and len(tensors) == 1:
+            op = _cached_op(Collective.ALL_REDUCE, tensors[0].dtype, reduce_op)
+            if launched := self.mimatrix.launch_known(op, tensors[0]):
+                return launched
         if reduce_op is None or not _are_supported(*tensors) or len(tensors) > 1:
             return self._delegate("all_reduce", "allreduce", tensors, *_given(opts))
         # Called by the backward pass itself, with no Python between: only DDP does that, for its buckets.
@@ -157,6 +175,9 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def _all_gather(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> dist.Work:
         if not _are_flat(output, source):
             return self._delegate("all_gather", "_allgather_base", output, source, *_given(opts))
+        op = _cached_op(Collective.ALL_GATHER, output.dtype, "sum")
+        if output.is_cuda and (launched := self.mimatrix.launch_known(op, output, source)):
+            return launched
         call = AllGatherInto(
             full=_as_supported(output), shard=_as_supported(source), rank=self.rank(), world_size=self.size()
         )
@@ -166,6 +187,9 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         reduce_op = _reduce_op(opts)
         if reduce_op is None or not _are_supported(output, source) or not _are_flat(output, source):
             return self._delegate("reduce_scatter", "_reduce_scatter_base", output, source, *_given(opts))
+        op = _cached_op(Collective.REDUCE_SCATTER, source.dtype, reduce_op)
+        if source.is_cuda and (launched := self.mimatrix.launch_known(op, source, output)):
+            return launched
         call = ReduceScatterInto(
             shard=output.view(-1),
             full=source.view(-1),
@@ -178,16 +202,22 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def _start(self, op: CollectiveOp, tensor: torch.Tensor, opts: Any) -> dist.Work:
         # DDP waits at the end of the same backward pass: without a spare core, running here beats taking turns.
         may_run_here = _waits(opts) or (op.is_bucket and not self._can_overlap)
-        return TorchWork(self.mimatrix.start(op, tensor, may_run_here=may_run_here), [tensor])
+        return _as_torch_work(self.mimatrix.start(op, tensor, may_run_here=may_run_here), [tensor])
 
     def _start_into(self, call: OutOfPlace, opts: Any, output: torch.Tensor) -> dist.Work:
-        return TorchWork(self.mimatrix.start_into(call, may_run_here=_waits(opts)), [output])
+        return _as_torch_work(self.mimatrix.start_into(call, may_run_here=_waits(opts)), [output])
 
     def _delegate(self, word: str, name: str, *arguments: Any, **named: Any) -> dist.Work:
-        """Call the c10d backend in the order of this group's collectives: Gloo pairs calls by their number."""
-        self.c10d_calls[f"{word} c10d"] += 1
+        """Call the c10d backend in the order of this group's collectives: backends pair calls by their number."""
         tensors = _tensors(arguments)
-        call = partial(getattr(self._backend_of(tensors), name), *arguments, **named)
+        backend = self._backend_of(tensors)
+        self.c10d_calls[f"{word} {backend.name().lower()}"] += 1
+        call = partial(getattr(backend, name), *arguments, **named)
+        if tensors and self.mimatrix.launches(tensors[0]):
+            return _as_torch_work(self.mimatrix.launch_native(call, doing=word), tensors)
+        if any(tensor.is_cuda for tensor in tensors):
+            # Gloo sends from host memory only.
+            call = partial(_run_on_host, getattr(backend, name), arguments, named)
         task = partial(self._run_c10d, word, call)
         return TorchWork(self.mimatrix.submit(task, tensors[0], doing=word, inline=False), tensors)
 
@@ -220,8 +250,14 @@ def _point_to_point_method(name: str) -> Callable[..., dist.Work]:
     """Return a method that is not in the order of collectives: the other rank may call it in another order."""
 
     def method(self: MiMatrixProcessGroup, tensors: list[torch.Tensor], *more: int) -> dist.Work:
-        self.c10d_calls[f"{name} c10d"] += 1
-        work: dist.Work = getattr(self._backend_of(tensors), name)(tensors, *more)
+        backend = self._backend_of(tensors)
+        if tensors[0].is_cuda and not self.mimatrix.has_nccl:
+            raise UserError(
+                f"{name} of a GPU's tensor needs NCCL, and {self.nccl_reason}; {name} tensor.cpu() instead, or use "
+                "a collective"
+            )
+        self.c10d_calls[f"{name} {backend.name().lower()}"] += 1
+        work: dist.Work = getattr(backend, name)(tensors, *more)
         other = more[:1] if name != "recv_anysource" else ()
         return DiagnosedWork(work, partial(self._diagnose, name, other))
 
@@ -234,9 +270,24 @@ for _name in ("send", "recv", "recv_anysource"):
     setattr(MiMatrixProcessGroup, _name, _point_to_point_method(_name))
 
 
+@lru_cache
+def _cached_op(collective: Collective, dtype: torch.dtype, reduce_op: str) -> CollectiveOp:
+    return CollectiveOp(collective, dtype, reduce_op)
+
+
 def _reduce_op(opts: Any) -> str | None:
     """Return our name of the reduction, or None if we do not have it."""
     return reduce_op_name(opts.reduceOp if opts else dist.ReduceOp.SUM)
+
+
+def _as_torch_work(work: Work, result: list[torch.Tensor]) -> dist.Work:
+    """Return a work as torch knows it; NCCL's own as it is, since torch waits for it without the host."""
+    if isinstance(work, StreamWork):
+        if work.error:
+            raise work.error
+        if isinstance(work.launched, dist.Work):
+            return work.launched
+    return TorchWork(work, result)
 
 
 def _waits(opts: Any) -> bool:
@@ -266,6 +317,25 @@ def _cores_per_rank(endpoint: Endpoint) -> float:
     return len(os.sched_getaffinity(0)) / sum(location.host == host for location in endpoint.locations)
 
 
+def _run_on_host(call: Callable[..., dist.Work], arguments: Iterable[Any], named: dict[str, Any]) -> dist.Work:
+    """Make a call of c10d on copies in host memory, and copy them back; return its work, which is complete."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def staged(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [staged(part) for part in argument]
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        pairs.append((argument, argument.cpu()))
+        return pairs[-1][1]
+
+    work = call(*[staged(argument) for argument in arguments], **named)
+    work.wait()
+    for tensor, copy in pairs:
+        tensor.copy_(copy)
+    return work
+
+
 def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors in lists of lists."""
     tensors: list[torch.Tensor] = []
@@ -289,22 +359,29 @@ def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
 
-def _create_backends(store: Store, rank: int, size: int, timeout: timedelta) -> dict[str, Any]:
-    """Return Gloo, and for GPUs NCCL if every rank has a GPU of its own (NCCL refuses two ranks on one GPU)."""
-    gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+def _create_backends(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[dict[str, Any], str]:
+    """Return Gloo, and for GPUs NCCL if every rank has a GPU of its own; and why there is no NCCL, if there is none."""
+    route = find_route(store, rank, size, own_host())
+    gloo = create_gloo(PrefixStore("gloo", store), rank, size, timeout, route.address)
+    nccl_reason = _find_nccl_reason(store, rank, size)
     if not torch.cuda.is_available():
-        store.set(f"mimatrix/gpu/{rank}", "")
-        return {"cpu": gloo}
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    store.set(f"mimatrix/gpu/{rank}", f"{own_host()} {getattr(gpu, 'uuid', rank)}")
-    gpus = {store.get(f"mimatrix/gpu/{peer}") for peer in range(size)}
-    if not dist.is_nccl_available() or len(gpus) < size or b"" in gpus:
-        return {"cpu": gloo, "cuda": gloo}
-    from torch._C._distributed_c10d import ProcessGroupNCCL
+        return {"cpu": gloo}, nccl_reason
+    if nccl_reason:
+        return {"cpu": gloo, "cuda": gloo}, nccl_reason
+    set_nccl_interface(route)
+    return {"cpu": gloo, "cuda": create_nccl(store, rank, size, timeout)}, ""
 
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return {"cpu": gloo, "cuda": ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)}
+
+def _find_nccl_reason(store: Store, rank: int, size: int) -> str:
+    """Return why NCCL cannot connect the ranks; empty if it can, and the same on all ranks."""
+    gpu = describe_gpu()
+    own = NcclFacts(
+        gpu=f"{own_nccl_host()} {gpu.uuid}" if gpu else "",
+        platform=gpu.platform if gpu else "",
+        is_built=dist.is_nccl_available(),
+    )
+    store.set(f"mimatrix/gpu/{rank}", json.dumps(asdict(own)))
+    return explain_nccl([NcclFacts(**json.loads(store.get(f"mimatrix/gpu/{peer}"))) for peer in range(size)])
 
 
 def _create_window_kinds(store: Store, rank: int, size: int) -> dict[str, WindowKind]:
@@ -312,7 +389,8 @@ def _create_window_kinds(store: Store, rank: int, size: int) -> dict[str, Window
     kinds: dict[str, WindowKind] = {"host": MemfdWindows()}
     if _spans_hosts(store, rank, size) and nixl_available():
         kinds["remote"] = NixlWindows()
-    if torch.cuda.is_available():
+    gpu = describe_gpu()
+    if gpu and not gpu.refusal:
         kinds["cuda"] = CudaIpcWindows(torch.device("cuda", torch.cuda.current_device()))
     return kinds
 

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
+from mimatrix.collectives.shares import Shares
+from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.group import Group
 from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.core.errors import UserError
@@ -26,6 +28,8 @@ from mimatrix.core.errors import UserError
 BOUND = "bound: read and write once"
 """What memory allows: all ranks read and write their own data once, at the same time, and nothing else."""
 _MAX_TURNS = 200
+_TUNED = ("mimatrix arena", "mimatrix")
+"""The rows for which the tuner chooses."""
 _BUS_FACTOR = {
     Collective.ALL_REDUCE: lambda ranks: 2 * (ranks - 1) / ranks,
     Collective.REDUCE_SCATTER: lambda ranks: (ranks - 1) / ranks,
@@ -46,6 +50,8 @@ class BenchRequest:
     explain: bool = False
     choices: tuple[str, ...] = ()
     """Transports and algorithms to measure as they are, besides what the tuner chooses."""
+    shares: tuple[float, ...] = ()
+    """What each rank owns of a reduce-scatter or an all-gather; equal parts if it is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,8 @@ class BenchRow:
     wrong: int
     repeats: int
     predicted_s: float | None = None
+    choice: str = ""
+    """What the tuner chose, of rows that it chooses for."""
 
 
 Runner = Callable[[torch.Tensor], None]
@@ -77,6 +85,7 @@ class Bench:
         self.group, self.mpi = group, mpi
         self.rank, self.world_size = group.rank, group.world_size
         self.device = "cuda" if "nccl" in request.against else "cpu"
+        self.shares = Shares.of(request.shares) if request.shares else None
 
     @classmethod
     def open(cls, request: BenchRequest) -> "Bench":
@@ -88,7 +97,7 @@ class Bench:
         world: Any = dist.group.WORLD
         group: Group = world.mimatrix
         if "nccl" in request.against and not group.has_nccl:
-            raise UserError("nccl cannot be measured here, it needs a GPU for each rank; leave it out of --against")
+            raise UserError(f"nccl cannot be measured here: {group.nccl_reason}; leave it out of --against")
         return cls(request, group, mpi)
 
     def rows(self) -> Iterator[BenchRow]:
@@ -99,7 +108,11 @@ class Bench:
 
     def tuner_table(self) -> dict[str, dict[str, float]]:
         """Return the times that the tuner measured."""
-        return self.group.tuner.table if self.group.tuner else {}
+        return self.group.tuner.used_table if self.group.tuner else {}
+
+    def transports(self) -> list[str]:
+        """Return a line for each transport: whether the group has it, and why."""
+        return [str(status) for status in self.group.transport_status()]
 
     def write(self, value: object) -> None:
         """Print a line of JSON on rank 0."""
@@ -128,9 +141,20 @@ class Bench:
                 wrong=wrong[who],
                 repeats=len(took_s),
                 predicted_s=self._predict(self._choices(count).get(who), 4 * count),
+                choice=self._chosen(tensors[who]) if who in _TUNED else "",
             )
         for tensor in tensors.values():
             self._free(tensor)
+
+    def _op(self) -> CollectiveOp:
+        return CollectiveOp(self.collective, torch.float32, shares=self.shares)
+
+    def _chosen(self, tensor: torch.Tensor) -> str:
+        return str(self.group.cached_choice(self._op(), tensor) or "")
+
+    def _counts(self, count: int) -> tuple[int, ...]:
+        """Return how many elements each rank owns."""
+        return (self.shares or Shares.equal(self.world_size)).cut(count)
 
     def _predict(self, choice: AlgorithmChoice | None, size: int) -> float | None:
         forecast = self.group.forecast if self.collective is Collective.ALL_REDUCE else None
@@ -143,17 +167,18 @@ class Bench:
         if not self.request.candidates or not self.group.tuner:
             return requested
         tensor = self._tensor("windows" if "windows" in self.group.transports else "", count)
-        choices = self.group.tuner.candidates(self.group.size_class(self.collective, tensor)).values()
+        choices = self.group.tuner.candidates(self.group.size_class(self._op(), tensor)).values()
         self._free(tensor)
-        return requested | {str(choice): choice for choice in choices if choice.transport != "c10d"}
+        # Of equal shards, a competitor's row already has the backend's own collective.
+        return requested | {str(choice): choice for choice in choices if self.shares or choice.transport != "c10d"}
 
     def _runners(self, count: int) -> dict[str, Runner]:
         runners: dict[str, Runner] = {}
         for who in self.request.against:
             runners[who] = self._run_mpi if who == "mpi" else partial(self._run_c10d, who)
-        if self.group.endpoint.arenas and "windows" in self.group.transports:
-            runners["mimatrix arena"] = self._run_ours
-        runners["mimatrix"] = self._run_ours
+        if self._has_arena() and "windows" in self.group.transports:
+            runners[_TUNED[0]] = self._run_ours
+        runners[_TUNED[1]] = self._run_ours
         if "send_recv" not in self.group.transports:
             runners[BOUND] = lambda tensor: tensor.mul_(1.0)  # type: ignore[assignment]
         for who, choice in self._choices(count).items():
@@ -161,9 +186,13 @@ class Bench:
         return runners
 
     def _tensor(self, who: str, count: int) -> torch.Tensor:
-        in_arena = who == "mimatrix arena" or who.startswith("windows")
+        in_arena = (who == _TUNED[0] or who.startswith("windows")) and self._has_arena()
         kind = "cuda" if self.device == "cuda" else next(iter(self.group.endpoint.arenas))
         return self.group.empty(count, kind=kind) if in_arena else torch.empty(count, device=self.device)
+
+    def _has_arena(self) -> bool:
+        """Whether all ranks have an arena on the device; GPUs that cannot read each other's memory have none."""
+        return self.device == "cpu" or "cuda" in self.group.window_kinds
 
     def _free(self, tensor: torch.Tensor) -> None:
         for arena in self.group.endpoint.arenas.values():
@@ -171,17 +200,14 @@ class Bench:
                 placed[0].free()
 
     def _run_ours(self, tensor: torch.Tensor, choice: AlgorithmChoice | None = None) -> None:
-        match self.collective:
-            case Collective.REDUCE_SCATTER:
-                self.group.reduce_scatter(tensor, choice=choice)
-            case Collective.ALL_GATHER:
-                self.group.all_gather(tensor, choice=choice)
-            case _:
-                self.group.all_reduce(tensor, choice=choice)
+        self.group.start(self._op(), tensor, choice, may_run_here=True).wait()
 
     def _run_c10d(self, who: str, tensor: torch.Tensor) -> None:
         backend = self.group.backends["cuda" if who == "nccl" else "cpu"]
-        backend.run(self.collective, tensor, "sum", 0)
+        if self.shares:
+            backend.run(self.collective, tensor, "sum", 0, self._counts(tensor.numel()), "padded")
+        else:
+            backend.run(self.collective, tensor, "sum", 0)
         if tensor.is_cuda:
             torch.cuda.synchronize()
 
@@ -189,13 +215,17 @@ class Bench:
         from mpi4py import MPI
 
         array = tensor.cpu().numpy()
-        size = len(array) // self.world_size
-        shard = array[self.rank * size : (self.rank + 1) * size]
+        counts, own = self._counts(len(array)), self.group.part(len(array), self.shares)
         match self.collective:
             case Collective.REDUCE_SCATTER:
-                result = np.empty_like(shard)
-                self.mpi.Reduce_scatter_block(array, result)
-                shard[:] = result
+                result = np.empty_like(array[own.start : own.stop])
+                if self.shares:
+                    self.mpi.Reduce_scatter(array, result, counts)
+                else:
+                    self.mpi.Reduce_scatter_block(array, result)
+                array[own.start : own.stop] = result
+            case Collective.ALL_GATHER if self.shares:
+                self.mpi.Allgatherv(MPI.IN_PLACE, [array, (counts, None), MPI.FLOAT])
             case Collective.ALL_GATHER:
                 self.mpi.Allgather(MPI.IN_PLACE, array)
             case _:
@@ -205,15 +235,16 @@ class Bench:
         """Return how many elements differ from what they must be, over all ranks."""
         pattern = torch.arange(tensor.numel()) % 17
         tensor.copy_(pattern + self.rank)
-        size = tensor.numel() // self.world_size
         if self.collective is Collective.ALL_GATHER:
-            expected = (pattern + torch.arange(tensor.numel()) // size).float()
+            counts = torch.tensor(self._counts(tensor.numel()))
+            expected = (pattern + torch.repeat_interleave(torch.arange(self.world_size), counts)).float()
         else:
             expected = (self.world_size * pattern + self.world_size * (self.world_size - 1) // 2).float()
         runner(tensor)
         checked = slice(None)
         if self.collective is Collective.REDUCE_SCATTER:
-            checked = slice(self.rank * size, (self.rank + 1) * size)
+            own = self.group.part(tensor.numel(), self.shares)
+            checked = slice(own.start, own.stop)
         wrong = torch.tensor([float((tensor[checked] != expected[checked]).sum())])
         dist.all_reduce(wrong)
         return int(wrong)
@@ -254,7 +285,8 @@ def main() -> None:
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     bench = Bench.open(BenchRequest(**json.loads(sys.argv[1])))
     rows = [asdict(row) for row in bench.rows()]
-    bench.write({"rows": rows, "why": bench.tuner_table() if bench.request.explain else {}})
+    why = bench.tuner_table() if bench.request.explain else {}
+    bench.write({"rows": rows, "why": why, "transports": bench.transports() if bench.request.explain else []})
     dist.destroy_process_group()
 
 

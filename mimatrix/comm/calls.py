@@ -65,9 +65,16 @@ class CallSignature:
         return cls(op.collective, op.dtype, op.reduce_op, count, str(choice), op.root, shares)
 
     def __str__(self) -> str:
+        return f"{self._describe_data()} ({self.reduce_op}, {self.choice})"
+
+    def describe_request(self) -> str:
+        """Return what is asked for, by whichever algorithm, for example `all_reduce of 10 float32 (sum)`."""
+        shares = ", by shares" if self.shares else ""
+        return f"{self._describe_data()} ({self.reduce_op}{shares})"
+
+    def _describe_data(self) -> str:
         root = f" from {self.root}" if self.collective is Collective.BROADCAST else ""
-        what = f"{self.collective.value}{root} of {self.count} {_dtype_name(self.dtype)}"
-        return f"{what} ({self.reduce_op}, {self.choice})"
+        return f"{self.collective.value}{root} of {self.count} {_dtype_name(self.dtype)}"
 
     def pack(self, number: int, offset: int, user_call: int = 0) -> bytes:
         """Return a header for peers: the call's number in its group, where its data lie, the user's call."""
@@ -135,8 +142,13 @@ def describe_mismatch(number: int, rank: str, call: CallSignature, peer: str, he
     """Return one sentence on two ranks that make different calls; `rank` and `peer` say who and where they are."""
     is_same = header.requests_same(call) and header.number == number
     other = "the same by another algorithm" if is_same else str(header)
+    return describe_disagreement(f"at call number {number}", f"{rank} asks for {call}, {peer} for {other}")
+
+
+def describe_disagreement(where: str, what: str) -> str:
+    """Return one sentence on ranks that make different calls: where in their order, what they are, and the fix."""
     return (
-        f"ranks disagree at call number {number}: {rank} asks for {call}, {peer} for {other}; "
+        f"ranks disagree {where}: {what}; "
         "every rank must call the same collectives in the same order with the same sizes and types"
     )
 

@@ -1,38 +1,47 @@
 """Which code carries a collective: staged, in place, over shared storage, by send and receive, or by c10d.
 
 Tensors in the arena are reduced in place, others pass through staging slots or are shared with peers where they lie.
+NCCL's collectives are launched, and a GPU puts them in order; all others run on the calling thread until they are done.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
 from mimatrix.collectives.catalog import Request, build
+from mimatrix.collectives.compose import grouped_by_owner
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
-from mimatrix.comm.c10d import C10dBackend
+from mimatrix.comm.c10d import C10dBackend, Way, is_native
 from mimatrix.comm.calls import CallSignature, CollectiveOp
+from mimatrix.comm.control.call_log import CallLog
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.execution import staging
+from mimatrix.comm.execution.grouped_send_recv import GroupedSendRecvExecutor
 from mimatrix.comm.execution.one_sided import OneSidedExecutor
-from mimatrix.comm.execution.program import Compiler
+from mimatrix.comm.execution.program import Compiler, Program
 from mimatrix.comm.execution.remote_read import RemoteReadExecutor, RemoteWindow
 from mimatrix.comm.execution.send_recv import SendRecvExecutor
-from mimatrix.comm.execution.staging import StagedChunk, StagingSlots
+from mimatrix.comm.execution.staging import PinnedBuffer, StagedChunk, StagingSlots
 from mimatrix.comm.memory.arena import Slot
 from mimatrix.comm.memory.memfd import MemfdWindow
 from mimatrix.comm.out_of_place import OutOfPlace
 from mimatrix.comm.sync import Release, Sync
 from mimatrix.comm.sync.coordinator_sync import CoordinatorSync
 from mimatrix.comm.sync.flag_sync import PAGE_BYTES, FlagSync
-from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport
+from mimatrix.comm.tuning.choice import LISTS, PADDED, SHARDED, AlgorithmChoice, Carriers, Transport
 from mimatrix.comm.tuning.forecast import Forecast, forecast_for
-from mimatrix.core.errors import UnsuitedError
+from mimatrix.comm.work import SideStreamTask, StreamTask
+from mimatrix.core.errors import UnsuitedError, WorldError
 
-_SHARDED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_MAX_COMPILERS = 1024
+_WAYS: dict[str, Way] = {LISTS.algorithm: "lists", PADDED.algorithm: "padded"}
 
 
 class Dispatcher:
@@ -45,24 +54,34 @@ class Dispatcher:
         sync: Sync,
         executors: Mapping[str, OneSidedExecutor],
         backends: Mapping[str, C10dBackend],
+        calls: CallLog,
         *,
         forecast: Forecast | None,
         timeout_s: float,
         lazy_release: bool,
     ) -> None:
+        self.calls = calls
+        """All calls of this group, by which ranks that make different ones are found."""
         self.endpoint, self.members, self.sync = endpoint, members, sync
         self.backends, self.forecast = backends, forecast
         self.rank, self.world_size = members.index(endpoint.rank), len(members)
         self.cpu_backend = backends.get("cpu")
-        self.has_mixed_devices = len({"cuda" in endpoint.locations[rank].windows for rank in members}) > 1
+        self.nccl = backends["cuda"] if "cuda" in backends and backends["cuda"].is_nccl else None
+        """Carries collectives of GPU tensors, if every rank has a GPU of its own."""
+        self.has_mixed_devices = len({endpoint.locations[rank].has_gpu for rank in members}) > 1
+        self.is_one_host = len({endpoint.locations[rank].host for rank in members}) == 1
         self._executors, self._timeout_s, self._lazy_release = executors, timeout_s, lazy_release
+        self._carriers: dict[tuple[Collective, str, torch.dtype], Carriers] = {}
         self._send_recv = (
             SendRecvExecutor(self.cpu_backend.backend, members, endpoint.control, timeout_s)
             if self.cpu_backend
             else None
         )
+        self._grouped = GroupedSendRecvExecutor(self.nccl.backend, self.world_size) if self.nccl else None
         self._staging = StagingSlots(endpoint.arenas, self.world_size)
-        self._compilers: dict[tuple[Collective, AlgorithmChoice, Shares | None, int], Compiler] = {}
+        self._pinned, self._pinned_shard = PinnedBuffer(), PinnedBuffer()
+        self._broken = ""
+        self._compilers: dict[tuple[Collective, AlgorithmChoice, Shares | None, int, int], Compiler] = {}
 
     @classmethod
     def open(
@@ -86,6 +105,7 @@ class Dispatcher:
             sync,
             executors,
             backends,
+            CallLog(name, ranks, endpoint.control),
             forecast=forecast,
             timeout_s=timeout_s,
             lazy_release=lazy_release,
@@ -94,11 +114,34 @@ class Dispatcher:
     @property
     def transports(self) -> tuple[Transport, ...]:
         """The transports that can carry data here."""
-        hosts = {self.endpoint.locations[rank].host for rank in self.members}
         windows: tuple[Transport, ...] = ("windows",) if self._executors else ()
         if not self.cpu_backend:
             return windows
-        return (*windows, "send_recv", "c10d") if len(hosts) > 1 else (*windows, "c10d")
+        return (*windows, "c10d") if self.is_one_host else (*windows, "send_recv", "c10d")
+
+    def carriers(self, collective: Collective, device: str, dtype: torch.dtype) -> Carriers:
+        """Return what can carry a message that lies on `device` on every rank."""
+        key = (collective, device, dtype)
+        if key not in self._carriers:
+            nccl = self.nccl if device == "cuda" else None
+            # Over a network, NCCL sends from GPU memory; windows of other hosts would be read through host memory.
+            self._carriers[key] = Carriers(
+                windows=bool(self._executors) and not (nccl and "remote" in self._executors),
+                send_recv=self.cpu_backend is not None and not self.is_one_host,
+                native=self.cpu_backend is not None and is_native(collective, dtype),
+                native_lists=nccl is not None,
+            )
+        return self._carriers[key]
+
+    def carrier(self, choice: AlgorithmChoice, tensor: torch.Tensor) -> str:
+        """Return what carries a call, for counters: `windows`, `nccl`, `gloo`, `send_recv nccl`; of GPUs in detail."""
+        if choice.transport == "windows":
+            return f"{self.window_kind(tensor)} windows" if tensor.is_cuda else "windows"
+        backend = self.nccl if self.nccl and tensor.is_cuda else self.cpu_backend
+        name = backend.name if backend else "nothing"
+        if tensor.is_cuda and not self.nccl:
+            name = f"{name} (staged)"
+        return name if choice.transport == "c10d" else f"send_recv {name}"
 
     @property
     def window_kinds(self) -> tuple[str, ...]:
@@ -124,12 +167,18 @@ class Dispatcher:
         """Allocate the staging slots now, before the arena fills up, instead of at their first use."""
         self._staging.get(window_kind, staging.CHUNK_BYTES[window_kind])
 
+    def launches(self, tensor: torch.Tensor, choice: AlgorithmChoice) -> bool:
+        """Return whether a call is launched, and then ordered by the GPU: NCCL carries it."""
+        return self.nccl is not None and tensor.is_cuda and choice.transport != "windows"
+
     def execute(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
-        """Run a collective in place on a tensor."""
+        """Run a collective in place on a tensor; of one that is launched, the current stream waits for the end."""
         if self.world_size == 1:
             return
-        if choice.transport == "c10d":
-            self._run_guarded(op, partial(self._run_c10d, op, tensor))
+        if self.launches(tensor, choice):
+            self.launch(op, tensor, choice).wait()
+        elif choice.transport == "c10d":
+            self._run_guarded(op, partial(self._run_c10d, op, tensor, choice))
         elif choice.transport == "send_recv":
             self._run_guarded(op, partial(self._run_send_recv, op, tensor, choice))
         elif placed := self.find_slot(tensor):
@@ -137,8 +186,38 @@ class Dispatcher:
         else:
             self._run_staged(op, tensor, choice)
 
+    def launch(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> StreamTask:
+        """Launch a collective of NCCL in place on a tensor, after what the caller has launched so far."""
+        nccl = self.nccl
+        assert nccl
+        counts, way = self._shard_counts(op, tensor.numel()), _way(choice)
+
+        def run(collective_on: Callable[[torch.Tensor], None]) -> None:
+            flat = tensor.reshape(-1).contiguous()
+            collective_on(flat)
+            _copy_back(flat, tensor)
+
+        if choice.transport == "send_recv":
+            return self._guarded(
+                op, partial(SideStreamTask, partial(run, partial(self._run_grouped, op, choice)), tensor)
+            )
+        is_plain = tensor.is_contiguous() and choice != PADDED and (op.reduce_op != "avg" or tensor.is_floating_point())
+        if is_plain:
+            return self._guarded(
+                op,
+                lambda: nccl.launch(op.collective, tensor.view(-1), op.reduce_op, op.root, counts, way)[0],
+            )
+
+        def on_flat(flat: torch.Tensor) -> None:
+            nccl.run(op.collective, flat, op.reduce_op, op.root, counts, way)
+
+        return self._guarded(op, partial(SideStreamTask, partial(run, on_flat), tensor))
+
     def execute_into(self, call: OutOfPlace, choice: AlgorithmChoice) -> None:
-        """Run a collective between two tensors."""
+        """Run a collective between two tensors; of one that is launched, the current stream waits for the end."""
+        if self.launches(call.full, choice):
+            self.launch_into(call, choice).wait()
+            return
         match choice.transport:
             case "windows":
                 window_kind = self.window_kind(call.full)
@@ -147,11 +226,28 @@ class Dispatcher:
             case "send_recv":
                 call.run_in_place(lambda tensor: self.execute(call.op, tensor, choice))
             case "c10d":
-                self.check_same_call(call.op, call.full.numel(), C10D)
-                self._run_guarded(call.op, partial(call.run_c10d, self.backends[call.full.device.type]))
+                self._run_guarded(call.op, partial(self._run_c10d_into, call))
+
+    def launch_into(self, call: OutOfPlace, choice: AlgorithmChoice) -> StreamTask:
+        """Launch a collective of NCCL between two tensors, after what the caller has launched so far."""
+        nccl, op = self.nccl, call.op
+        assert nccl
+        if choice.transport == "send_recv":
+            on_full = partial(self._run_grouped, op, choice)
+            return self._guarded(op, partial(SideStreamTask, partial(call.run_in_place, on_full), call.output))
+        if op.reduce_op != "avg" or call.full.is_floating_point():
+            return self._guarded(op, lambda: call.launch_c10d(nccl)[0])
+
+        def run() -> None:
+            work, finish = call.launch_c10d(nccl)
+            work.wait()
+            if finish:
+                finish()
+
+        return self._guarded(op, partial(SideStreamTask, run, call.output))
 
     def check_same_call(self, op: CollectiveOp, count: int, choice: AlgorithmChoice) -> None:
-        """Compare the call with those of all members and raise if they differ; c10d would hang or mix up data."""
+        """Wait for all members, compare their calls and raise if they differ: a barrier, or before a measurement."""
         if self.world_size == 1:
             return
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
@@ -174,29 +270,84 @@ class Dispatcher:
         self._staging.close()
 
     def _run_guarded(self, op: CollectiveOp, task: Callable[[], None]) -> None:
-        """Run a task that waits inside torch; if it fails because a rank was lost, raise an error that names it."""
+        """Run a task that waits inside torch; if it fails because a rank was lost, raise an error that names it.
+
+        If it fails for another reason, the group is broken: messages of the call may still be in flight.
+        """
+        if self._broken:
+            raise WorldError(f"this group is broken: {self._broken}; create a new one")
         try:
-            task()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            self.endpoint.control.diagnose(self.members, f"{op.collective.value} ({reason})", self._timeout_s)
+            self._guarded(op, task)
+        except Exception as error:
+            self._broken = f"{op.collective.value} ended with {type(error).__name__}: {error}"
+            self.endpoint.control.report_failure(self.members, op.collective.value, error)
             raise
 
-    def _run_c10d(self, op: CollectiveOp, tensor: torch.Tensor) -> None:
-        assert self.cpu_backend
-        self.check_same_call(op, tensor.numel(), C10D)
-        flat = tensor.reshape(-1)
-        backend = self.backends.get(tensor.device.type, self.cpu_backend)
-        backend.run(op.collective, flat, op.reduce_op, op.root)
-        _copy_back(flat, tensor)
+    def _guarded(self, op: CollectiveOp, task: Callable[[], T]) -> T:
+        """Return what a task of torch returns; if it fails because a rank was lost, raise an error that names it."""
+        try:
+            return task()
+        except RuntimeError as error:
+            self.explain(op, error)
+            raise
+
+    def explain(self, op: CollectiveOp, error: RuntimeError) -> None:
+        """Raise an error that says why torch failed in a collective, if that is known: who is lost, or who differs."""
+        logger.debug("%s failed in torch: %s", op.collective.value, error)
+        self.calls.report()
+        self.endpoint.control.diagnose(self.members, op.collective.value, self._timeout_s)
+
+    def _run_c10d(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
+        backend = self.cpu_backend
+        assert backend
+        counts, way = self._shard_counts(op, tensor.numel()), _way(choice)
+
+        def run(flat: torch.Tensor) -> None:
+            backend.run(op.collective, flat, op.reduce_op, op.root, counts, way)
+
+        self._run_on_host(run, tensor)
+
+    def _run_c10d_into(self, call: OutOfPlace) -> None:
+        backend = self.cpu_backend
+        assert backend
+        staged = call
+        if call.full.is_cuda:
+            full, shard = self._pinned.like(call.full), self._pinned_shard.like(call.shard)
+            staged = replace(call, full=full, shard=shard)
+            staged.source.copy_(call.source)
+        work, finish = staged.launch_c10d(backend)
+        backend.wait(work)
+        if finish:
+            finish()
+        if call.full.is_cuda:
+            call.output.copy_(staged.output)
 
     def _run_send_recv(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
-        assert self._send_recv
-        self.check_same_call(op, tensor.numel(), choice)
-        call = CallSignature.of(op, tensor.numel(), choice)
-        flat = tensor.reshape(-1)
-        self._send_recv.run(call, self._compiler(op, choice).program(tensor.numel()), flat)
+        executor = self._send_recv
+        assert executor
+        call, program = CallSignature.of(op, tensor.numel(), choice), self._program(op, choice, tensor.numel())
+        self._run_on_host(lambda flat: executor.run(call, program, flat), tensor)
+
+    def _run_grouped(self, op: CollectiveOp, choice: AlgorithmChoice, flat: torch.Tensor) -> None:
+        assert self._grouped
+        call = CallSignature.of(op, flat.numel(), choice)
+        self._grouped.run(call, self._program(op, choice, flat.numel()), flat)
+
+    def _run_on_host(self, run: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
+        """Run a collective of Gloo on a tensor; one on a GPU passes through pinned host memory."""
+        flat = tensor.reshape(-1).contiguous()  # a column of a matrix is flat already, but not contiguous
+        if tensor.is_cuda:
+            staged = self._pinned.like(flat)
+            staged.copy_(flat)
+            run(staged)
+            flat.copy_(staged)
+        else:
+            run(flat)
         _copy_back(flat, tensor)
+
+    def _shard_counts(self, op: CollectiveOp, count: int) -> tuple[int, ...] | None:
+        """Return how many elements of a sharded collective each rank owns; None if it is not sharded."""
+        return (op.shares or Shares.equal(self.world_size)).cut(count) if op.collective in SHARDED else None
 
     def _run_in_place(
         self, op: CollectiveOp, count: int, choice: AlgorithmChoice, window_kind: str, slot: Slot, offset: int
@@ -212,7 +363,7 @@ class Dispatcher:
     def _run_staged(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
         flat, window_kind = tensor.reshape(-1), self.window_kind(tensor)
         chunk_bytes = self._chunk_bytes(op, window_kind)
-        if op.collective in _SHARDED and flat.nbytes > chunk_bytes:
+        if op.collective in SHARDED and flat.nbytes > chunk_bytes:
             counts = (op.shares or choice.shares or Shares.equal(self.world_size)).cut(flat.numel())
             for shares, chunks in staging.sharded_chunks(flat, counts, chunk_bytes):
                 self._run_chunks(replace(op, shares=shares), chunks, choice, window_kind)
@@ -274,22 +425,38 @@ class Dispatcher:
         is_bucket = op.is_bucket and window_kind == "host" and not self.has_mixed_devices
         return staging.BUCKET_CHUNK_BYTES if is_bucket else staging.CHUNK_BYTES[window_kind]
 
-    def _compiler(self, op: CollectiveOp, choice: AlgorithmChoice) -> Compiler:
+    def _program(self, op: CollectiveOp, choice: AlgorithmChoice, count: int) -> Program:
+        return self._compiler(op, choice, count).program(count)
+
+    def _compiler(self, op: CollectiveOp, choice: AlgorithmChoice, count: int | None = None) -> Compiler:
         shares = op.shares or choice.shares
-        key = (op.collective, choice, shares, op.root)
+        # Segments of shards are cut from the elements that a rank owns, so their schedule depends on the length.
+        length = (count or 0) if choice.segments > 1 and op.collective in SHARDED else 0
+        if count == 0:
+            choice = replace(choice, segments=1)  # nothing to cut
+        key = (op.collective, choice, shares, op.root, length)
         if key not in self._compilers:
-            self._compilers[key] = Compiler(self._schedule(op, choice, shares), self.rank)
+            if len(self._compilers) >= _MAX_COMPILERS:
+                self._compilers.clear()
+            self._compilers[key] = Compiler(self._schedule(op, choice, shares, length), self.rank)
         return self._compilers[key]
 
-    def _schedule(self, op: CollectiveOp, choice: AlgorithmChoice, shares: Shares | None) -> Schedule:
+    def _schedule(self, op: CollectiveOp, choice: AlgorithmChoice, shares: Shares | None, count: int) -> Schedule:
         """Return the schedule, fitted to the network if that is described and each rank may own any shard."""
         if self.forecast and op.collective is Collective.ALL_REDUCE and not op.shares:
             return self.forecast.schedule(choice, op.collective)
         request = Request(op.collective, self.world_size, shares=shares, segments=choice.segments, root=op.root)
         schedule = build(choice.algorithm, request)
-        if op.collective in _SHARDED and schedule.owners != tuple(range(self.world_size)):
+        if count:
+            schedule = grouped_by_owner(schedule, (shares or Shares.equal(self.world_size)).cut(count))
+        is_in_order = list(schedule.owners) == sorted(schedule.owners)
+        if op.collective in SHARDED and not (is_in_order and len(set(schedule.owners)) == self.world_size):
             raise UnsuitedError(f"{choice} does not leave each rank one shard in the order of ranks; use gdraa or ring")
         return schedule
+
+
+def _way(choice: AlgorithmChoice) -> Way:
+    return _WAYS.get(choice.algorithm, "equal")
 
 
 def _kinds(endpoint: Endpoint, members: Sequence[int]) -> list[str]:
@@ -297,6 +464,8 @@ def _kinds(endpoint: Endpoint, members: Sequence[int]) -> list[str]:
     locations = [endpoint.locations[rank] for rank in members]
     common = set(endpoint.window_kinds).intersection(*(location.windows for location in locations))
     reachable = {"host", "cuda"} if len({location.host for location in locations}) == 1 else {"remote"}
+    if "cuda" in common & reachable and not endpoint.peer_access.is_mutual(members):
+        reachable.remove("cuda")
     return sorted(common & reachable, reverse=True)
 
 

@@ -1,6 +1,7 @@
 """A rank's end of the job: its arenas, its connection to the coordinator, where the other ranks are, its thread."""
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -8,15 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from mimatrix.comm.addresses import HostAddress, choose_address, own_address
 from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.control.coordinator import Coordinator
 from mimatrix.comm.memory.arena import Arena
 from mimatrix.comm.memory.base import PeerWindow, WindowKind
+from mimatrix.comm.memory.peer_access import GpuDescription, PeerAccess, describe_refusal, find_peer_access
+from mimatrix.comm.nccl_watchdog import NcclWatchdog
 from mimatrix.comm.work import CollectiveThread
 from mimatrix.core import environment
-from mimatrix.core.addresses import local_address
+from mimatrix.core.addresses import interface_of, interface_speed
 from mimatrix.core.units import parse_bytes
 
+_logger = logging.getLogger(__name__)
 _PINNED_ARENA_BYTES = 512 << 20
 """GPU memory, and memory registered with a NIC, is allocated at once."""
 
@@ -38,7 +45,12 @@ class RankLocation:
     """Where a rank is, and the handle of its arena for each kind of window."""
 
     host: str
+    address: str
+    """As far as the rank knows alone; `choose_address` returns the one for its peers."""
     windows: dict[str, str]
+    has_gpu: bool = False
+    facts: tuple[str, ...] = ()
+    """Its device and its network interface: what was measured among others does not hold here."""
 
 
 class Endpoint:
@@ -56,13 +68,19 @@ class Endpoint:
         *,
         arenas: Mapping[str, Arena],
         locations: Sequence[RankLocation],
+        peer_access: PeerAccess,
         control: ControlClient,
         coordinator: Coordinator | None,
         thread: CollectiveThread,
     ) -> None:
         self.rank, self.world_size, self.store = rank, len(locations), store
         self.window_kinds, self.arenas, self.locations = window_kinds, arenas, locations
+        self.peer_access = peer_access
+        """Which ranks can read each other's GPU memory. A rank has a `cuda` arena only if it can with another one."""
         self.control, self.coordinator, self.thread = control, coordinator, thread
+        self.watchdog = NcclWatchdog(control)
+        self.threads = [thread]
+        """All that run collectives: that of the endpoint, and those of groups with one of their own."""
         self._windows: dict[tuple[str, int], PeerWindow] = {}
 
     @classmethod
@@ -74,6 +92,7 @@ class Endpoint:
         window_kinds: Mapping[str, WindowKind],
         *,
         host: str = "",
+        gpu: GpuDescription | None = None,
         generation: int = 0,
         arena_bytes: int = 0,
     ) -> "Endpoint":
@@ -85,28 +104,43 @@ class Endpoint:
             world_size: The number of ranks.
             window_kinds: How windows are allocated and opened, by kind.
             host: Name that this rank shares with those that can map its memory; `own_host()` if omitted.
+            gpu: This rank's GPU, if it has one; without it there is no `cuda` arena.
             generation: How many times the job was restarted.
             arena_bytes: Size of each arena; `default_arena_bytes` if 0.
         """
+        host = host or own_host()
+        access = find_peer_access(store, rank, world_size, host, gpu, window_kinds.get("cuda"))
         arenas = {
-            kind: Arena(windows, arena_bytes or default_arena_bytes(kind)) for kind, windows in window_kinds.items()
+            kind: Arena(windows, arena_bytes or default_arena_bytes(kind))
+            for kind, windows in window_kinds.items()
+            if kind != "cuda" or access.has_partner(rank)
         }
-        coordinator: Coordinator | None = None
-        if rank == 0:
-            address = own_address()
-            coordinator = Coordinator.start(address, generation)
-            store.set("mimatrix/coordinator", f"{address} {coordinator.port} {coordinator.token}")
-        own = RankLocation(host or own_host(), {kind: arena.handle for kind, arena in arenas.items()})
+        handles = {kind: arena.handle for kind, arena in arenas.items()}
+        own = RankLocation(
+            host=host,
+            address=own_address(),
+            windows=handles,
+            has_gpu=gpu is not None,
+            facts=_describe_device(own_address(), has_gpu=gpu is not None),
+        )
         store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(own)))
         locations = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{peer}"))) for peer in range(world_size)]
+        coordinator: Coordinator | None = None
+        if rank == 0:
+            address = choose_address([HostAddress(place.host, place.address) for place in locations], rank)
+            coordinator = Coordinator.start(address, generation)
+            store.set("mimatrix/coordinator", f"{address} {coordinator.port} {coordinator.token}")
         address, port, token = store.get("mimatrix/coordinator").decode().split()
         hosts = [location.host for location in locations]
+        if rank == 0 and (refusal := describe_refusal(access, hosts)):
+            _logger.warning("%s", refusal)
         return cls(
             rank,
             store,
             window_kinds,
             arenas=arenas,
             locations=locations,
+            peer_access=access,
             control=ControlClient.connect(rank, hosts, address, int(port), generation, token),
             coordinator=coordinator,
             thread=CollectiveThread().start(),
@@ -121,6 +155,7 @@ class Endpoint:
     def close(self) -> None:
         """Leave the job: ranks that still wait for this one are told that it left."""
         self.thread.close()
+        self.watchdog.close()
         self.control.close()
         if self.coordinator:
             self.coordinator.close()
@@ -128,6 +163,14 @@ class Endpoint:
             window.close()
         for arena in self.arenas.values():
             arena.close()
+
+
+def _describe_device(address: str, *, has_gpu: bool) -> tuple[str, str]:
+    """Return the kind of device of this rank, and the speed of its network interface."""
+    interface = interface_of(address)
+    speed = interface_speed(interface) if interface else None
+    name = torch.cuda.get_device_name() if has_gpu and torch.cuda.is_available() else "cpu"
+    return name, f"{speed} Mbit/s" if speed else ""
 
 
 def default_arena_bytes(kind: str) -> int:
@@ -147,12 +190,7 @@ def own_host() -> str:
     return f"{socket.gethostname()}-{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
 
 
-def own_address() -> str:
-    """Return an address at which others reach this rank: MIMATRIX_ADDRESS, or that of the route to MASTER_ADDR."""
-    address = environment.ADDRESS.get()
-    if address:
-        return address
-    try:
-        return local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), family=socket.AF_INET)
-    except OSError:
-        return "127.0.0.1"
+def own_nccl_host() -> str:
+    """Return what NCCL takes for this host: NCCL_HOSTID, or machine and boot. It knows nothing of MIMATRIX_HOST."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()}-{boot}"

@@ -8,6 +8,8 @@ other ranks, which may still be reading the last result, would report it as lost
 import atexit
 import json
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.exit_status import ExitStatus
 from mimatrix.comm.memory.base import WindowKind
+from mimatrix.comm.memory.peer_access import describe_gpu
+from mimatrix.core.errors import MiMatrixError
 
 WindowKinds = Callable[[], Mapping[str, WindowKind]]
 
@@ -83,11 +87,30 @@ def agreed_name(store: Store, rank: int, key: str) -> str:
     return store.get(key).decode()
 
 
+def find_failure(wait_s: float) -> MiMatrixError | None:
+    """Return the error of a job of this process that has lost a rank; wait a little, as the news may be on its way."""
+    until = time.monotonic() + wait_s
+    while True:
+        for shared in _endpoints:
+            endpoint = shared.endpoint
+            if failure := endpoint.control.failure(-1, range(endpoint.world_size), "a collective"):
+                return failure
+        if time.monotonic() >= until or not _endpoints:
+            return None
+        time.sleep(0.02)
+
+
+def has_joined() -> bool:
+    """Return whether this process has a job with other ranks."""
+    return any(shared.endpoint.world_size > 1 for shared in _endpoints)
+
+
 def _join(store: Store, rank: int, world_size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
     _exit_status.watch()
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     name = agreed_name(store, rank, "endpoint")
-    return SharedEndpoint(name, Endpoint.join(store, rank, world_size, kinds, generation=generation))
+    endpoint = Endpoint.join(store, rank, world_size, kinds, gpu=describe_gpu(), generation=generation)
+    return SharedEndpoint(name, endpoint)
 
 
 @atexit.register
@@ -95,7 +118,12 @@ def _leave_all() -> None:
     # A rank that ends with an error is lost and has not left: its sockets close by themselves and show it. And the
     # child of a fork must not leave for its parent.
     for shared in _endpoints:
-        if not _exit_status.has_failed and shared.process == os.getpid():
-            with suppress(Exception):
-                shared.close()
+        if shared.process != os.getpid():
+            continue
+        with suppress(Exception):
+            shared.endpoint.watchdog.abort_all() if _exit_status.has_failed else shared.close()
+        if any(thread.is_busy for thread in shared.endpoint.threads):
+            # Gloo would abort the process when it takes apart a collective that is in flight.
+            sys.stdout.flush()
+            os._exit(_exit_status.code)
     _endpoints.clear()

@@ -26,6 +26,11 @@ class ExitStatus:
         """Whether the process ends with an exception, or with an exit status that is not 0."""
         return getattr(sys, "last_value", None) is not None or self._status not in (None, 0)
 
+    @property
+    def code(self) -> int:
+        """The exit code as far as it is known: what `sys.exit` was given if that is a number, 1 after an exception."""
+        return self._status if isinstance(self._status, int) and self._status else int(self.has_failed)
+
     def _note(self, status: Any = None, /) -> NoReturn:
         if threading.current_thread() is threading.main_thread():  # elsewhere it ends only the thread
             self._status = status

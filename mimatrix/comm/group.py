@@ -1,38 +1,97 @@
 """A group of ranks that run collectives together: the whole job, or a part of it."""
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
-from mimatrix.comm.c10d import C10dBackend
-from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CollectiveOp
+from mimatrix.comm.availability import TransportFacts, TransportStatus, describe_transports
+from mimatrix.comm.c10d import C10dBackend, Launcher
+from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CallSignature, CollectiveOp
+from mimatrix.comm.control.unfinished_calls import begun_name
+from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.dispatch import Dispatcher
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.memory.shared_storage import fills_storage
 from mimatrix.comm.out_of_place import OutOfPlace
-from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, default_choice
+from mimatrix.comm.tuning.choice import C10D, SHARDED, AlgorithmChoice, Transport, default_choice
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
-from mimatrix.comm.work import CollectiveThread, Task, Work, with_side_stream
+from mimatrix.comm.work import CollectiveThread, StreamTask, StreamWork, Task, Work, with_side_stream
 from mimatrix.core.errors import UserError
+
+_REPORT_AFTER_S = 1.0
+"""After how long a thread that waits tells the coordinator which calls it has made."""
+
+
+_MAX_KNOWN = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownLaunch:
+    """How NCCL carries a call that was made before."""
+
+    launch: Launcher
+    counter: str
+    signature: CallSignature
+    doing: str
+
+
+class _AgreedCalls:
+    """Kinds of calls that all ranks are known to make alike; all have the same set, as they make the same calls."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[CollectiveOp, int]] = set()
+
+    def is_new(self, op: CollectiveOp, count: int) -> bool:
+        """Return whether a call is the first of its kind, and remember it."""
+        if (op, count) in self._seen:
+            return False
+        if len(self._seen) >= _MAX_KNOWN:
+            self._seen.clear()
+        self._seen.add((op, count))
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedCall:
+    """A call that a thread waits for: its number in the log, or 0; the user's call; and since when."""
+
+    number: int
+    user_call: UserCall | None
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class Group:
     """Some ranks of a job, as one of them sees them. Every member creates it with the same name and members."""
 
-    def __init__(self, name: str, dispatcher: Dispatcher, tuner: Tuner | None, thread: CollectiveThread) -> None:
+    def __init__(
+        self,
+        name: str,
+        dispatcher: Dispatcher,
+        tuner: Tuner | None,
+        thread: CollectiveThread,
+        *,
+        nccl_reason: str = "",
+    ) -> None:
         self.name, self.tuner, self.thread = name, tuner, thread
         self._dispatcher, self._owns_thread = dispatcher, False
         self.endpoint, self.members = dispatcher.endpoint, dispatcher.members
         self.rank, self.world_size = dispatcher.rank, dispatcher.world_size
         self.sync, self.forecast = dispatcher.sync, dispatcher.forecast
         self.backends, self.cpu_backend = dispatcher.backends, dispatcher.cpu_backend
+        self.nccl_reason = nccl_reason
+        """Why there is no NCCL, if the group's c10d backends are without it."""
         self.caller = self.endpoint.control.caller
+        self._known: dict[tuple[CollectiveOp, int, int], _KnownLaunch] = {}
+        self._agreed, self._agreed_launches = _AgreedCalls(), _AgreedCalls()
         self.counters = Counter[str]()
-        """Calls by collective and transport, as in `all_reduce windows`."""
+        """Calls by collective and what carried them, as in `all_reduce windows` or `all_gather nccl`."""
         self.bytes_moved = Counter[str]()
         """Bytes of the tensors of all calls, by collective."""
 
@@ -44,6 +103,7 @@ class Group:
         members: Sequence[int],
         *,
         backends: Mapping[str, C10dBackend] | None = None,
+        nccl_reason: str = "",
         timeout_s: float = 300.0,
         tune: bool = True,
         lazy_release: bool = False,
@@ -56,6 +116,7 @@ class Group:
             name: The same on all members, and different for every group of the job.
             members: The ranks of the job that belong to the group.
             backends: c10d backends by device type; `cpu` is among them if there are any.
+            nccl_reason: Why NCCL is not among them, for `transport_status`.
             timeout_s: Seconds after which a member that does not come counts as lost.
             tune: Measure which algorithm is fastest. Without `backends` all collectives run over windows.
             lazy_release: Let calls on tensors in the arena return while peers may still read them. Call
@@ -65,7 +126,9 @@ class Group:
         backends = dict(backends or {})
         dispatcher = Dispatcher.open(endpoint, name, members, backends, timeout_s=timeout_s, lazy_release=lazy_release)
         tuner = Tuner.load(dispatcher, name) if backends and tune else None
-        group = cls(name, dispatcher, tuner, endpoint.thread)
+        group = cls(name, dispatcher, tuner, endpoint.thread, nccl_reason=nccl_reason)
+        if dispatcher.nccl:
+            endpoint.watchdog.watch(name, dispatcher.members, dispatcher.nccl.backend, dispatcher.calls, timeout_s)
         if own_thread:
             group.use_own_thread()
         # No member may finish and leave before all have opened its windows.
@@ -75,17 +138,36 @@ class Group:
     @property
     def has_nccl(self) -> bool:
         """Whether NCCL carries the c10d collectives of GPUs."""
-        return "cuda" in self.backends and self.backends["cuda"].backend is not self.backends["cpu"].backend
+        return self._dispatcher.nccl is not None
 
     @property
     def transports(self) -> tuple[Transport, ...]:
         """The transports that can carry data here."""
         return self._dispatcher.transports
 
+    def transport_status(self) -> tuple[TransportStatus, ...]:
+        """Return which transports the group has for which device, and why not the others; the same on all ranks."""
+        locations = [self.endpoint.locations[rank] for rank in self.members]
+        facts = TransportFacts(
+            members=self.members,
+            hosts=[location.host for location in locations],
+            has_gpu=[location.has_gpu for location in locations],
+            peer_access=self.endpoint.peer_access,
+            has_remote_windows=all("remote" in location.windows for location in locations),
+            has_gloo=self.cpu_backend is not None,
+            nccl_reason=self.nccl_reason,
+        )
+        return describe_transports(facts)
+
     @property
     def has_windows(self) -> bool:
         """Whether ranks can read each other's memory."""
         return bool(self._dispatcher.window_kinds)
+
+    @property
+    def window_kinds(self) -> tuple[str, ...]:
+        """The kinds of windows over which all members reach each other: `host`, `cuda`, `remote`."""
+        return self._dispatcher.window_kinds
 
     @property
     def maps_peers(self) -> bool:
@@ -95,6 +177,7 @@ class Group:
     def use_own_thread(self) -> None:
         """Run this group's collectives on a thread of their own, so that they wait for no other group's."""
         self.thread, self._owns_thread = CollectiveThread().start(), True
+        self.endpoint.threads.append(self.thread)
 
     def empty(self, count: int, dtype: torch.dtype = torch.float32, kind: str = "host") -> torch.Tensor:
         """Return a tensor in the arena: collectives on it, or on parts of it, need no staging."""
@@ -187,21 +270,29 @@ class Group:
     ) -> Work:
         """Start a collective in place on a tensor, by `choice` or as tuned.
 
-        With `may_run_here` it may run on the calling thread, which then cannot overlap with it.
+        With `may_run_here` it may run on the calling thread, which then cannot overlap with it. What NCCL carries is
+        launched on the calling thread in any case, so that every rank launches in the order of its program.
         """
+        if choice is None and (launched := self.launch_known(op, tensor)):
+            return StreamWork.of(launched)
         self._check(op, tensor)
-        choice = choice or self.cached_choice(op, tensor)
+        choice = choice or self.cached_choice(op, tensor) or self._choose_if_launched(op, tensor)
+        if choice and self.launches(tensor, choice):
+            self._agree_to_launch(op, tensor)
+            self._remember(op, tensor, choice, 0)
+            return self._launch(op, tensor, choice, partial(self._dispatcher.launch, op, tensor, choice))
         if op.is_bucket and choice and choice.transport == "windows" and fills_storage(tensor):
             self._dispatcher.share_storage(tensor)
 
         def task() -> None:
             chosen = choice or self.choose(op, tensor)
-            self.counters[f"{op.collective.value} {chosen.transport}"] += 1
-            self.bytes_moved[op.collective.value] += tensor.nbytes
+            self._count(op, tensor, chosen)
+            self._agree(op, tensor, chosen)
             self._dispatcher.execute(op, tensor, chosen)
 
         inline = may_run_here and _is_interruptible(choice)
-        return self.submit(task, tensor, doing=op.describe(tensor.numel()), inline=inline)
+        number = self._log(op, tensor, choice)
+        return self.submit(task, tensor, doing=op.describe(tensor.numel()), inline=inline, number=number)
 
     def start_into(self, call: OutOfPlace, *, may_run_here: bool) -> Work:
         """Start a collective between two tensors, as tuned; `may_run_here` as in `start`."""
@@ -212,17 +303,118 @@ class Group:
                 f"{full.numel()} of all; give the larger tensor {shard.numel() * self.world_size}"
             )
         self._check(op, full)
-        choice = self.cached_choice(op, full)
+        choice = self.cached_choice(op, full) or self._choose_if_launched(op, full)
+        if choice and self.launches(full, choice):
+            self._agree_to_launch(op, full)
+            self._remember(op, full, choice, 1)
+            return self._launch(op, full, choice, partial(self._dispatcher.launch_into, call, choice))
 
         def task() -> None:
             chosen = choice or self.choose(op, full)
-            self.counters[f"{op.collective.value} {chosen.transport}"] += 1
+            self._count(op, full, chosen)
+            self._agree(op, full, chosen)
             self._dispatcher.execute_into(call, chosen)
 
         inline = may_run_here and _is_interruptible(choice)
-        return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline)
+        number = self._log(op, full, choice)
+        return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, number=number)
 
-    def submit(self, task: Task, tensor: torch.Tensor | None = None, *, doing: str, inline: bool) -> Work:
+    def launch_known(self, op: CollectiveOp, tensor: torch.Tensor, *more: torch.Tensor) -> dist.Work | None:
+        """Launch a collective that NCCL is known to carry; None if that is not known yet, so that `start` finds out.
+
+        For calls that torch makes: the fewer steps, the better, and the host waits for nothing.
+        """
+        known = self._known.get((op, tensor.numel(), len(more)))
+        if known is None or not tensor.is_cuda or not tensor.is_contiguous():
+            return None
+        watchdog = self.endpoint.watchdog
+        watchdog.check(self.name, known.doing)
+        self.counters[known.counter] += 1
+        self.bytes_moved[op.collective.value] += tensor.nbytes
+        number = self._dispatcher.calls.add(known.signature, self.caller.of_this_thread())
+        try:
+            task = known.launch(tensor, *more)
+        except RuntimeError as error:
+            self._dispatcher.explain(op, error)
+            raise
+        watchdog.note(self.name, number, known.doing, task)
+        return task
+
+    def _remember(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, more: int) -> None:
+        """Remember that NCCL carries such a call, unless windows may carry one on another tensor of the same size."""
+        nccl, key = self._dispatcher.nccl, (op, tensor.numel(), more)
+        if choice != C10D or key in self._known or self.has_windows or nccl is None:
+            return
+        launch = nccl.launcher(op.collective, op.dtype, op.reduce_op, op.root)
+        if launch and (more or op.collective not in SHARDED):
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = _KnownLaunch(
+                launch=launch,
+                counter=f"{op.collective.value} {self._dispatcher.carrier(choice, tensor)}",
+                signature=CallSignature.of(op, tensor.numel(), ""),
+                doing=op.describe(tensor.numel()),
+            )
+
+    def launches(self, tensor: torch.Tensor, choice: AlgorithmChoice | None = None) -> bool:
+        """Return whether a GPU orders what carries a tensor: NCCL is there and, if it is given, by `choice`."""
+        return self.world_size > 1 and self._dispatcher.launches(tensor, choice or C10D)
+
+    def launch_native(self, launch: Callable[[], StreamTask], *, doing: str) -> StreamWork:
+        """Launch a call of NCCL that is not one of ours, in the order of this program."""
+        return self._launch_watched(launch, self._dispatcher.calls.number, doing)
+
+    def _launch(
+        self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, launch: Callable[[], StreamTask]
+    ) -> StreamWork:
+        self._count(op, tensor, choice)
+        return self._launch_watched(launch, self._log(op, tensor, choice), op.describe(tensor.numel()))
+
+    def _launch_watched(self, launch: Callable[[], StreamTask], number: int, doing: str) -> StreamWork:
+        watchdog = self.endpoint.watchdog
+        watchdog.check(self.name, doing)
+        work = StreamWork(launch, partial(self.watch, doing))
+        work.run()
+        if work.launched:
+            watchdog.note(self.name, number, doing, work.launched)
+        return work
+
+    def _choose_if_launched(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
+        """Measure now, on the group's thread, if NCCL may carry the call: it is launched here, in its order."""
+        if not self.launches(tensor):
+            return None
+        return self.tune(op, tensor)
+
+    def _agree(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
+        """Compare the first call of its kind with those of all members: Gloo ends a process if sizes differ.
+
+        Only on the group's thread. Calls that were made before are compared afterwards, by the log.
+        """
+        if self.world_size > 1 and choice.transport != "windows" and self._agreed.is_new(op, tensor.numel()):
+            self._dispatcher.check_same_call(op, tensor.numel(), choice)
+
+    def _agree_to_launch(self, op: CollectiveOp, tensor: torch.Tensor) -> None:
+        """Do as `_agree` for a call that is launched on the calling thread."""
+        if self._agreed_launches.is_new(op, tensor.numel()):
+            check = partial(self._dispatcher.check_same_call, op, tensor.numel(), C10D)
+            self.submit(check, doing=op.describe(tensor.numel()), inline=False).wait()
+
+    def _count(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
+        self.counters[f"{op.collective.value} {self._dispatcher.carrier(choice, tensor)}"] += 1
+        self.bytes_moved[op.collective.value] += tensor.nbytes
+
+    def _log(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None) -> int:
+        """Log a call, and return its number; 0 over windows, which compare calls themselves."""
+        if self.world_size == 1 or (choice and choice.transport == "windows"):
+            return 0
+        control = self.endpoint.control
+        if control.has_news:
+            control.check(-1, self.members, op.describe(tensor.numel()))
+        return self._dispatcher.calls.add(CallSignature.of(op, tensor.numel(), ""), self.caller.of_this_thread())
+
+    def submit(
+        self, task: Task, tensor: torch.Tensor | None = None, *, doing: str, inline: bool, number: int = 0
+    ) -> Work:
         """Run a task in the order of this group's collectives.
 
         Args:
@@ -230,6 +422,7 @@ class Group:
             tensor: If it is on a GPU, the task runs after the kernels that the caller has launched so far.
             doing: What the task is, for errors about lost ranks.
             inline: Run it on the calling thread if nothing else is queued.
+            number: The number of a call that was logged, which c10d carries.
         """
         user_call = self.caller.of_this_thread()
 
@@ -238,22 +431,30 @@ class Group:
             task()
 
         ordered = run if tensor is None else with_side_stream(run, tensor)
-        work = Work(ordered, partial(self.watch, doing))
+        work = Work(ordered, partial(self.watch, doing, _WatchedCall(number, user_call)))
         self.thread.submit(work, inline=inline)
         return work
 
-    def watch(self, doing: str) -> None:
+    def watch(self, doing: str, call: "_WatchedCall | None" = None) -> None:
         """Say that the calling thread waits for this group, and raise if a rank was lost or cannot come."""
         control = self.endpoint.control
         control.note_waiting(self.name)
+        if call and time.monotonic() - call.since_s > _REPORT_AFTER_S:
+            self._dispatcher.calls.report()
+        if call and call.number:
+            # c10d does not say for whom it waits: for all who have not made the call.
+            name = begun_name(self.name)
+            others = [rank for rank in self.members if rank != self.endpoint.rank]
+            control.expect_arrival(name, call.number, others, call.user_call)
+            control.note_waiting(name)
         control.check(-1, self.members, doing)
 
     def cached_choice(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """Return the choice for a call, or None if it has to be measured first."""
         if self.world_size == 1:
             return C10D
-        if self.tuner and not op.shares:
-            return self.tuner.cached_choice(self.size_class(op.collective, tensor))
+        if self.tuner:
+            return self.tuner.cached_choice(self.size_class(op, tensor))
         transport: Transport = "windows" if self.has_windows else "send_recv"
         size = tensor.nbytes if self._dispatcher.find_slot(tensor) else 0
         return default_choice(op.collective, size, self.world_size, transport)
@@ -265,19 +466,44 @@ class Group:
             assert self.tuner
             # The real call first: otherwise ranks that disagree would complain about the tuner's sizes.
             self._dispatcher.check_same_call(op, tensor.numel(), AlgorithmChoice("windows", "to be measured"))
-            choice = self.tuner.choose(self.size_class(op.collective, tensor))
+            choice = self.tuner.choose(self.size_class(op, tensor), op.shares)
         return choice
 
-    def size_class(self, collective: Collective, tensor: torch.Tensor) -> SizeClass:
+    def tune(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice:
+        """Return the choice for calls on such a tensor; measure it now if it was not measured before. A collective."""
+        choice = self.cached_choice(op, tensor)
+        if choice is None:
+            choices: list[AlgorithmChoice] = []
+            doing = f"measuring {op.describe(tensor.numel())}"
+            self.submit(lambda: choices.append(self.choose(op, tensor)), tensor, doing=doing, inline=False).wait()
+            choice = choices[0]
+        if self.launches(tensor, choice):
+            self._agree_to_launch(op, tensor)
+        return choice
+
+    def restrict_gpus(self, *, windows: bool | None) -> None:
+        """Have windows carry all tensors of GPUs from now on, or none; None: whatever is fastest. All members agree."""
+        if self.tuner:
+            self.tuner.restrict_gpus(windows=windows)
+
+    def tuned_s(self, op: CollectiveOp, tensor: torch.Tensor, *, windows: bool) -> float:
+        """Return the shortest time measured for such calls over windows, or without; infinite if none was."""
+        return self.tuner.fastest_s(self.size_class(op, tensor), windows=windows) if self.tuner else float("inf")
+
+    def size_class(self, op: CollectiveOp, tensor: torch.Tensor) -> SizeClass:
         """Return the class of messages with which this one is tuned."""
         placed = self._dispatcher.find_slot(tensor)
         window_kind = placed[0] if placed else self.window_kind(tensor)
         # A GPU tensor on one rank may be a CPU tensor on another, and all ranks must tune at the same moment.
         device = "cpu" if self._dispatcher.has_mixed_devices else tensor.device.type
-        return SizeClass.of(collective, tensor, window_kind, device, is_placed=placed is not None)
+        counts = (op.shares or Shares.equal(self.world_size)).cut(tensor.numel())
+        carriers = self._dispatcher.carriers(op.collective, device, tensor.dtype)
+        is_placed = placed is not None
+        return SizeClass.of(op.collective, tensor, window_kind, device, carriers, is_placed=is_placed, counts=counts)
 
     def close(self) -> None:
         """Release the staging slots, and end the group's own thread."""
+        self.endpoint.watchdog.forget(self.name)
         if self._owns_thread:
             self.thread.close()
         self._dispatcher.close()

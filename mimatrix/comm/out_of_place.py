@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.c10d import C10dBackend
+from mimatrix.comm.c10d import C10dBackend, Launched
 from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.execution import staging
 from mimatrix.comm.execution.staging import StagedChunk
@@ -38,13 +38,18 @@ class AllGatherInto:
         """The tensor that is written."""
         return self.full
 
+    @property
+    def source(self) -> torch.Tensor:
+        """The tensor that is read."""
+        return self.shard
+
     def chunks(self, chunk_bytes: int) -> Iterator[StagedChunk]:
         """Yield the chunks in which it passes through staging slots."""
         return staging.all_gather_chunks(self.full, self.shard, self.rank, self.world_size, chunk_bytes)
 
-    def run_c10d(self, backend: C10dBackend) -> None:
-        """Run it on a c10d backend."""
-        backend.all_gather_into(self.full, self.shard)
+    def launch_c10d(self, backend: C10dBackend) -> Launched:
+        """Start it on a c10d backend."""
+        return backend.all_gather_into(self.full, self.shard), None
 
     def run_in_place(self, run: InPlace) -> None:
         """Run it by `run`, which gathers in place."""
@@ -72,13 +77,18 @@ class ReduceScatterInto:
         """The tensor that is written."""
         return self.shard
 
+    @property
+    def source(self) -> torch.Tensor:
+        """The tensor that is read."""
+        return self.full
+
     def chunks(self, chunk_bytes: int) -> Iterator[StagedChunk]:
         """Yield the chunks in which it passes through staging slots."""
         return staging.reduce_scatter_chunks(self.shard, self.full, self.rank, self.world_size, chunk_bytes)
 
-    def run_c10d(self, backend: C10dBackend) -> None:
-        """Run it on a c10d backend."""
-        backend.reduce_scatter_into(self.shard, self.full, self.reduce_op)
+    def launch_c10d(self, backend: C10dBackend) -> Launched:
+        """Start it on a c10d backend."""
+        return backend.reduce_scatter_into(self.shard, self.full, self.reduce_op)
 
     def run_in_place(self, run: InPlace) -> None:
         """Run it by `run`, which scatters in place, on a copy because `full` belongs to the caller."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,78 @@ class Work:
             raise self.error
 
 
+class StreamWork(Work):
+    """A collective that a GPU puts in order: done for the host once it is launched; `wait` has the stream wait."""
+
+    def __init__(self, launch: Callable[[], "StreamTask"], watch: Task) -> None:
+        super().__init__(self._launch, watch)
+        self._start = launch
+        self.launched: StreamTask | None = None
+        """What was launched, unless that failed."""
+
+    @classmethod
+    def of(cls, task: "StreamTask") -> "StreamWork":
+        """Return the work of what was launched already."""
+        work = cls(lambda: task, _watch_nothing)
+        work.run()
+        return work
+
+    def _launch(self) -> None:
+        self.launched = self._start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Have the current stream wait for the collective; raise the error with which launching it ended."""
+        super().wait(timeout_s)
+        if self.launched:
+            self.launched.wait()
+
+    def is_done(self) -> bool:
+        """Return whether the GPU has completed it, or launching it failed."""
+        return self.launched is None or self.launched.is_completed()
+
+
+class StreamTask(Protocol):
+    """What runs on a GPU after its launch: c10d's `Work` of NCCL, or a `SideStreamTask`."""
+
+    def wait(self) -> Any:
+        """Have the current stream wait for it."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether the GPU has completed it."""
+        ...
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future that is complete when it is launched, and has streams wait that use its result."""
+        ...
+
+
+class SideStreamTask:
+    """Kernels and collectives on a stream of their own, after what the caller has launched so far."""
+
+    def __init__(self, run: Task, tensor: torch.Tensor) -> None:
+        device, caller = tensor.device, torch.cuda.current_stream(tensor.device)
+        stream = _launch_stream(device)
+        stream.wait_stream(caller)
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[device])
+        with torch.cuda.stream(stream):
+            run()
+            self._event = stream.record_event()
+            self._future.set_result([tensor])
+
+    def wait(self) -> None:
+        """Have the current stream wait for it."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Return whether the GPU has completed it."""
+        return bool(self._event.query())
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        """Return a future of the tensor."""
+        return self._future
+
+
 class CollectiveThread:
     """The thread on which a rank's collectives run, in the order in which they were submitted."""
 
@@ -98,6 +170,11 @@ class CollectiveThread:
                 work.run()
             finally:
                 self._running.release()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a collective runs, or is queued."""
+        return self._queued > 0 or self._running.locked()
 
     def close(self) -> None:
         """End the thread after the work that is queued."""
@@ -146,6 +223,8 @@ class TorchWork(dist._Work):
 
     def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
         """Return a future of the output tensors, for callers that chain work, as DDP does."""
+        if self._future is None and isinstance(self._work, StreamWork) and self._work.launched:
+            self._future = self._work.launched.get_future()
         if self._future is None:
             ended: torch.futures.Future[None] = torch.futures.Future()
             # Only what a callback raises is an error for torch's own code too; `set_exception` would return the
@@ -215,6 +294,16 @@ def with_side_stream(task: Task, tensor: torch.Tensor) -> Task:
     return run
 
 
+def _watch_nothing() -> None:
+    """Do nothing: the watchdog of NCCL watches what is launched."""
+
+
 @lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@lru_cache
+def _launch_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream on which the host waits for nothing; what the side stream waits for must not block it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

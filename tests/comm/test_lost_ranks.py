@@ -9,7 +9,7 @@ SOAK = Path(__file__).parent / "soak.py"
 
 
 def test_survivors_name_the_rank_that_was_killed_or_stopped() -> None:
-    command = [sys.executable, str(SOAK), "--rounds", "10", "--seed", "7"]
+    command = [sys.executable, str(SOAK), "--rounds", "6", "--seed", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     found = json.loads(done.stdout)
     assert found["wrong"] == []

@@ -45,6 +45,7 @@ def in_groups(
     kinds: Callable[[], dict[str, WindowKind]] | None = None,
     timeout_s: float = 20.0,
     with_gloo: bool = False,
+    tune: bool = False,
 ) -> list[T]:
     """Run `on_rank(group)` on threads that are the ranks of one group, over windows in this process."""
     store, shared = HashStore(), InProcessWindows()
@@ -55,7 +56,7 @@ def in_groups(
         endpoint = Endpoint.join(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
         try:
             gloo = {"cpu": C10dBackend(_gloo(store, rank, size), rank, size, timeout_s)} if with_gloo else None
-            return on_rank(Group.create(endpoint, "all", range(size), backends=gloo, timeout_s=timeout_s, tune=False))
+            return on_rank(Group.create(endpoint, "all", range(size), backends=gloo, timeout_s=timeout_s, tune=tune))
         finally:
             endpoint.close()
 

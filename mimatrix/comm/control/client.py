@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, connect
+from mimatrix.comm.control.call_comparison import CallReport
+from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect
 from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls, describe_ended
 from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost, UserError, WorldError
 
@@ -58,6 +59,7 @@ class ControlClient:
         self._arrival_waits: dict[str, ArrivalWait] = {}
         self._blocked_in, self._blocked_at_s, self._reported_s = "", 0.0, 0.0
         self._stream, self._generation = stream, generation
+        self._sender = FrameSender(stream)
         self._lost: dict[int, str] = {}
         self._faults: list[tuple[set[int], WorldError | DifferentCalls]] = []
         self._arrivals: dict[tuple[str, int], list[Any]] = {}
@@ -93,6 +95,12 @@ class ControlClient:
         """Record that a thread waits until `needs` have begun call `number` of a group."""
         self._arrival_waits[group] = ArrivalWait(number, tuple(needs), user_call, time.monotonic())
 
+    def expect_arrival(self, group: str, number: int, needs: Collection[int], user_call: UserCall | None) -> None:
+        """Do as `await_arrival`, unless a thread already waits for the same call."""
+        wait = self._arrival_waits.get(group)
+        if wait is None or wait.number != number:
+            self.await_arrival(group, number, needs, user_call)
+
     def end_arrival(self, group: str) -> None:
         """Record that no thread waits in a group any more."""
         self._arrival_waits.pop(group, None)
@@ -123,6 +131,16 @@ class ControlClient:
             "call": call.to_json() if call else None,
         }
 
+    def _describe_state(self) -> dict[str, Any]:
+        """Return for whom this rank waits now, which calls it has begun, and in which call the user's script is."""
+        call = self.caller.current
+        return {
+            "waits_for": self.waits_for,
+            "blocked": self._describe_block(),
+            "begun": self.begun.copy(),
+            "call": call.to_json() if call else None,
+        }
+
     def arrive(self, group: str, ticket: int, members: Collection[int], payload: object) -> None:
         """Announce that this rank has reached `ticket`; members that wait for it receive `payload`."""
         body = {"group": group, "ticket": ticket, "members": list(members), "payload": payload}
@@ -133,6 +151,15 @@ class ControlClient:
         with self._changed:
             self._changed.wait_for(lambda: (group, ticket) in self._arrivals, timeout_s)
             return self._arrivals.pop((group, ticket), None)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a rank was lost or has left, or a fault was reported; cheaper to ask than `check`."""
+        return bool(self._lost or self._faults)
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has said goodbye."""
+        return self._lost.get(rank) == LEFT
 
     def check(self, peer: int, members: Collection[int], doing: str) -> None:
         """Raise the `failure`, if there is one."""
@@ -177,6 +204,41 @@ class ControlClient:
         """Raise if a member is lost or does not answer, after torch failed without saying why."""
         complaint = {"waits_for": None, "waited_s": waited_s, "arrival": None, "members": list(members)}
         self._complain(complaint, -1, members, doing)
+
+    def report_unfinished(self, group: str, number: int, members: Collection[int], doing: str, waited_s: float) -> None:
+        """Raise if a member did not come to a native call, which cannot say itself for whom it waits.
+
+        Args:
+            group: The group of the `CallLog` to which the call was added.
+            number: What `CallLog.add` returned for the call.
+            members: The ranks of the group.
+            doing: What this rank does, for the error, such as `all_reduce of 10 float32`.
+            waited_s: How long the call has not finished.
+
+        Returns:
+            None, after about three seconds, if all members have begun the call: then raise the call's own error.
+
+        Raises:
+            PeerLost: A member has not begun the call, or does not answer.
+            DifferentCalls: A member has ended without making the call.
+            MismatchError: The members made different calls.
+        """
+        call = self.caller.of_this_thread()
+        complaint = {
+            "waits_for": None,
+            "waited_s": waited_s,
+            "arrival": None,
+            "members": list(members),
+            "call": [group, number],
+            "user_call": call.to_json() if call else None,
+        }
+        self._complain(complaint, -1, members, doing)
+
+    def post_calls(self, report: CallReport) -> None:
+        """Tell the coordinator which calls this rank made, without waiting; a report may be dropped."""
+        message = ControlMessage(MessageType.CALLS, self._generation, report.to_json())
+        with suppress(OSError):
+            self.sent += self._sender.post(message.encode())
 
     def report_mismatch(self, text: str, ranks: Collection[int]) -> NoReturn:
         """Tell all ranks that two of them make different calls, then raise."""
@@ -242,7 +304,7 @@ class ControlClient:
 
     def _send(self, message_type: MessageType, body: dict[str, Any]) -> None:
         self.sent += 1
-        self._stream.sendall(ControlMessage(message_type, self._generation, body).encode())
+        self._sender.send(ControlMessage(message_type, self._generation, body).encode())
 
     def _listen(self) -> None:
         decoder = Decoder(self._generation)
@@ -271,7 +333,7 @@ class ControlClient:
                 self._add_fault(body)
             case MessageType.PROBE:
                 with suppress(OSError):
-                    self._send(MessageType.STATE, {"waits_for": self.waits_for, "blocked": self._describe_block()})
+                    self._send(MessageType.STATE, self._describe_state())
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._changed:

@@ -10,14 +10,16 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mimatrix.comm.control.call_comparison import CallComparison, CallReport
 from mimatrix.comm.control.deadlock import BlockedRank, Deadlock, DeadlockSearch
 from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, MessageType, close_in_children
-from mimatrix.comm.control.user_calls import describe_calls, describe_ended
+from mimatrix.comm.control.unfinished_calls import RankState, UnfinishedCall, UnfinishedCalls, WaitingRank
+from mimatrix.comm.control.user_calls import UserCall, describe_calls, describe_ended
 from mimatrix.comm.control.wait_graph import Culprit, Query, WaitGraphSearch
 from mimatrix.core.errors import WorldError
 
@@ -47,7 +49,10 @@ class Coordinator:
         self._arrivals: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
         self._search: WaitGraphSearch | None = None
         self._deadlocks = DeadlockSearch()
-        self._ended: dict[int, dict[str, int]] = {}
+        self._calls = CallComparison()
+        self._unfinished = UnfinishedCalls()
+        self._hosts: dict[int, str] = {}
+        self._ended: dict[int, Mapping[str, int]] = {}
         """The last call of each group that a rank began before it said goodbye."""
         self._lost: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
@@ -102,6 +107,9 @@ class Coordinator:
             self._drop(member, f"its connection broke ({error.strerror})")
         except WorldError as error:
             self._drop(member, str(error))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            # One bad message must not end the thread that serves all ranks.
+            self._drop(member, f"a control message is corrupt: {type(error).__name__}: {error}; check its version")
 
     def _handle(self, member: _Member, message: ControlMessage) -> None:
         body = message.body
@@ -113,16 +121,25 @@ class Coordinator:
             case MessageType.ARRIVE:
                 self._on_arrive(member.rank, body)
             case MessageType.LATE:
-                self._on_late(body)
+                if body.get("call"):
+                    self._on_unfinished(member.rank, body)
+                else:
+                    self._on_late(body)
             case MessageType.BLOCKED:
                 self._on_blocked(member.rank, body["blocked"])
             case MessageType.STATE:
-                self._on_state(member.rank, body["waits_for"])
+                state = RankState.from_json(body)
+                self._unfinished.answer(member.rank, state)
+                self._on_state(member.rank, state.waits_for)
                 self._act_on(self._deadlocks.answer(member.rank, BlockedRank.from_json(body["blocked"])))
+            case MessageType.CALLS:
+                self._on_calls(member.rank, CallReport.from_json(body, member.rank))
             case MessageType.FAULT:
                 self._send_all(MessageType.FAULT, body)
             case MessageType.BYE:
-                self._ended[member.rank] = body["begun"]
+                state = RankState.from_json({"begun": body["begun"], "waits_for": None, "call": None})
+                self._ended[member.rank] = state.begun
+                self._unfinished.answer(member.rank, state)
                 self._drop(member, LEFT)
             case _:
                 raise WorldError(
@@ -131,7 +148,7 @@ class Coordinator:
 
     def _on_hello(self, member: _Member, rank: int, host: str) -> None:
         member.rank, member.host = rank, host
-        self._members[rank] = member
+        self._members[rank], self._hosts[rank] = member, host
         for lost, reason in self._lost.items():
             self._send_to(member, MessageType.LOST, {"rank": lost, "reason": reason})
 
@@ -148,10 +165,32 @@ class Coordinator:
                     answer = {"group": group, "ticket": ticket, "payloads": payloads}
                     self._send_to(self._members[member], MessageType.GO, answer)
 
+    def _on_calls(self, rank: int, report: CallReport) -> None:
+        """Compare the calls of a rank with those of others, and tell all ranks if they differ."""
+        if difference := self._calls.take(rank, report):
+            names = {rank: f"rank {rank} on {self._hosts[rank]}" for rank in difference.ranks}
+            text, ranks = difference.describe(names), difference.ranks
+            body = {"text": text, "ranks": ranks, "failed": None, "is_users": difference.is_users}
+            self._send_all(MessageType.FAULT, body)
+
+    def _on_unfinished(self, rank: int, body: dict[str, Any]) -> None:
+        """Ask all members of a group whether they have come to a call that does not finish on one of them."""
+        call = UnfinishedCall.from_json(body, time.monotonic())
+        if self._is_known(call.members):
+            return
+        if ended := call.find_ended(self._ended):
+            text = describe_ended(rank, ended[0], UserCall.from_json(body["user_call"]))
+            self._send_all(MessageType.FAULT, {"text": text, "ranks": [rank], "failed": ended[0], "is_users": True})
+            return
+        self._act_on(self._unfinished.complain(call))
+
+    def _is_known(self, members: Collection[int]) -> bool:
+        """Return whether one of the members was lost, so that all were told the reason."""
+        return any(reason != LEFT and rank in members for rank, reason in self._lost.items())
+
     def _on_late(self, body: dict[str, Any]) -> None:
         """Start to search for the rank that blocks the others, unless it is known or a search is in progress."""
-        is_known = any(reason != LEFT and rank in body["members"] for rank, reason in self._lost.items())
-        if self._search or is_known:
+        if self._search or self._is_known(body["members"]):
             return
         suspect = body["waits_for"]
         if body["arrival"]:
@@ -180,6 +219,19 @@ class Coordinator:
             self._act_on(self._search.overdue(time.monotonic()))
         if self._search and self._search.is_over(time.monotonic()):
             self._search = None
+        for outcome in self._unfinished.decide(time.monotonic()):
+            self._act_on_late_member(outcome)
+
+    def _act_on_late_member(self, outcome: Culprit | WaitingRank) -> None:
+        """Tell all ranks which one did not come, or find the one that it waits for itself."""
+        match outcome:
+            case Culprit(rank, reason):
+                if rank not in self._lost:
+                    self._lose(rank, reason)
+            case WaitingRank(rank, waits_for, waited_s):
+                if not self._search:
+                    self._search = WaitGraphSearch(waited_s=waited_s, has_suspect=True, asked=[rank])
+                    self._act_on(self._search.start([waits_for], time.monotonic()))
 
     def _act_on(self, outcome: Culprit | Query | Deadlock | None) -> None:
         match outcome:

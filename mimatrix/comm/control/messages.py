@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from mimatrix.core.framing import FrameDecoder, FrameFormat
 _FRAMES = FrameFormat(b"MMX2")
 LEFT = "it left"
 """The reason of a rank that said goodbye."""
+_POST_S = 0.05
+"""How long a message that may be dropped waits for another thread that is sending."""
 
 
 class MessageType(IntEnum):
@@ -31,6 +34,7 @@ class MessageType(IntEnum):
     FAULT = 8
     BYE = 9
     BLOCKED = 10
+    CALLS = 11
 
 
 _TYPES = frozenset(MessageType)
@@ -83,7 +87,47 @@ class Decoder:
             yield message
 
 
+class FrameSender:
+    """Sends whole frames from several threads; `post` does not wait for a coordinator that has stopped reading."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self._rest = b""
+        """The rest of a frame that the stream did not take: it has to be sent before any other."""
+        _senders.add(self)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; wait until the stream has taken all of it."""
+        with self._lock:
+            rest, self._rest = self._rest, b""
+            self._stream.sendall(rest + frame)
+
+    def post(self, frame: bytes) -> bool:
+        """Send a frame if the stream takes it now, and return whether it does; otherwise drop it."""
+        if not self._lock.acquire(timeout=_POST_S):
+            return False
+        try:
+            self._flush()
+            if self._rest:
+                return False
+            self._rest = frame
+            self._flush()
+            return True
+        finally:
+            self._lock.release()
+
+    def _flush(self) -> None:
+        with suppress(BlockingIOError):
+            while self._rest:
+                self._rest = self._rest[self._stream.send(self._rest, socket.MSG_DONTWAIT) :]
+
+    def reset_lock(self) -> None:
+        """Replace the lock in a forked child: the thread that held it does not exist there."""
+        self._lock = threading.Lock()
+
+
 _streams: "WeakSet[socket.socket]" = WeakSet()
+_senders: "WeakSet[FrameSender]" = WeakSet()
 
 
 def close_in_children(stream: socket.socket) -> socket.socket:
@@ -96,6 +140,8 @@ def _close_streams() -> None:
     for stream in list(_streams):
         with suppress(OSError):
             os.close(stream.detach())
+    for sender in list(_senders):
+        sender.reset_lock()
 
 
 os.register_at_fork(after_in_child=_close_streams)

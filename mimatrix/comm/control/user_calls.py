@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mimatrix.core.errors import WorldError
+
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 PACKED_BYTES = 320
 """The longest description of a call that is exchanged."""
@@ -54,9 +56,18 @@ class UserCall:
         return [self.name, self.key, self.verb, self.fix, self.place]
 
     @classmethod
-    def from_json(cls, fields: list[str] | None) -> "UserCall | None":
-        """Return the call, or None."""
-        return cls(*fields) if fields else None
+    def from_json(cls, fields: object) -> "UserCall | None":
+        """Return the call, or None.
+
+        Raises:
+            WorldError: A field is missing or not a text.
+        """
+        match fields:
+            case None | []:
+                return None
+            case [str(name), str(key), str(verb), str(fix), str(place)]:
+                return cls(name, key, verb, fix, place)
+        raise WorldError("a rank's call is corrupt: its fields are not those of a call; check who sent it")
 
     @classmethod
     def unpack(cls, data: bytes) -> "UserCall | None":

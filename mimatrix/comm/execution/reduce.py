@@ -24,7 +24,9 @@ def reduce_into(
     Sums of low precision are accumulated in float32; averages of integers are those of `divide`.
     """
     own = target if first is None else first
-    if len(sources) == 1 and divisor == 1 and target.dtype not in _LOW_PRECISION:
+    # What a GPU holds cannot be added to the host's memory before it is copied there.
+    is_here = own.device == target.device
+    if len(sources) == 1 and divisor == 1 and target.dtype not in _LOW_PRECISION and is_here:
         _COMBINE[reduce_op](own, sources[0], out=target)
         return
     if first is not None:

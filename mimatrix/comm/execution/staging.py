@@ -70,6 +70,22 @@ class StagingSlots:
         self._slots.clear()
 
 
+class PinnedBuffer:
+    """Pinned host memory for GPU tensors that Gloo carries; it grows to the largest. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a flat tensor, without its data."""
+        if len(self._bytes) < flat.nbytes:
+            try:
+                self._bytes = torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:  # the system allows no more; copies are only slower
+                self._bytes = torch.empty(flat.nbytes, dtype=torch.uint8)
+        return self._bytes[: flat.nbytes].view(flat.dtype)
+
+
 def as_one(flat: torch.Tensor) -> StagedChunk:
     """Return all of a flat tensor as one chunk."""
     return StagedChunk(flat.numel(), partial(_copy_to, flat), flat.copy_, flat)

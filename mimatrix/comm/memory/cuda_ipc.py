@@ -63,7 +63,8 @@ class CudaIpcWindow:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
             _check(
-                _runtime().cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(room)), f"allocating {size} bytes"
+                cuda_runtime().cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(room)),
+                f"allocating {size} bytes",
             )
         self.bytes = _as_tensor(self._address, size, device)
         self.bytes.zero_()
@@ -73,7 +74,7 @@ class CudaIpcWindow:
         """Return the size, the export handle and the lifeline."""
         exported = _IpcHandle()
         with torch.cuda.device(self._device):
-            _check(_runtime().cudaIpcGetMemHandle(ctypes.byref(exported), self._address), "exporting a window")
+            _check(cuda_runtime().cudaIpcGetMemHandle(ctypes.byref(exported), self._address), "exporting a window")
         return f"{self._size}:{base64.b64encode(bytes(exported.reserved)).decode()}|{self._lifeline.handle()}"
 
     def close(self) -> None:
@@ -82,7 +83,7 @@ class CudaIpcWindow:
         if self._address:
             torch.cuda.synchronize(self._device)
             with torch.cuda.device(self._device):
-                _check(_runtime().cudaFree(self._address), "freeing a window")
+                _check(cuda_runtime().cudaFree(self._address), "freeing a window")
             self._address = ctypes.c_void_p()
             self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
 
@@ -114,19 +115,23 @@ class _Mapping:
         opened = _IpcHandle.from_buffer_copy(base64.b64decode(exported))
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
-            code = _runtime().cudaIpcOpenMemHandle(
+            code = cuda_runtime().cudaIpcOpenMemHandle(
                 ctypes.byref(self._address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS)
             )
         if code:
-            _runtime().cudaGetLastError()
-            _refuse(_error(code))
-        self.bytes = _as_tensor(self._address, int(size), device)
+            cuda_runtime().cudaGetLastError()
+            _refuse(cuda_error(code))
+        try:
+            self.bytes = _as_tensor(self._address, int(size), device)
+        except WorldError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Unmap the memory."""
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
-            _runtime().cudaIpcCloseMemHandle(self._address)
+            cuda_runtime().cudaIpcCloseMemHandle(self._address)
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -137,20 +142,19 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-class _Memory:
-    """An address that torch can use as a tensor, without copying or owning it."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
 def _as_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> torch.Tensor:
+    """Return a tensor over memory that this GPU reaches, without copying or owning it.
+
+    It counts as this GPU's, also if it is a peer's: then kernels here read it over the bus. `torch.as_tensor` would see
+    whose it is, and copy it.
+    """
     assert address.value
-    return torch.as_tensor(_Memory(address.value, size), device=device)
+    storage = torch._C._construct_storage_from_data_pointer(address.value, device, size)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
 
 @lru_cache(maxsize=1)
-def _runtime() -> ctypes.CDLL:
+def cuda_runtime() -> ctypes.CDLL:
     """Return the CUDA runtime that torch itself has loaded."""
     major = str(torch.version.cuda).split(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
@@ -158,11 +162,12 @@ def _runtime() -> ctypes.CDLL:
     return runtime
 
 
-def _error(code: int) -> str:
-    text: bytes = _runtime().cudaGetErrorString(code)
+def cuda_error(code: int) -> str:
+    """Return CUDA's words for an error code."""
+    text: bytes = cuda_runtime().cudaGetErrorString(code)
     return text.decode()
 
 
 def _check(code: int, doing: str) -> None:
     if code:
-        raise WorldError(f"{doing} on the GPU failed: {_error(code)}; check nvidia-smi")
+        raise WorldError(f"{doing} on the GPU failed: {cuda_error(code)}; check nvidia-smi")

@@ -11,9 +11,11 @@ from mimatrix.core.errors import UserError
 
 Transport = Literal["windows", "send_recv", "c10d"]
 """Reads of peers' memory, messages over a c10d backend, or the backend's own collective."""
+SHARDED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 CACHED_BLOCK_BYTES = 256 << 10
 """A block of this size and its target stay in a core's second-level cache."""
 _MIN_BLOCK_BYTES = 32 << 10
+_MIN_SEGMENTED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class AlgorithmChoice:
 
     def __str__(self) -> str:
         if self.transport == "c10d":
-            return "c10d"
+            return "c10d" if self.algorithm == "c10d" else f"c10d {self.algorithm}"
         segments = f"/{self.segments}" if self.segments > 1 else ""
         return f"{self.transport} {self.algorithm}{segments}{' by bandwidth' if self.shares else ''}"
 
@@ -46,6 +48,36 @@ class AlgorithmChoice:
 
 C10D = AlgorithmChoice("c10d", "c10d")
 """The collective of the c10d backend."""
+LISTS = AlgorithmChoice("c10d", "lists")
+"""The backend's collective on a list of shards, which need not be of one size; NCCL groups a call for each shard."""
+PADDED = AlgorithmChoice("c10d", "padded")
+"""The backend's collective on shards that are padded to the size of the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carriers:
+    """What can carry a message: found from the ranks, the message's device and its type."""
+
+    windows: bool
+    """Ranks read each other's memory."""
+    send_recv: bool
+    """The c10d backend sends messages between hosts."""
+    native: bool
+    """The c10d backend has the collective for this type."""
+    native_lists: bool = False
+    """It takes shards of different sizes, as NCCL does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What is to be carried, as far as that decides what is worth trying."""
+
+    collective: Collective
+    bytes: int
+    world_size: int
+    is_uneven: bool = False
+    """Whether ranks own shards of different sizes; only of reduce-scatters and all-gathers."""
+    has_empty_shards: bool = False
 
 
 def default_choice(collective: Collective, size: int, world_size: int, transport: Transport) -> AlgorithmChoice:
@@ -55,26 +87,41 @@ def default_choice(collective: Collective, size: int, world_size: int, transport
     return AlgorithmChoice(transport, "gdraa", max(1, min(64, segments)))
 
 
-def candidates(
-    collective: Collective, size: int, world_size: int, transports: tuple[Transport, ...]
-) -> Iterator[AlgorithmChoice]:
-    """Yield what may be fastest for a message of `size` bytes, always with the c10d collective."""
-    yield C10D
-    is_all_reduce = collective is Collective.ALL_REDUCE
-    is_one_host = "send_recv" not in transports
-    if "windows" in transports:
-        for segments in _segment_counts(size, world_size) if is_all_reduce and is_one_host else (1,):
+def candidates(message: Message, carriers: Carriers) -> Iterator[AlgorithmChoice]:
+    """Yield what may be fastest for a message among what can carry it."""
+    yield from _native(message, carriers)
+    is_all_reduce = message.collective is Collective.ALL_REDUCE
+    if carriers.windows:
+        is_segmented = is_all_reduce and not carriers.send_recv
+        for segments in _segment_counts(message) if is_segmented else (1,):
             yield AlgorithmChoice("windows", "gdraa", segments)
-    if "send_recv" in transports:
+    if carriers.send_recv:
         yield AlgorithmChoice("send_recv", "gdraa")
-        yield AlgorithmChoice("send_recv", "ring", 1)
+        yield AlgorithmChoice("send_recv", "ring")
         if is_all_reduce:
             yield AlgorithmChoice("send_recv", "halving_doubling")
-            if size >= 1 << 20:
-                yield AlgorithmChoice("send_recv", "gdraa", 4)
+        if message.collective is not Collective.BROADCAST and message.bytes >= _MIN_SEGMENTED_BYTES:
+            yield AlgorithmChoice("send_recv", "gdraa", 4)
+            if is_all_reduce:
                 yield AlgorithmChoice("send_recv", "gdraa", 16)
 
 
-def _segment_counts(size: int, world_size: int) -> list[int]:
+def _native(message: Message, carriers: Carriers) -> Iterator[AlgorithmChoice]:
+    """Yield the collectives of the c10d backend."""
+    if not carriers.native:
+        return
+    if not message.is_uneven:
+        yield C10D
+        return
+    has_lists = carriers.native_lists and not message.has_empty_shards
+    if has_lists:
+        yield LISTS
+    # On one host without NCCL, windows are several times as fast as Gloo is with shards of one size.
+    if has_lists or not carriers.windows or carriers.send_recv:
+        yield PADDED
+
+
+def _segment_counts(message: Message) -> list[int]:
     """Return the numbers of segments whose blocks are large enough to be worth a synchronisation."""
+    size, world_size = message.bytes, message.world_size
     return [count for count in (1, 2, 8, 32, 64) if count == 1 or size // (count * world_size) >= _MIN_BLOCK_BYTES]

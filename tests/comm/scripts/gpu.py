@@ -1,4 +1,6 @@
-"""Ranks with and without a GPU in one group (`mixed`); DDP and FSDP2 among ranks that share one GPU (`shared`)."""
+"""Ranks with and without a GPU in one group (`mixed`); DDP and FSDP2 among ranks that share one GPU (`shared`), also
+if they may not read each other's memory (`refused`).
+"""
 
 import sys
 from collections.abc import Sequence
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from mimatrix.comm import Group
+from mimatrix.comm.memory import peer_access
 from mimatrix.comm.registration import register
 
 
@@ -28,6 +32,8 @@ def mixed(rank: int, size: int) -> None:
 
 def shared(rank: int, size: int) -> None:
     """Every rank has the GPU: CUDA IPC; on a side stream too, and with all types."""
+    world: Any = dist.group.WORLD
+    assert sys.argv[1] == "refused" or "cuda" in world.mimatrix.window_kinds
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64):
         tensor = (torch.arange(100_003, device="cuda") % 5 + rank).to(dtype)
         dist.all_reduce(tensor)
@@ -44,6 +50,17 @@ def shared(rank: int, size: int) -> None:
     for wrap in (_ddp, _fsdp):
         apart = float((_trained(wrap, [rank]) - alone).abs().max())
         assert apart < 1e-10, f"{wrap.__name__} is {apart} from one process"
+
+
+def refused(rank: int, size: int) -> None:
+    """Peer access is refused: no arena in GPU memory, and everything else as before."""
+    world: Any = dist.group.WORLD
+    group: Group = world.mimatrix
+    assert group.window_kinds == ("host",)
+    assert sorted(group.endpoint.arenas) == ["host"]
+    (status,) = [row for row in group.transport_status() if (row.transport, row.device) == ("windows", "cuda")]
+    assert status.reason == "rank 0 and rank 1 cannot read each other's memory: refused by the test"
+    shared(rank, size)
 
 
 def _trained(wrap: Any, ranks: Sequence[int]) -> torch.Tensor:
@@ -75,9 +92,11 @@ def _fsdp(layers: nn.Module) -> nn.Module:
 
 def main() -> None:
     register()
+    if sys.argv[1] == "refused":
+        peer_access.can_access_peer = lambda own, peer: "refused by the test"
     dist.init_process_group("mimatrix")
     rank, size = dist.get_rank(), dist.get_world_size()
-    {"mixed": mixed, "shared": shared}[sys.argv[1]](rank, size)
+    {"mixed": mixed, "shared": shared, "refused": refused}[sys.argv[1]](rank, size)
     world: Any = dist.group.WORLD
     assert any(name.startswith("all_reduce") for name in world.counters)
     dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""Ranks of three hosts, between which Gloo carries: they make different calls, one comes late, or all agree.
+
+One line of JSON for each rank. Before a call that was made before, no rank asks the coordinator.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from forks import forked, joined, say, world
+
+EQUAL_CALLS = 200
+MAX_CALLS = 4096
+LATE_S = 3.0
+
+
+def on_hosts(on_rank: Callable[[int], None]) -> Callable[[int], None]:
+    def run(rank: int) -> None:
+        os.environ |= {"MIMATRIX_HOST": f"host-{rank}", "MIMATRIX_TRANSPORT": "c10d"}
+        joined()
+        on_rank(rank)
+
+    return run
+
+
+def report(scenario: str, rank: int, calls: Callable[[], object]) -> None:
+    """Print what some calls raise and after how long, and how many control messages this rank has sent for them."""
+    control, started = world().mimatrix.endpoint.control, time.monotonic()
+    before = control.sent
+    try:
+        calls()
+        error: Exception | None = None
+    except Exception as raised:  # noqa: BLE001 (reported)
+        error = raised
+    outcome = {"error": type(error).__name__, "text": str(error), "took_s": time.monotonic() - started}
+    counters = dict(world().mimatrix.counters)
+    say({"scenario": scenario, "rank": rank, "sent": control.sent - before, "counters": counters} | outcome)
+
+
+def all_reduce(times: int, count: int = 10, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    for _ in range(times):
+        dist.all_reduce(torch.ones(count), op)
+
+
+def other_length(rank: int) -> None:
+    report("other_length", rank, lambda: all_reduce(1, 1000 if rank == 1 else 10))
+
+
+def other_length_later(rank: int) -> None:
+    """At a number at which ranks do not report what they call."""
+    all_reduce(20)
+    report("other_length_later", rank, lambda: all_reduce(1, 1000 if rank == 1 else 10))
+
+
+def other_op_known(rank: int) -> None:
+    """Calls that were made before, in another order: Gloo notices nothing and ends with wrong sums."""
+    all_reduce(10)
+    all_reduce(10, op=dist.ReduceOp.MAX)
+    all_reduce(1, op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+    report("other_op_known", rank, lambda: all_reduce(MAX_CALLS))
+
+
+def alike_then_late(rank: int) -> None:
+    all_reduce(1)
+    report("alike", rank, lambda: all_reduce(EQUAL_CALLS))
+    if rank == 1:
+        time.sleep(LATE_S)
+    report("late", rank, lambda: all_reduce(2))
+
+
+SCENARIOS = (other_length, other_length_later, other_op_known, alike_then_late)
+
+if __name__ == "__main__":
+    for each in SCENARIOS:
+        if len(sys.argv) < 2 or each.__name__ in sys.argv:
+            say({"scenario": each.__name__, "ended": forked(3, on_hosts(each), timeout_s=20)})

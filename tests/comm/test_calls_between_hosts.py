@@ -1,0 +1,125 @@
+"""Ranks of several hosts, as real processes between which Gloo carries: differences are told, at no round trip a call.
+
+What scripts/hosts.py says of itself must hold.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import in_groups
+
+from mimatrix.comm import Group
+from mimatrix.comm.tuning.choice import C10D
+from mimatrix.core.errors import MismatchError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+PARTS = (("other_length", "other_length_later", "other_op_known"), ("alike_then_late",))
+"""Scenarios that run at the same time: a late rank sleeps most of its time."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What was said in every scenario of hosts.py."""
+    cache = {"MIMATRIX_CACHE": str(tmp_path_factory.mktemp("hosts")), "OMP_NUM_THREADS": "1"}
+    scripts = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "hosts.py", *scenarios],
+            cwd=SCRIPTS,
+            env=os.environ | cache,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for scenarios in PARTS
+    ]
+    printed = [script.communicate(timeout=100) for script in scripts]
+    assert [script.returncode for script in scripts] == [0, 0], printed
+    return [json.loads(line) for stdout, _ in printed for line in stdout.splitlines() if line.startswith("{")]
+
+
+def of_ranks(outcomes: list[dict[str, Any]], scenario: str) -> list[dict[str, Any]]:
+    told = [each for each in outcomes if each["scenario"] == scenario and "rank" in each]
+    assert sorted(each["rank"] for each in told) == [0, 1, 2], outcomes
+    return told
+
+
+@pytest.mark.parametrize(
+    ("scenario", "number", "own", "other"),
+    [
+        ("other_length", 1, "all_reduce of 1000 float32 (sum", "all_reduce of 10 float32 (sum"),
+        pytest.param(
+            "other_length_later",
+            21,
+            "all_reduce of 1000 float32 (sum",
+            "all_reduce of 10 float32 (sum",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "other_op_known",
+            21,
+            "all_reduce of 10 float32 (max",
+            "all_reduce of 10 float32 (sum",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_different_calls_are_raised_on_all_hosts_naming_both(
+    scenario: str, number: int, own: str, other: str, outcomes: list[dict[str, Any]]
+) -> None:
+    for each in of_ranks(outcomes, scenario):
+        assert each["error"] == "MismatchError"
+        assert f"ranks disagree at call number {number}: rank" in each["text"]
+        assert "rank 1 on host-1" in each["text"]
+        assert "rank 0 on host-0" in each["text"] or "rank 2 on host-2" in each["text"]
+        assert own in each["text"]
+        assert other in each["text"]
+        assert each["took_s"] < 5
+
+
+@pytest.mark.long
+def test_late_rank_that_makes_the_right_call_is_not_blamed(outcomes: list[dict[str, Any]]) -> None:
+    late = {each["rank"]: each for each in of_ranks(outcomes, "late")}
+    assert {each["error"] for each in late.values()} == {"NoneType"}, late
+    assert late[0]["took_s"] > 2.5, "it waited"
+
+
+@pytest.mark.long
+def test_no_round_trip_to_the_coordinator_precedes_a_native_call(outcomes: list[dict[str, Any]]) -> None:
+    for each in of_ranks(outcomes, "alike"):
+        assert each["error"] == "NoneType"
+        assert each["counters"] == {"all_reduce gloo": 201}
+        assert each["sent"] < 40, "of 200 calls"
+
+
+@pytest.mark.long
+def test_no_rank_hangs_after_different_calls(outcomes: list[dict[str, Any]]) -> None:
+    ended = [code for each in outcomes if "ended" in each for code in each["ended"]]
+    assert len(ended) == 12
+    assert -9 not in ended
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fault_that_is_known_is_raised_by_the_next_native_call_however_quick() -> None:
+    def on_rank(group: Group) -> None:
+        control = group.endpoint.control
+        group.all_reduce(torch.ones(4), choice=C10D)
+        if group.rank == 0:
+            with pytest.raises(MismatchError):
+                control.report_mismatch("ranks disagree", [0, 1])
+        until = time.monotonic() + 5
+        while not control.has_news:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        with pytest.raises(MismatchError, match="ranks disagree"):
+            group.all_reduce(torch.ones(4), choice=C10D)
+
+    in_groups(2, on_rank, hosts=["a", "b"], kinds=dict, with_gloo=True)
