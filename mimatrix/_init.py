@@ -19,6 +19,8 @@ from mimatrix.planner.plan import Plan
 
 _MODES: dict[str, Callable[[], Mode]] = {"sync": SyncMode, "hybrid": Hybrid, "auto": AutoMode}
 
+_DEVICE_TYPES = ("cpu", "cuda")
+
 
 def init(
     global_batch: int | None = None,
@@ -96,7 +98,7 @@ def init(
         plan=plan,
         rebalance=rebalance,
     )
-    own_device = torch.device(device) if device is not None else _default_device()
+    own_device = _check_device(device) if device is not None else _default_device()
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     return start_run(_resolve_mode(mode), settings, own_device, timeout_s)
@@ -108,6 +110,16 @@ def _resolve_mode(mode: str | Mode) -> Mode:
     if mode not in _MODES:
         raise UserError(f'unknown mode "{mode}"{nearest(mode, _MODES)}')
     return _MODES[mode]()
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    try:
+        own = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f'unknown device "{device}"; use device="cuda" or device="cpu"') from error
+    if own.type not in _DEVICE_TYPES:
+        raise UserError(f'device "{own}" is not supported; use device="cuda" or device="cpu"')
+    return own
 
 
 def _default_device() -> torch.device:

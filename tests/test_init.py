@@ -31,6 +31,21 @@ def test_init_names_the_nearest_mode() -> None:
         mimatrix.init(global_batch=4, mode="hybird", device="cpu")
 
 
+@pytest.mark.parametrize("device", ["xpu", "mps:0", "meta", torch.device("xpu")])
+def test_init_refuses_other_devices_than_gpus_of_cuda_and_cpus(device: torch.device | str) -> None:
+    with pytest.raises(mimatrix.UserError, match=r'device ".*" is not supported; use device="cuda" or device="cpu"'):
+        mimatrix.init(global_batch=4, device=device)
+
+
+def test_init_refuses_a_device_that_torch_does_not_know() -> None:
+    with pytest.raises(mimatrix.UserError, match='unknown device "gpu"; use device="cuda" or device="cpu"'):
+        mimatrix.init(global_batch=4, device="gpu")
+
+
+def test_a_single_process_needs_no_transports() -> None:
+    assert mimatrix.init(global_batch=4, device="cpu").transports == ()
+
+
 def test_init_leaves_the_seed_of_the_script_alone() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(7)

@@ -73,6 +73,7 @@ RUN = [
     "status",
     "step",
     "swa",
+    "transports",
     "user_state",
     "world_size",
 ]

@@ -3,13 +3,17 @@
 A rank that stops because another one was lost says so in one line: the traceback that matters is the other one's.
 """
 
+import atexit
 import os
 import sys
+import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from mimatrix.comm.endpoint_registry import find_failure, has_joined
 from mimatrix.core.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -20,6 +24,10 @@ from mimatrix.core.errors import (
     UserError,
 )
 
+_NEWS_S = 2.0
+"""How long the news that a rank was lost may take, after the GPU failed because of it."""
+_EXIT_S = 15.0
+"""How long exit handlers may take in a process of a job that has failed."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARY = Path(traceback.__file__).parent
 
@@ -50,13 +58,29 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
             _exit_with(f"{who}, because {error}", EXIT_PEER_LOST)
         case SaveError():
             _exit_with(format_user_error(error), EXIT_FAILED)
+        case RuntimeError() if _is_of_gpu(error) and isinstance(lost := find_failure(_NEWS_S), PeerLost):
+            _excepthook(PeerLost, lost, trace)
         case _:
             sys.__excepthook__(kind, error, trace)
+
+
+def _is_of_gpu(error: RuntimeError) -> bool:
+    """Return whether torch could not use a GPU, or NCCL failed: perhaps because another rank was lost."""
+    return any(word in str(error) for word in ("CUDA", "NCCL"))
 
 
 def _exit_with(sentence: str, code: int) -> NoReturn:
     # Not logged: torch.distributed collects what is written to sys.stderr now, and drops it when the process ends.
     print(f"mimatrix: {sentence}", file=sys.__stderr__, flush=True)
+    if has_joined():
+        # A collective of Gloo or NCCL may be in flight for ever; to take it apart would hang, or abort the process.
+        timer = threading.Timer(_EXIT_S, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+        atexit._run_exitfuncs()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 

@@ -235,6 +235,7 @@ def _sync_batchnorm(world: World, context: PrepareContext, strategy: ShardingStr
 
     shadow = ShadowStep(run_model)
     group = world.new_group("norm", timed=True)
+    group.restrict_gpus(windows=not strategy.launches_in_order)
     batchnorm.convert_sync_batchnorm(context.model, group, lambda: shadow.is_active, world.timer)
     return shadow
 

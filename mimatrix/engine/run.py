@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.availability import TransportStatus
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.loop.averaged_model import guard_averages
@@ -238,6 +239,11 @@ class Run(RunSaving):
     def devices(self) -> list[str]:
         """The names of all ranks' devices."""
         return self._world.devices
+
+    @property
+    def transports(self) -> tuple[TransportStatus, ...]:
+        """What can carry tensors between the ranks, by device, and why the rest cannot; empty for a single process."""
+        return self._world.main.transport_status() if self._world.main else ()
 
     @property
     def settings(self) -> Settings:

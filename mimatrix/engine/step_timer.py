@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from mimatrix.comm.group import Group
-from mimatrix.comm.work import Work
+from mimatrix.comm.work import StreamWork, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,11 @@ class StepTimer:
     _busy: float | None = None
     _exposed_in_micro: float = 0.0
     """Waited for other ranks inside micro-steps."""
+    _stream_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    """Where the GPU's stream, not the host, waited for a collective inside a micro-step: before it and after it."""
     _exposed_before: float = 0.0
+    _behind: float = 0.0
+    """How much longer than this rank the slowest one has worked in this step, where that is known."""
 
     def add_group(self, group: Group) -> None:
         """Count the collectives of one more group."""
@@ -62,16 +66,13 @@ class StepTimer:
         """Begin the computation of a micro-batch."""
         # A GPU computes asynchronously: only its own clock can tell for how long.
         if self.device.type == "cuda" and self.groups:
-            self._micro_begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._micro_begun.record()
+            self._micro_begun = self._record_event()
             self._exposed_before = self._exposed
 
     def end_micro_step(self) -> None:
         """End it: its backward pass is done, or at least enqueued."""
         if self._micro_begun:
-            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            ended.record()
-            self._micro_steps.append((self._micro_begun, ended))
+            self._micro_steps.append((self._micro_begun, self._record_event()))
             self._exposed_in_micro += self._exposed - self._exposed_before
             self._micro_begun = None
 
@@ -83,18 +84,50 @@ class StepTimer:
         if not self._micro_steps:
             return time.perf_counter() - self._started - self._exposed
         self._micro_steps[-1][1].synchronize()
-        computed = sum(begun.elapsed_time(ended) for begun, ended in self._micro_steps) / 1e3
-        self._busy = max(0.0, computed - self._exposed_in_micro)
+        computed, waited = (
+            sum(begun.elapsed_time(ended) for begun, ended in events) / 1e3
+            for events in (self._micro_steps, self._stream_waits)
+        )
+        self._busy = max(0.0, computed - waited - self._exposed_in_micro)
         return self._busy + self._data
+
+    def busy_s_if_known(self) -> float | None:
+        """Return `busy_s` where ranks need it to tell how long they wait: between hosts, and not of a GPU.
+
+        Ranks of one host see in their memory who has come; to ask a GPU would be to wait for it.
+        """
+        spans_hosts = any(not group.maps_peers for group in self.groups)
+        return self.busy_s() if spans_hosts and self.device.type != "cuda" else None
+
+    def note_busy(self, busy_s: Sequence[float | None], rank: int) -> None:
+        """Note how long each rank has worked in this step; `rank` is this one, which waits for the slowest."""
+        own = busy_s[rank]
+        if own is not None:
+            self._behind = max(seconds for seconds in busy_s if seconds is not None) - own
 
     def wait(self, work: Work) -> None:
         """Wait for a collective; the time it takes was not hidden behind computation."""
+        if isinstance(work, StreamWork):
+            self._wait_on_stream(work)
+            return
         if work.is_done():
             work.wait()
             return
         started = time.perf_counter()
         work.wait()
         self._exposed += time.perf_counter() - started
+
+    def _wait_on_stream(self, work: StreamWork) -> None:
+        """Have the stream wait, and note how long, if it does so between computations."""
+        begun = self._record_event() if self._micro_begun else None
+        work.wait()
+        if begun:
+            self._stream_waits.append((begun, self._record_event()))
+
+    def _record_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -138,7 +171,8 @@ class StepTimer:
         if self._busy is not None:
             # The process waited for its own GPU, which is not waiting for others.
             self._exposed = max(0.0, seconds - self._busy - self._data)
-        waiting = min(self._exposed, waited - self._waited)
+        # Between hosts, collectives do not tell waiting for a rank from waiting for its data.
+        waiting = min(self._exposed, max(self._behind, waited - self._waited))
         stats = StepStats(
             step=step,
             samples=samples,
@@ -153,7 +187,8 @@ class StepTimer:
         self._started, self._exposed, self._data = now, 0.0, 0.0
         self._waited, self._moved = waited, moved
         self._micro_steps.clear()
-        self._busy, self._exposed_in_micro = None, 0.0
+        self._stream_waits.clear()
+        self._busy, self._exposed_in_micro, self._behind = None, 0.0, 0.0
         return stats
 
     def _totals(self) -> tuple[float, Counter[str]]:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +14,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.addresses import HostAddress, choose_address
+from mimatrix.comm.endpoint import own_host
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.core.files import write_atomic
 from mimatrix.hybrid.client.client import ShardsClient
@@ -72,7 +74,7 @@ class Rendezvous:
     groups: int
     policy: Policy
     host: str
-    """The address by which other hosts reach this one."""
+    """The address by which other hosts reach this one; if it is a loopback address, that of the route to them."""
     timeout_s: float
     path: Path | None = None
     """A file for groups that rejoin; None: they use the store, which must then still exist."""
@@ -112,7 +114,9 @@ class Rendezvous:
         """Return all servers; if this group's server was lost, start an empty one to which shards can be replicated."""
         own, own_server = info.addresses[self.group], None
         if not self._is_reachable(own, info.token):
-            own = spawn(replace(self._server_spec(layout, flat, info.token), shards={}))
+            servers = [HostAddress(str(address), address.host) for address in info.addresses]
+            host = choose_address([HostAddress(own_host(), self.host), *servers], 0)
+            own = spawn(replace(self._server_spec(layout, flat, info.token, host), shards={}))
             own_server = connect(own, info.token, self.timeout_s, group=self.group)
         addresses, others = list(info.addresses), 0
         for address in info.addresses:
@@ -150,7 +154,7 @@ class Rendezvous:
             # If group 0 was restarted in the middle of this, the token of its first start stays.
             store.compare_set("token", "", secrets.token_hex(16))
         token = store.get("token").decode()
-        own = self._start_server(store, layout, flat, token)
+        own = self._start_server(store, layout, flat, token, self._find_host(store))
         self._wait_for_all(store, "address")
         addresses = [Address(*json.loads(store.get(f"address/{other}"))) for other in range(self.groups)]
         if self.groups > 1:
@@ -158,6 +162,13 @@ class Rendezvous:
         store.set(f"ready/{self.group}", "")
         self._wait_for_all(store, "ready")
         return RendezvousInfo(token, tuple(addresses), _describe(layout))
+
+    def _find_host(self, store: Store) -> str:
+        """Return the address by which the hosts of the other groups reach this one."""
+        store.set(f"candidate/{self.group}", json.dumps(asdict(HostAddress(own_host(), self.host))))
+        self._wait_for_all(store, "candidate")
+        hosts = [HostAddress(**json.loads(store.get(f"candidate/{other}"))) for other in range(self.groups)]
+        return choose_address(hosts, self.group)
 
     def _wait_for_all(self, store: Store, key: str) -> None:
         """Wait until all groups have set a key.
@@ -180,11 +191,11 @@ class Rendezvous:
             names = ", ".join(f"group {other}" for other in missing)
             raise WorldError(f"{names} did not join within {self.timeout_s:g} s; see its output")
 
-    def _start_server(self, store: Store, layout: FlatLayout, flat: torch.Tensor, token: str) -> Address:
+    def _start_server(self, store: Store, layout: FlatLayout, flat: torch.Tensor, token: str, host: str) -> Address:
         """Start a server process, unless an earlier start of this group has done so and the others know it."""
         key = f"address/{self.group}"
         if not store.check([key]):
-            store.set(key, json.dumps(spawn(self._server_spec(layout, flat, token)).to_json()))
+            store.set(key, json.dumps(spawn(self._server_spec(layout, flat, token, host)).to_json()))
         return Address(*json.loads(store.get(key)))
 
     def _read_info(self, store: Store) -> RendezvousInfo | None:
@@ -198,13 +209,13 @@ class Rendezvous:
         else:
             store.set("info", info.to_json())
 
-    def _server_spec(self, layout: FlatLayout, flat: torch.Tensor, token: str) -> ServerSpec:
+    def _server_spec(self, layout: FlatLayout, flat: torch.Tensor, token: str, host: str) -> ServerSpec:
         """Describe a server with this group's shard, and the replica of the previous group's."""
         shares = Shares.equal(self.groups)
         parts = torch.split(flat, list(shares.cut(layout.numel)))
         numbers = {self.group, (self.group - 1) % self.groups}
         return ServerSpec(
-            host=self.host,
+            host=host,
             token=token,
             groups=self.groups,
             scaling=self.policy.scaling,

@@ -1,33 +1,73 @@
-"""Three unequal parts of one GPU (CUDA MPS) give what one process gives, in every stage; so do two of them and a CPU.
+"""Unequal parts of one GPU (CUDA MPS) that play hosts give what one process gives, in every stage and over NCCL.
 
-Needs an NVIDIA GPU.
+Needs an NVIDIA GPU. `mimatrix lab gpu` starts the parts; NCCL connects them as if each had a GPU of its own.
 """
 
 import json
-import os
-import socket
-import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mimatrix.lab import collect_gpu, mps_daemon, parse_parts
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-PARTS = ((60, "40G"), (25, "20G"), (10, "10G"))
 SCRIPTS = Path(__file__).parent / "scripts"
+GPUS = "60:40GiB,25:20GiB,10:10GiB"
+SHARDED = ("reduce_scatter", "all_gather")
+Daemon = dict[str, str]
 
 
-@pytest.mark.parametrize("last", ["GPU", "CPU"])
-def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path, last: str) -> None:
-    for report in reports_of("on_gpu.py", tmp_path, last):
-        assert len(report["apart"]) == 12
-        assert max(report["apart"].values()) < 1e-10, report["apart"]
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with mps_daemon() as variables:
+        yield variables
 
 
-def test_habits_of_scripts_are_right_or_refused_on_unequal_parts_of_a_gpu(tmp_path: Path) -> None:
-    reports = reports_of("habits_on_gpu.py", tmp_path, "GPU")
+@pytest.mark.parametrize(
+    ("parts", "hosts"), [(GPUS, "a,a,a"), (GPUS, "a,a,b"), (GPUS, "a,b,c"), ("60:40GiB,25:20GiB,cpu", "a,a,a")]
+)
+def test_unequal_parts_of_a_gpu_are_exact(tmp_path: Path, daemon: Daemon, parts: str, hosts: str) -> None:
+    reports = reports_of(["on_gpu.py"], tmp_path, daemon, parts, hosts)
+    check_exact(reports)
+    carried = carriers_of(reports[0]["counters"])
+    if len(set(hosts.split(","))) > 1:
+        # Several hosts: NCCL carries every stage, and no GPU's tensor passes through Gloo.
+        assert all(any("nccl" in name for name in carried[word]) for word in ("all_reduce", *SHARDED))
+        assert not any("staged" in name for names in carried.values() for name in names)
+
+
+def test_a_cpu_on_another_host_than_the_gpu_is_exact(tmp_path: Path, daemon: Daemon) -> None:
+    reports = reports_of(["on_gpu.py"], tmp_path, daemon, "60:40GiB,cpu", "a,b")
+    check_exact(reports)
+    carried = carriers_of(reports[0]["counters"])
+    assert not any("nccl" in name or "windows" in name for names in carried.values() for name in names)
+    assert any("staged" in name for name in carried["all_reduce"])
+
+
+@pytest.mark.parametrize(("parts", "hosts"), [(GPUS, "a,a,b"), (GPUS, "a,b,c"), ("60:40GiB,cpu", "a,b")])
+def test_a_mode_is_chosen_on_several_hosts(tmp_path: Path, daemon: Daemon, parts: str, hosts: str) -> None:
+    assert all(report["steps"] for report in reports_of(["on_gpu.py", "auto"], tmp_path, daemon, parts, hosts))
+
+
+@pytest.mark.parametrize("nccl_host", ["", "one"], ids=["with NCCL", "without NCCL"])
+def test_refused_peer_access_is_exact_and_told_once(tmp_path: Path, daemon: Daemon, nccl_host: str) -> None:
+    more = {"NCCL_HOSTID": nccl_host} if nccl_host else {}
+    reports = reports_of(["on_gpu.py", "refused"], tmp_path, daemon, GPUS, "a,a,a", **more)
+    check_exact(reports)
+    (line,) = [line for report in reports for line in report["warnings"]]
+    assert "refused by the test" in line
+    carried = carriers_of(reports[0]["counters"])
+    assert "cuda windows" not in {name for names in carried.values() for name in names}
+    assert {"host windows", "nccl"} & {name for names in carried.values() for name in names}
+
+
+def test_habits_of_scripts_are_right_or_refused_on_unequal_parts_of_a_gpu(tmp_path: Path, daemon: Daemon) -> None:
+    reports = reports_of(["habits_on_gpu.py"], tmp_path, daemon, GPUS, "a,a,a")
     for report in reports:
         assert max(report["apart"].values()) < 1e-10, report["apart"]
         assert "clip_grad_norm_ was called before the gradients are summed" in report["refused"]
@@ -35,36 +75,36 @@ def test_habits_of_scripts_are_right_or_refused_on_unequal_parts_of_a_gpu(tmp_pa
     assert len({str(report["mask"]) for report in reports}) == len(reports), "ranks draw different dropout masks"
 
 
-def reports_of(script: str, tmp_path: Path, last: str) -> list[dict[str, Any]]:
+def check_exact(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert len(report["apart"]) == 12
+        assert max(report["apart"].values()) < 1e-10, report["apart"]
+        assert report["profile"]["steps"] > 0
+
+
+def carriers_of(counters: dict[str, int]) -> dict[str, Counter[str]]:
+    """Return by collective what carried its calls."""
+    carried: dict[str, Counter[str]] = {}
+    for name, count in counters.items():
+        collective, _, carrier = name.partition(" ")
+        carried.setdefault(collective, Counter())[carrier] += count
+    return carried
+
+
+def reports_of(
+    words: list[str], tmp_path: Path, daemon: Daemon, parts: str, hosts: str, **more: str
+) -> list[dict[str, Any]]:
     """Run a script on the parts of a GPU, and return what each rank prints last."""
-    settings = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=settings, check=True, timeout=30)
-    ranks = []
-    try:
-        for rank, (percent, memory) in enumerate(PARTS):
-            environment = settings | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(PARTS)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "MIMATRIX_CACHE": str(tmp_path / "cache"),
-                "MIMATRIX_ARENA": "256MiB",
-                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
-                "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
-            }
-            if rank == 2 and last == "CPU":
-                environment["CUDA_VISIBLE_DEVICES"] = ""
-            words = [sys.executable, str(SCRIPTS / script)]
-            ranks.append(
-                subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
-        outputs = [rank.communicate(timeout=110) for rank in ranks]
-    finally:
-        for rank_process in ranks:
-            rank_process.kill()
-        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=settings, text=True, timeout=30, check=False)
-    for rank_process, (_, err) in zip(ranks, outputs, strict=True):
-        assert rank_process.returncode == 0, err[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    script, *arguments = words
+    ranks = collect_gpu(
+        parse_parts(parts, hosts),
+        [sys.executable, str(SCRIPTS / script), *arguments],
+        env={"MIMATRIX_CACHE": str(tmp_path / "cache"), "MIMATRIX_ARENA": "256MiB", **more},
+        timeout_s=100,
+        daemon=daemon,
+    )
+    for rank in ranks:
+        assert rank.returncode == 0, rank.stderr[-3000:]
+    reports = [json.loads(rank.stdout.splitlines()[-1]) for rank in ranks]
+    (tmp_path / "reports.json").write_text(json.dumps(reports, indent=1))
+    return reports

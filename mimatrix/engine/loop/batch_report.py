@@ -39,6 +39,10 @@ class BatchReport:
     """Settings of the optimizer that have changed since the last meeting."""
     was_in_body: Sequence[bool] = (True, True)
     """Whether it ran the loop's body after the last global batch, and before this meeting."""
+    busy_s: float | None = None
+    """How long it has worked in this global batch, where that is known without waiting for a GPU."""
+    launch_order: str = ""
+    """The order of its gathers and reductions, if that has changed; see `ShardingStrategy.launch_order`."""
     pace: PaceReport | None = None
     preemption: PreemptionReport | None = None
 
@@ -60,6 +64,23 @@ class BatchReport:
             for name, kind in nested.items()
         }
         return cls(**{**message, **parts})
+
+
+class LaunchOrders:
+    """The order of launches that all ranks know, so that it is only told when it changes."""
+
+    def __init__(self) -> None:
+        self._agreed = ""
+
+    def news(self, own: str) -> str:
+        """Return this rank's order if the others do not know it, else nothing."""
+        return own if own != self._agreed else ""
+
+    def agree(self, orders: Sequence[str]) -> str:
+        """Return the order that all ranks take from now on: that of the first rank with news; empty if it stays."""
+        news = next((order for order in orders if order), "")
+        self._agreed = news or self._agreed
+        return news
 
 
 _NESTED: dict[str, type[Any]] = {"save_calls": SaveCalls, "pace": PaceReport, "preemption": PreemptionReport}

@@ -23,13 +23,13 @@ class ShadowStep:
         self._run_model = run_model
         self.is_active = False
 
-    def run(self, strategy: ShardingStrategy) -> None:
-        """Take part in one micro-step of the others."""
+    def run(self, strategy: ShardingStrategy, *, reduces: bool) -> None:
+        """Take part in one micro-step of the others, in which gradients may be reduced."""
         self.is_active = True
-        if strategy.reduces_every_micro_step:
+        if reduces:
             strategy.begin_micro_step(is_last=True)
         self._run_model()
-        if strategy.reduces_every_micro_step:
+        if reduces:
             strategy.end_micro_step()
         self.is_active = False
 
@@ -112,7 +112,7 @@ class GlobalStep:
         self._params.release()
         self.has_run_backward = self.has_called_step = False
         if micro.num_micro_steps:
-            self.strategy.begin_micro_step(is_last=micro.is_last)
+            self.strategy.begin_micro_step(is_last=micro.is_last and not self._reduces_in_shadow(micro))
 
     def check_may_draw(self) -> None:
         """Refuse to draw the next micro-batch while something is missing for this one."""
@@ -194,8 +194,18 @@ class GlobalStep:
         """Run the model for the others' batch norm, where they have more micro-steps than this rank."""
         if self._shadow is None or self.micro is None:
             return
-        for _ in range(self._done, self.micro.max_micro_steps):
-            self._shadow.run(self.strategy)
+        for number in range(self._done, self.micro.max_micro_steps):
+            is_last = number + 1 == self.micro.max_micro_steps
+            reduces_now = is_last and self._reduces_in_shadow(self.micro)
+            self._shadow.run(self.strategy, reduces=reduces_now or self.strategy.reduces_every_micro_step)
+
+    def _reduces_in_shadow(self, micro: MicroBatch) -> bool:
+        """Whether this rank reduces its gradients in the last micro-step of the others, in which it has no data.
+
+        So all ranks launch reductions and what couples samples in one order: NCCL needs that.
+        """
+        has_shadows = self._shadow is not None and micro.num_micro_steps < micro.max_micro_steps
+        return has_shadows and self.strategy.launches_in_order
 
     def grad_square(self, max_grad_norm: float | None) -> float:
         """Return the squared norm of this rank's gradients where they are clipped or may overflow, otherwise 0."""

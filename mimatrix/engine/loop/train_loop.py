@@ -18,7 +18,7 @@ from mimatrix.engine.checkpoint.state import Progress
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
 from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
 from mimatrix.engine.loop.batch_exchange import BatchExchange
-from mimatrix.engine.loop.batch_report import BatchReport
+from mimatrix.engine.loop.batch_report import BatchReport, LaunchOrders
 from mimatrix.engine.loop.epoch_cursor import EpochCursor
 from mimatrix.engine.loop.global_step import GlobalStep, StepResult
 from mimatrix.engine.loop.idle_ranks import IdleRanks, SyncedLRScheduler
@@ -69,6 +69,7 @@ class TrainLoop:
         self.step = 0
         """Global batches done."""
         self._cursor = EpochCursor(source, world.outer)
+        self._launch_orders = LaunchOrders()
         self._reports = BatchExchange(
             world, metrics=metrics, checkpoints=checkpoints, idle_ranks=idle_ranks, lr_schedulers=lr_schedulers
         )
@@ -144,12 +145,17 @@ class TrainLoop:
             weight=self.global_step.weight,
             grad_square=self.global_step.grad_square(self._world.settings.max_grad_norm),
             touched=self.strategy.touched(),
+            busy_s=self._world.timer.busy_s_if_known(),
+            launch_order=self._launch_orders.news(self.strategy.launch_order()),
             pace=self.plans.report(self._world.timer.busy_s()) if self.plans.needs_pace else None,
             preemption=self._preemption.report() if self._preemption else None,
         )
 
     def _update(self, reports: Sequence[BatchReport], micro: MicroBatch) -> None:
-        """Act on what ranks reported about preemption and speed."""
+        """Act on what ranks reported about preemption, speed and the order of their launches."""
+        self._world.timer.note_busy([report.busy_s for report in reports], self._world.rank)
+        if order := self._launch_orders.agree([report.launch_order for report in reports]):
+            self.strategy.adopt_launch_order(order)
         if self._preemption:
             self._preemption.update([report.preemption for report in reports if report.preemption])
         if self.plans.needs_pace:

@@ -7,6 +7,7 @@ A rank that shadows a micro-step, since it has no data in it, contributes a coun
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.control.user_calls import Caller
 from mimatrix.comm.group import Group
+from mimatrix.comm.work import Work
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.user_calls import MODEL_IN_BATCH
 from mimatrix.engine.zero.units import is_compiled
@@ -29,6 +31,14 @@ class SyncContext:
     is_shadowing: Callable[[], bool]
     """Whether this rank runs the model without data, for the sake of the others."""
     timer: StepTimer
+
+    def run(self, start: Callable[..., Work], tensor: torch.Tensor) -> None:
+        """Run a collective on a tensor; the time that it takes was not hidden behind computation."""
+        if self.group.launches(tensor):
+            self.timer.wait(start(wait=False))
+            return
+        with self.timer.exposed():
+            start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncContext":
         return self
@@ -99,8 +109,7 @@ class _SyncBatchNormFunction(torch.autograd.Function):
             grad = torch.zeros_like(grad)
         sums = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
         local_sums = sums.clone()
-        with ctx.context.timer.exposed():
-            ctx.context.group.all_reduce(sums)
+        ctx.context.run(partial(ctx.context.group.all_reduce, sums), sums)
         mean_grad, mean_projection = (sums / count).view(2, *ctx.shape)
         inner = grad - mean_grad - normal * mean_projection
         factor = scale if weight is None else scale * weight.to(normal.dtype)
@@ -120,8 +129,8 @@ def _merge_stats(
         variance, mean = torch.var_mean(x, dims, correction=0)
         count = x.numel() // channels
         table[group.rank] = torch.cat([mean, variance * count, mean.new_tensor([count])])
-    with context.timer.exposed(), group.caller.calling(MODEL_IN_BATCH):
-        group.all_gather(table.view(-1), shares=Shares.equal(group.world_size))
+    with group.caller.calling(MODEL_IN_BATCH):
+        context.run(partial(group.all_gather, table.view(-1), shares=Shares.equal(group.world_size)), table)
     counts = table[:, -1:]
     means, squares = table[:, :channels], table[:, channels:-1]
     total = counts.sum()
@@ -165,6 +174,10 @@ class _SingleRankGroup:
 
     def __init__(self) -> None:
         self.caller = Caller()
+
+    def launches(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002 (a group's)
+        """Return False: nothing is launched."""
+        return False
 
     def all_gather(self, tensor: torch.Tensor, shares: Shares) -> None:
         """Do nothing: all parts are here."""

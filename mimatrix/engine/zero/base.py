@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.step_timer import StepTimer
@@ -69,16 +70,50 @@ class DistributedStrategy(ABC):
         """Times that all units were reduced in this global batch."""
         self.overlaps = can_overlap(self.group, self.units)
         """Whether gradients are reduced during the backward pass, or after it."""
+        self._is_launched = False
+        """Whether NCCL carries all collectives of a step, so that the host waits for none of them; otherwise none."""
 
     def shard(self) -> None:
         """Give all ranks the parameters of rank 0 and lay them out as the stage needs. A collective."""
         self.states = {unit: self._shard_unit(unit) for unit in self.units}
+        if self.group.launches(torch.empty(0, device=self.units[0].device)):
+            self._tune()
+
+    @property
+    def launches_in_order(self) -> bool:
+        """Whether NCCL carries the collectives of a step, which every rank should launch in the same order."""
+        return self._is_launched
+
+    def _tune(self) -> None:
+        """Have all collectives of a step measured now, and decide whether NCCL or windows carry them, all alike.
+
+        Later, ranks would come to the measurements in other orders.
+        """
+        groups = {self.group, self._gather_group}
+        for group in groups:
+            group.restrict_gpus(windows=None)
+        launched, seconds = set[bool](), {True: 0.0, False: 0.0}
+        for unit in self.units:
+            for group, op, tensor in self._collectives_of(unit):
+                launched.add(group.tune(op, tensor).transport != "windows")
+                for windows in seconds:
+                    seconds[windows] += group.tuned_s(op, tensor, windows=windows)
+        self._is_launched = launched == {True} or (len(launched) > 1 and seconds[False] < seconds[True])
+        for group in groups:
+            group.restrict_gpus(windows=not self._is_launched)
+        for unit in self.units:
+            for group, op, tensor in self._collectives_of(unit):
+                group.tune(op, tensor)  # ranks agree on calls that were to go over windows before
 
     # What differs between stages
 
     @abstractmethod
     def _shard_unit(self, unit: Unit) -> UnitState:
         """Broadcast a unit's parameters and allocate what this rank has of it."""
+
+    @abstractmethod
+    def _collectives_of(self, unit: Unit) -> Iterator[tuple[Group, CollectiveOp, torch.Tensor]]:
+        """Yield the collectives of a unit in a step, each with its group and a tensor of the kind that it is for."""
 
     @abstractmethod
     def _shard_range(self, unit: Unit) -> range:
@@ -122,6 +157,13 @@ class DistributedStrategy(ABC):
 
     def grads_scaled(self) -> None:  # noqa: B027 (stages differ)
         """Do nothing: every rank has scaled all that it reads."""
+
+    def launch_order(self) -> str:
+        """Return "": gradients are reduced in one order, and nothing else is launched."""
+        return ""
+
+    def adopt_launch_order(self, order: str) -> None:  # noqa: B027 (stages differ)
+        """Do nothing: there is only one order."""
 
     def forward_passes(self) -> int:
         """Return 0: forward passes are not counted."""

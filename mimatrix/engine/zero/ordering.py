@@ -43,6 +43,11 @@ class GradReducer:
         while self._at < len(self._order):
             self._issue_next()
 
+    def issue_next(self) -> None:
+        """Issue one more unit with the gradients that it has, if one is left."""
+        if self._at < len(self._order):
+            self._issue_next()
+
     def _issue_next(self) -> None:
         unit = self._order[self._at]
         self._at += 1

@@ -76,6 +76,10 @@ class ShardingStrategy(Protocol):
     counts_forward_passes: bool
     """Whether a forward pass is collective, so that all ranks have to make the same number of them."""
 
+    @property
+    def launches_in_order(self) -> bool:
+        """Whether NCCL carries the collectives of a step, which every rank should launch in the same order."""
+
     # A global batch
 
     def begin_micro_step(self, *, is_last: bool) -> None:
@@ -131,6 +135,15 @@ class ShardingStrategy(Protocol):
     def close(self) -> None:
         """Return what was allocated in the arena."""
 
+    def launch_order(self) -> str:
+        """Return the order in which this rank launched gathers and reductions in its last micro-step, if it matters.
+
+        A letter for each: `g` and `r`. Empty if there is one order only, or if this rank has not had data yet.
+        """
+
+    def adopt_launch_order(self, order: str) -> None:
+        """Take part in that order in micro-steps for which this rank has no data."""
+
     # Evaluation and checkpoints
 
     def forward_passes(self) -> int:
@@ -163,6 +176,7 @@ class SingleProcess:
     reduces_every_micro_step = False
     is_sharded = False
     counts_forward_passes = False
+    launches_in_order = False
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
@@ -227,6 +241,13 @@ class SingleProcess:
 
     def close(self) -> None:
         """Do nothing: nothing was allocated."""
+
+    def launch_order(self) -> str:
+        """Return "": nothing is launched."""
+        return ""
+
+    def adopt_launch_order(self, order: str) -> None:
+        """Do nothing: there is no other rank."""
 
     def forward_passes(self) -> int:
         """Return 0: forward passes are not counted."""

@@ -5,7 +5,10 @@ from contextlib import nullcontext
 
 import torch
 
+from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.calls import CollectiveOp
+from mimatrix.comm.group import Group
 from mimatrix.engine.zero.base import DistributedStrategy
 from mimatrix.engine.zero.strategy import ParamShard, UnitState
 from mimatrix.engine.zero.units import Unit, UnitParam
@@ -36,6 +39,10 @@ class Zero0(DistributedStrategy):
         self.buffers.count("parameters", unit.bytes)
         empty = torch.empty(0, dtype=unit.dtype, device=unit.device)
         return UnitState(unit=unit, shard_range=self._shard_range(unit), full=empty, shard=empty, grads=grads)
+
+    def _collectives_of(self, unit: Unit) -> Iterator[tuple[Group, CollectiveOp, torch.Tensor]]:
+        if unit.trainable:
+            yield self.group, CollectiveOp(Collective.ALL_REDUCE, unit.dtype), self.states[unit].grads
 
     def _shard_range(self, unit: Unit) -> range:
         return range(unit.count)

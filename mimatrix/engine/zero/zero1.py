@@ -6,6 +6,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.calls import CollectiveOp
+from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.zero.base import DistributedStrategy
 from mimatrix.engine.zero.hooks import register_state_dict_copies
@@ -32,6 +35,21 @@ class Zero1(DistributedStrategy):
 
     def _allocate_grads(self, unit: Unit, shard_range: range) -> torch.Tensor:  # noqa: ARG002 (stages differ)
         return self.buffers.collective(unit.count if unit.trainable else 0, unit.dtype, unit.device, "gradients")
+
+    def _collectives_of(self, unit: Unit) -> Iterator[tuple[Group, CollectiveOp, torch.Tensor]]:
+        state = self.states[unit]
+        if unit.trainable:
+            grads = self._take_reduced(unit)
+            yield self.group, CollectiveOp(Collective.REDUCE_SCATTER, unit.dtype, shares=self.shares), grads
+            self._drop_reduced(grads)
+        yield self._gather_group, CollectiveOp(Collective.ALL_GATHER, unit.dtype, shares=self.shares), state.full
+
+    def _take_reduced(self, unit: Unit) -> torch.Tensor:
+        """Return the buffer in which a unit's gradients are reduced, or one of its kind."""
+        return self.states[unit].grads
+
+    def _drop_reduced(self, grads: torch.Tensor) -> None:
+        """Do nothing: the buffer stays."""
 
     def _shard_range(self, unit: Unit) -> range:
         sizes = self.shares.cut(unit.count)

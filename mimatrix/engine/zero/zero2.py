@@ -29,6 +29,12 @@ class Zero2(Zero1):
     def _allocate_grads(self, unit: Unit, shard_range: range) -> torch.Tensor:
         return self.buffers.private(len(shard_range) if unit.trainable else 0, unit.dtype, unit.device, "gradients")
 
+    def _take_reduced(self, unit: Unit) -> torch.Tensor:
+        return self.buffers.collective(unit.count, unit.dtype, unit.device, IN_FLIGHT)
+
+    def _drop_reduced(self, grads: torch.Tensor) -> None:
+        self.buffers.free(grads, IN_FLIGHT)
+
     def begin_micro_step(self, *, is_last: bool) -> None:  # noqa: ARG002 (every micro-step is reduced)
         """Begin a micro-step and its reduction."""
         super().begin_micro_step(is_last=True)

@@ -6,7 +6,7 @@ run (see `hooks`).
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,9 @@ class Zero3(Zero2):
         self._placeholders: dict[Unit, torch.Tensor] = {}
         self._guards: dict[Unit, GuardedParams] = {}
         self._unit_of_storage: dict[int, Unit] = {}
+        self._launches: list[str] = []
+        """What this micro-step has launched so far: `g` for a gather, `r` for a reduction."""
+        self._own_order = self._adopted_order = ""
 
     def _shard_unit(self, unit: Unit) -> UnitState:
         shard_range = self._shard_range(unit)
@@ -94,6 +97,7 @@ class Zero3(Zero2):
         """Begin a micro-step: the next pass runs forward and backward."""
         super().begin_micro_step(is_last=is_last)
         self._in_micro_step = True
+        self._launches.clear()
 
     def begin_backward(self, loss: torch.Tensor | None) -> None:
         """Begin the backward pass, after a check that the first loss is not NaN."""
@@ -192,15 +196,59 @@ class Zero3(Zero2):
 
     def end_micro_step(self) -> None:
         """End the pass and join what other ranks still gather and reduce in it."""
-        if self._in_micro_step and self._pass is None:
+        has_data = self._pass is not None
+        if self._in_micro_step and not has_data:
             self._start_pass(forward_only=False)
-        # Other ranks may need what is left of either sequence before they can continue with the other one.
         self._is_ending_pass = True
-        gathering = Work(partial(self.end_pass, Work.wait), partial(self._gather_group.watch, "a pass over the model"))
+        if not self._is_launched:
+            self._join_both_lines()
+        elif has_data:
+            self.end_pass()
+            super().end_micro_step()
+            self._own_order = "".join(self._launches)
+        else:
+            self._join_in_order()
+        self._in_micro_step = self._is_ending_pass = False
+
+    def _join_both_lines(self) -> None:
+        """Join both sequences at once: others may need the rest of one before they can continue with the other."""
+        watch = partial(self._gather_group.watch, "a pass over the model")
+        gathering = Work(partial(self.end_pass, lambda work: work.wait()), watch)
         threading.Thread(target=gathering.run, daemon=True).start()
         super().end_micro_step()
         self._timer.wait(gathering)
-        self._in_micro_step = self._is_ending_pass = False
+
+    def _join_in_order(self) -> None:
+        """Join a micro-step without data: launch what ranks with data launch, in their order, and wait for nothing."""
+        assert self._pass
+        assert self._reducer
+        rest = deque(self._pass.take_rest())
+        # The first time the order is not known; any one works, since the two sequences have communicators of their own.
+        order = self._adopted_order or self._own_order or "g" * len(self.units) + "gr" * len(self.units)
+        for kind in order:
+            if kind == "r":
+                self._reducer.issue_next()
+            elif rest:
+                self._join_gather(rest.popleft(), self._timer.wait)
+        for unit in rest:
+            self._join_gather(unit, self._timer.wait)
+        self.end_pass()
+        super().end_micro_step()
+
+    def _join_gather(self, unit: Unit, wait: Callable[[Work], None]) -> None:
+        """Gather a unit for the others' sake, and free it."""
+        if unit not in self._unsharding:
+            self.unshard(unit)
+        wait(self._unsharding.pop(unit))
+        self.reshard(unit)
+
+    def launch_order(self) -> str:
+        """Return the order of gathers and reductions in this rank's last micro-step with data, over NCCL."""
+        return self._own_order
+
+    def adopt_launch_order(self, order: str) -> None:
+        """Take part in that order in micro-steps for which this rank has no data."""
+        self._adopted_order = order
 
     def end_pass(self, wait: Callable[[Work], None] | None = None) -> None:
         """End a pass: join what is left of it, and free all units."""
@@ -208,10 +256,7 @@ class Zero3(Zero2):
         if self._pass is None:
             return
         for unit in [*self._unsharding, *self._pass.take_rest()]:
-            if unit not in self._unsharding:
-                self.unshard(unit)
-            wait(self._unsharding.pop(unit))
-            self.reshard(unit)
+            self._join_gather(unit, wait)
         for unit in list(self._unsharded):
             self.reshard(unit)
         self._pass = None
@@ -251,6 +296,7 @@ class Zero3(Zero2):
         if unit in self._unsharding:
             self._timer.wait(self._unsharding.pop(unit))
         state = self.states[unit]
+        self._launches.append("g")
         if unit not in self._unsharded:
             self.buffers.count(IN_FLIGHT, unit.bytes)
         state.full.untyped_storage().resize_(unit.bytes)
@@ -277,6 +323,7 @@ class Zero3(Zero2):
         self._guards[unit].guard()
 
     def _reduce_unit(self, unit: Unit) -> None:
+        self._launches.append("r")
         super()._reduce_unit(unit)
         if unit in self._unsharded and not unit.shared and not self._is_ending_pass:
             self.reshard(unit)

@@ -1,9 +1,12 @@
 """One rank on a part of a GPU, or on a CPU: every stage and model against a plain loop on the same device.
 
-Says how far they are apart. Started by test_engine_gpu.py (and by hand under any launcher): `python on_gpu.py`.
+Says how far they are apart, then trains with a plan that is measured. With `refused` as an argument, peer access
+between GPUs is refused; with `auto`, only a run in mode="auto". Started by test_engine_gpu.py.
 """
 
 import json
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,11 +32,14 @@ from torch import nn  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
 
 import mimatrix  # noqa: E402
+from mimatrix.comm.memory import peer_access  # noqa: E402
 from mimatrix.planner.split import Split  # noqa: E402
 
 STEPS = 5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BATCHES, MICRO, SHARES = [5, 2, 1], [2, 1, 1], [0.6, 0.3, 0.1]
+RANKS = int(os.environ["WORLD_SIZE"])
+BATCHES, MICRO = [5, 2, 1][:RANKS], [2, 1, 1][:RANKS]
+SHARES = {2: [0.7, 0.3], 3: [0.6, 0.3, 0.1]}[RANKS]
 CASES: dict[str, Any] = {
     "perceptron": (Perceptron, momentum, vectors, cross_entropy, {}),
     "transformer": (Transformer, adamw, sentences, token_cross_entropy, {"max_grad_norm": 0.5}),
@@ -83,10 +89,52 @@ def trained(model: Any, optimizer_of: Any, data: Any, loss: Any, stage: Any, mor
     return found
 
 
+def planned(**settings: Any) -> dict[str, Any]:
+    """Train a few steps with a plan that is measured; the plan, and whether all ranks have the same parameters."""
+    torch.manual_seed(0)
+    model, data = made(Perceptron), vectors(12 * 16)
+    run = mimatrix.init(global_batch=16, timeout_s=60, quiet=True, **settings)
+    optimizer = momentum(model)
+    model, optimizer, loader = run.prepare(model, optimizer, data, loss=cross_entropy)
+    for batch in loader:
+        run.backward(cross_entropy(model, batch))
+        optimizer.step()
+    found = {"stage": run.stage, "batches": run.split.batches, "steps": run.step}
+    run.close()
+    return found
+
+
+class Warnings(logging.Handler):
+    """Keeps what is logged as a warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def main() -> None:
+    if "auto" in sys.argv:
+        print(json.dumps(planned(mode="auto")), flush=True)
+        return
+    if "refused" in sys.argv:
+        peer_access.can_access_peer = lambda own, peer: "refused by the test"
+    warnings = Warnings()
+    logging.getLogger("mimatrix").addHandler(warnings)
     found = {f"{name}, stage {stage}": apart(name, stage) for name in CASES for stage in range(4)}
     world: Any = dist.group.WORLD
-    print(json.dumps({"rank": dist.get_rank(), "apart": found, "counters": world.counters}), flush=True)
+    report = {
+        "rank": dist.get_rank(),
+        "apart": found,
+        "counters": world.counters,
+        "transports": [str(row) for row in world.mimatrix.transport_status()],
+        "tuner": world.mimatrix.tuner.table,
+        "profile": planned(plan="profile"),
+        "warnings": [line for line in warnings.lines if "cannot read" in line],
+    }
+    print(json.dumps(report), flush=True)
     dist.destroy_process_group()
 
 
