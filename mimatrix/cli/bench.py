@@ -41,7 +41,12 @@ def bench(
     algorithms: Annotated[
         str, typer.Option(help='Also measure these, with commas: "send_recv ring,windows gdraa/8".')
     ] = "",
-    explain: Annotated[bool, typer.Option("--explain", help="Why the tuner chose what it chose.")] = False,
+    shares: Annotated[
+        str, typer.Option(help="What each rank owns of a reducescatter or allgather: 0.6,0.25,0.15; equal without.")
+    ] = "",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Which transports there are, and why the tuner chose what it chose.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
 ) -> None:
     """Measure collectives: medians of interleaved turns, their spread, and whether the results are right.
@@ -54,6 +59,9 @@ def bench(
         raise UserError(f'unknown collective "{collective}"{nearest(collective, _COLLECTIVES)}')
     if not 0 < seconds < 3600:
         raise UserError(f"{seconds} s cannot be measured; use for example --seconds 3")
+    under_a_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not under_a_launcher and not 2 <= world <= _MOST_WORLD:
+        raise UserError(f"{world} ranks cannot be compared here; use --world 2 to {_MOST_WORLD}")
     request = {
         "collective": _COLLECTIVES[collective],
         "sizes": _sizes(size),
@@ -62,19 +70,17 @@ def bench(
         "candidates": candidates,
         "explain": explain,
         "choices": _choices(algorithms),
+        "shares": _shares(shares, collective, int(os.environ["WORLD_SIZE"]) if under_a_launcher else world),
     }
-    under_a_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if not under_a_launcher and not 2 <= world <= _MOST_WORLD:
-        raise UserError(f"{world} ranks cannot be compared here; use --world 2 to {_MOST_WORLD}")
     found = _one_rank(request) if under_a_launcher else _all_ranks(request, world)
     if found is None:
         return
     if as_json:
         print_json(found["rows"])
-        for line in _reasons(found["why"]):
+        for line in (*found["transports"], *_reasons(found["why"])):
             typer.echo(line, err=True)
     else:
-        _print(found)
+        _print(found, shares)
 
 
 def _sizes(text: str) -> list[int]:
@@ -105,6 +111,22 @@ def _choices(text: str) -> list[str]:
             )
         find(words[2])
     return choices
+
+
+def _shares(text: str, collective: str, world: int) -> list[float]:
+    if not text:
+        return []
+    from mimatrix.collectives import Shares
+
+    if collective == "allreduce":
+        raise UserError("ranks do not own parts of an all-reduce; use --shares with reducescatter or allgather")
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f'invalid shares "{text}"; write for example 0.6,0.25,0.15') from None
+    if len(weights) != world:
+        raise UserError(f"got {len(weights)} shares for {world} ranks; give one for each rank")
+    return list(Shares.of(weights).fractions)
 
 
 def _against(text: str) -> list[str]:
@@ -189,12 +211,12 @@ def _mpiexec() -> str:
     return found
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any], shares: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     rows = found["rows"]
-    title = f"{rows[0]['collective']}, float32, sum, {rows[0]['world']} ranks"
+    title = f"{rows[0]['collective']}, float32, sum, {rows[0]['world']} ranks{f', shares {shares}' if shares else ''}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("size")
     table.add_column("who", no_wrap=True)
@@ -215,7 +237,7 @@ def _print(found: dict[str, Any]) -> None:
     console = plain_console()
     console.print(table)
     console.print("time: median of interleaved turns; ±: half the distance of the quartiles", style="dim")
-    for line in _reasons(found["why"]):
+    for line in (*found["transports"], *_reasons(found["why"])):
         console.print(line)
 
 

@@ -8,7 +8,7 @@ from mimatrix.cli.screen import plain_console, print_json, progress
 from mimatrix.core.units import format_bytes, format_rate, parse_duration
 
 if TYPE_CHECKING:
-    from mimatrix.lab import Lab
+    from mimatrix.lab import Ending, Lab
 
 lab = typer.Typer(
     help="An emulated cluster on this machine (Linux, root): namespaces joined by links shaped to their rates.",
@@ -18,6 +18,8 @@ lab = typer.Typer(
 
 _Name = Annotated[str, typer.Option("--name", help="Which lab, where there are several.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Grace = Annotated[str, typer.Option(help="How long the other ranks may continue when one has failed.")]
+_Timeout = Annotated[str, typer.Option(help="End everything after this time, as in 5min; exit code 124.")]
 
 
 @lab.command()
@@ -54,8 +56,8 @@ def up(
 def run(
     command: Annotated[list[str], typer.Argument(help="The command of every rank, after --.")],
     name: _Name = "lab",
-    grace: Annotated[str, typer.Option(help="How long the other ranks may continue when one has failed.")] = "10s",
-    timeout: Annotated[str, typer.Option(help="End everything after this time, as in 5min; exit code 124.")] = "",
+    grace: _Grace = "10s",
+    timeout: _Timeout = "",
 ) -> None:
     """Run a command once for every rank, with torchrun's variables, and wait for all.
 
@@ -64,10 +66,28 @@ def run(
     from mimatrix import lab as labs
 
     grace_s, timeout_s = parse_duration(grace), parse_duration(timeout) if timeout else None
-    ending = labs.run(labs.recall(name), command, grace_s=grace_s, timeout_s=timeout_s)
-    if ending.code:
-        typer.echo(f"mimatrix: {ending.reason}", err=True)
-        raise typer.Exit(ending.code)
+    _exit(labs.run(labs.recall(name), command, grace_s=grace_s, timeout_s=timeout_s))
+
+
+@lab.command()
+def gpu(
+    command: Annotated[list[str], typer.Argument(help="The command of every rank, after --.")],
+    parts: Annotated[
+        str, typer.Option(help="One part for each rank, as in 60:40GB,25,cpu: percent and memory, percent, or a CPU.")
+    ],
+    hosts: Annotated[str, typer.Option(help="The host of each rank, as in a,a,b; all on one host without.")] = "",
+    gpus: Annotated[int, typer.Option(help="How many GPUs to share; ranks of a host take turns.", min=1)] = 1,
+    grace: _Grace = "10s",
+    timeout: _Timeout = "",
+) -> None:
+    """Run a command on parts of a GPU that play unlike GPUs on several hosts (CUDA MPS).
+
+    Example: mimatrix lab gpu --parts 60:40GB,25:20GB,10:10GB --hosts a,a,b -- python train.py
+    """
+    from mimatrix import lab as labs
+
+    grace_s, timeout_s = parse_duration(grace), parse_duration(timeout) if timeout else None
+    _exit(labs.run_gpu(labs.parse_parts(parts, hosts), command, gpus=gpus, grace_s=grace_s, timeout_s=timeout_s))
 
 
 @lab.command()
@@ -98,6 +118,13 @@ def down(name: _Name = "lab", as_json: _Json = False) -> None:
     else:
         ended = f", {removed.processes} processes ended" if removed.processes else ""
         typer.echo(f'lab "{name}" is removed: {removed.namespaces} namespaces{ended}')
+
+
+def _exit(ending: "Ending") -> None:
+    """Leave with the exit code of ranks that failed, and say why."""
+    if ending.code:
+        typer.echo(f"mimatrix: {ending.reason}", err=True)
+        raise typer.Exit(ending.code)
 
 
 def _status(found: "Lab") -> dict[str, object]:

@@ -130,7 +130,7 @@ class _Crew:
     def __exit__(self, *_: object) -> None:
         self._around.close()
         for group in self._groups:
-            _signal_group(group, signal.SIGKILL)
+            signal_group(group, signal.SIGKILL)
         with suppress(OSError):
             # Whoever reads our lines may have left.
             self._drain()
@@ -163,7 +163,7 @@ class _Crew:
 
     def _start_all(self, commands: Sequence[Command]) -> None:
         groups = {command.label: self._start(command) for command in commands}
-        self._guards.append(_start_guard(list(groups.values())))
+        self._guards.append(start_guard(list(groups.values())))
         self._around.enter_context(self._beside(groups))
 
     def _start(self, command: Command) -> int:
@@ -212,7 +212,7 @@ class _Crew:
     def _stop(self, stop: _Stop) -> None:
         for process, command in self._running.values():
             if not stop.team or command.team == stop.team:
-                _signal_group(process.pid, stop.number)
+                signal_group(process.pid, stop.number)
 
     def _read(self, lines: "_Lines") -> None:
         # All of it may have been read when its process ended, a moment ago.
@@ -261,7 +261,7 @@ class _Crew:
         if commands:
             del self._lost[team]
             for group in [group for group, whose in self._groups.items() if whose == team]:
-                _signal_group(group, signal.SIGKILL)
+                signal_group(group, signal.SIGKILL)
                 del self._groups[group]
             self._partial = [stop for stop in self._partial if stop.team != team]
             self._start_all(commands)
@@ -338,7 +338,7 @@ class _Entry:
             self.joins.write_text("0")
 
 
-def _start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
+def start_guard(groups: Sequence[int]) -> subprocess.Popen[bytes]:
     """A shell that waits for the end of its input, which comes when we die, and then kills the groups."""
     script = 'read -r _; kill -s KILL -- "$@"'
     return subprocess.Popen(  # noqa: S603
@@ -372,6 +372,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """The wakeup pipe has it."""
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Send a signal to a process group, if any of it is left."""
     with suppress(ProcessLookupError):
         os.killpg(group, number)
