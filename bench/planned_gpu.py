@@ -6,9 +6,7 @@ The ideal is the sum of what the three do side by side without exchanging anythi
 
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.allreduce.gpu import PERCENT, mps
+from bench.allreduce.gpu import PERCENT
+from mimatrix.core.units import parse_bytes
+from mimatrix.lab import GpuPart, collect_gpu, mps_daemon
 
 MEMORY = ("64G", "16G", "8G")
 ROUNDS = int(os.environ.get("ROUNDS", "2"))
@@ -32,9 +32,9 @@ NAMES = {"resnet": "ResNet-50, bf16, channels last", "gpt": "GPT-2 124M, 1,024 t
 def main(out: Path, models: list[str]) -> None:
     """Every way in turn, some rounds of it. The file is docs/measurements/heterogeneous/gpu.json."""
     rows = []
-    with mps() as settings:
+    with mps_daemon() as daemon:
         for model in models:
-            rounds = [{way: ranks_of(settings, model, way) for way in WAYS} for _ in range(ROUNDS)]
+            rounds = [{way: ranks_of(daemon, model, way) for way in WAYS} for _ in range(ROUNDS)]
             rows.append(summary(model, rounds))
             out.write_text(
                 json.dumps({"rounds": ROUNDS, "percent": PERCENT, "memory": MEMORY, "models": rows}, indent=1) + "\n"
@@ -64,33 +64,17 @@ def summary(model: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def ranks_of(settings: dict[str, str], model: str, way: str) -> list[dict[str, Any]]:
+def ranks_of(daemon: dict[str, str], model: str, way: str) -> list[dict[str, Any]]:
     """One run of three ranks; what each said."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    cache, ranks = tempfile.mkdtemp(), []
-    for rank, (percent, memory) in enumerate(zip(PERCENT, MEMORY, strict=True)):
-        mine = settings | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(PERCENT)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
-            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
-            "MIMATRIX_ARENA": "768MiB",
-            "MIMATRIX_CACHE": cache,
-            "BEGIN": str(time.time() + 25),
-        }
-        words = [sys.executable, "-m", "bench.planned_gpu", "rank", model, way]
-        ranks.append(subprocess.Popen(words, env=mine, stdout=subprocess.PIPE, text=True))
-    try:
-        said = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
+    parts = [GpuPart(percent, parse_bytes(f"{memory}iB")) for percent, memory in zip(PERCENT, MEMORY, strict=True)]
+    words = [sys.executable, "-m", "bench.planned_gpu", "rank", model, way]
+    with tempfile.TemporaryDirectory() as cache:
+        more = {"MIMATRIX_ARENA": "768MiB", "MIMATRIX_CACHE": cache, "BEGIN": str(time.time() + 25)}
+        ranks = collect_gpu(parts, words, env=more, daemon=daemon, timeout_s=180)
+    sys.stderr.write("".join(rank.stderr for rank in ranks))
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{model} {way}: exit codes {[rank.returncode for rank in ranks]}")
-    found = [json.loads(text.splitlines()[-1]) for text in said]
+    found = [json.loads(rank.stdout.splitlines()[-1]) for rank in ranks]
     print(model, way, json.dumps(found), flush=True)
     return found
 

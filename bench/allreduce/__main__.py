@@ -1,14 +1,15 @@
-"""Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [ddp] [lab] [lab:WORD] [page]`.
+"""Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [ddp] [lab] [lab:WORD] [shares] [shares:WORD] [page]`.
 
 Without a word all is measured. Every part keeps its figures beside the page, so that one of them can be measured anew
-alone. The part with the GPU is measured on another machine by `python -m bench.allreduce.gpu docs/measurements/allreduce/gpu.json`.
+alone. The parts with a GPU are measured on another machine: `python -m bench.allreduce.gpu docs/measurements/allreduce/gpu.json`,
+`python -m bench.allreduce.gpu_hosts docs/measurements/allreduce/gpu_hosts.json`, `python -m bench.allreduce.gpu_ranks docs/measurements/allreduce`.
 """
 
 import statistics
 import sys
 from typing import Any
 
-from bench.allreduce import lab, pictures, same_host
+from bench.allreduce import lab, pictures, same_host, shares
 from bench.allreduce.common import Rows, figure_path, kept, pick
 from bench.markdown import machine, table, write_page
 from mimatrix.cluster import Fabric, named
@@ -17,7 +18,9 @@ from mimatrix.core.units import format_bytes, format_rate, format_seconds
 from mimatrix.netsim import lower_bound_seconds
 
 MIB = 1 << 20
-PARTS = {"same_host": same_host.measure, "lab": lab.measure}
+PARTS = {"same_host": same_host.measure, "lab": lab.measure, "shares": shares.measure}
+SOME = {"lab": lab.measure, "shares": shares.measure}
+"""Parts that can be measured on some networks only."""
 AGAIN = {"ddp": same_host.measure_ddp, "page": lambda: None}
 """What is a part of another one; or the page alone, from what is kept."""
 
@@ -26,16 +29,17 @@ def main() -> None:
     """Measure what is asked for, then write the page from all that is kept."""
     for name in sys.argv[1:] or PARTS:
         part, _, word = name.partition(":")
-        lab.measure(word) if word else (PARTS | AGAIN)[part]()
+        SOME[part](word) if word else (PARTS | AGAIN)[part]()
     sections = [_same_host(kept("same_host")), _backend(kept("same_host"), kept("ddp")), _gpu(kept("gpu"))]
-    sections += [_lab(kept("lab")), kept("remarks") or "", _links(kept("links"))]
+    sections += [_lab(kept("lab")), kept("remarks") or "", _links(kept("links")), _shares(kept("shares"))]
+    sections += [_gpu_hosts(kept("gpu_hosts")), _gpu_ranks(kept("gpu_ranks")), _gpu_kills(kept("gpu_kills"))]
     write_page(
         "allreduce.md",
         f"""# All-reduce on real links
 
 Medians of interleaved turns in one run, ± half the distance of the quartiles; a turn counts as long as its slowest rank took.
 Results are checked in every run (#wrong is 0 everywhere). CPU figures: {machine()}, one thread for each rank.
-Made by `make allreduce`; the GPU part by `python -m bench.allreduce.gpu`.
+Made by `make allreduce`; the GPU parts by the commands given there.
 
 {"".join(sections)}""",
     )
@@ -135,6 +139,73 @@ torch {facts["torch"]}. Gloo stages GPU tensors through the host. `python -m ben
 """
 
 
+def _gpu_hosts(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    facts = found["facts"]
+    by_what: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_what.setdefault(row["what"], []).append(row)
+    body = []
+    for what, rows in by_what.items():
+        best_s = min(row["median_s"] for row in rows if row["who"].startswith("NCCL"))
+        for row in rows:
+            times = [format_seconds(row["median_s"]), format_seconds(row["spread_s"])]
+            ours = row["who"].startswith("mimatrix")
+            body.append([what, row["who"], *times, f"**{row['median_s'] / best_s:.2f}x**" if ours else ""])
+    counters = ", ".join(f"{name} {count}" for name, count in found["counters"].items())
+    return f"""## 7. Three hosts of unlike GPUs
+
+{facts["gpu"]}: three parts of it ({facts["parts"]}) play three hosts, torch {facts["torch"]}, NCCL {found["nccl"]} over sockets. Ours and NCCL itself take
+turns in the same processes, in random order; the last column is our time over that of NCCL's fastest way. Shares 0.6/0.25/0.15. The models of
+DDP and FSDP2 have 16.8 million parameters and next to nothing to compute: a step is communication. `python -m bench.allreduce.gpu_hosts OUT.json`.
+
+{table(["", "who", "time", "±", "of NCCL's best"], body)}
+#wrong: {found["wrong"]}. After all steps the parameters of DDP are apart from those over NCCL by {found["apart"]["DDP"]:.1g}, of FSDP2 by {found["apart"]["FSDP2"]:.1g}.
+Counters of our backend: {counters}. Between one run and the next NCCL itself differs by a quarter; compare within a row group only.
+
+"""
+
+
+def _gpu_ranks(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    body = []
+    for name, case in found.items():
+        carried = {counter.partition(" ")[2] for counter in case.get("counters", {})}
+        gpu = sorted(each for each in carried if any(word in each for word in ("nccl", "cuda", "host", "staged")))
+        apart = f"{max(case['apart'].values()):.1e}" if "apart" in case else ""
+        plan = case.get("profile")
+        chosen = f"stage {plan['stage']}, batches {'+'.join(map(str, plan['batches']))}" if plan else ""
+        body.append([name, case["result"], apart, ", ".join(gpu), chosen])
+    return f"""## 8. Exact on every layout of hosts
+
+Parts of 60, 25 and 10 % of an NVIDIA H200, float64, batches 5+2+1 in micro-batches of 2, 1 and 1, shares 0.6/0.3/0.1 (two ranks: 5+2, 0.7/0.3), a perceptron, a
+transformer and a residual net with batch norm, five steps with AdamW or momentum, clipping and a schedule, stages 0 to 3, against a plain loop on one
+device. *Apart*: the largest difference of any parameter on any rank. *Carried by*: what carried the tensors of GPUs, by the counters.
+*Plan*: what `plan="profile"` chose for a tiny model afterwards. `python -m bench.allreduce.gpu_ranks FOLDER`, or `pytest tests/engine/test_engine_gpu.py`.
+
+{table(["", "result", "apart", "carried by", "plan"], body)}
+"""
+
+
+def _gpu_kills(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    body = [
+        [each["way"], format_seconds(max(each["after_s"])), " and ".join(map(str, each["codes"])), each["texts"][0]]
+        for each in found["tries"]
+    ]
+    return f"""## 9. A rank that is killed while NCCL runs
+
+Three parts that play three hosts; rank 2 kills itself (SIGKILL) while the others wait for it in a bare all-reduce (*between*), in a step of stage 3 (*training*), or
+while its own kernels run (*inside*), which under CUDA MPS is a fault of every process on the GPU. The time is that of the slowest of the others.
+GPU memory afterwards: {found["memory"]}, no process left. `pytest tests/comm/test_gpu_lost_ranks.py`. {found.get("remark", "")}
+
+{table(["way", "others raise after", "exit codes of the others", "what the first says"], body)}
+"""
+
+
 def _lab(found: dict[str, Rows]) -> str:
     points = lab.errors(found)
     pictures.predictions(points).savefig(figure_path("predictions.png"), dpi=110)
@@ -198,6 +269,41 @@ def _links(found: dict[str, Any]) -> str:
 interface's own counter (headers and acknowledgements included) and by the simulator.
 
 {table(["", "simulated", "counted", "off by"], body)}"""
+
+
+def _shares(found: dict[str, Rows]) -> str:
+    body = [
+        line
+        for cluster, rows in found.items()
+        for collective, some in shares.by_collective(rows).items()
+        for line in _shares_lines(f"`{cluster}`, {collective}", some)
+    ]
+    ratios = [shares.ratio(some) for rows in found.values() for some in shares.by_collective(rows).values()]
+    return f"""
+## 6. Shares, tuned
+
+Ranks own unlike parts, as in ZeRO with shares: `mimatrix bench reducescatter|allgather {" ".join(shares.ASKED)}` in the lab, by
+`python -m bench.allreduce shares` (root). *auto* is what the tuner chose by itself, in a job that had measured nothing before; all other rows
+are its candidates. *Ratio*: the best candidate's time over this one's. `auto` is at least **{min(ratios):.3f}x** the best candidate ({shares.LEAST_RATIO} is required).
+
+{table(["", "time", "±", "ratio", "#wrong"], body)}"""
+
+
+def _shares_lines(label: str, rows: Rows) -> list[list[str]]:
+    candidates = shares.candidates_of(rows)
+    best_s = min(row["median_s"] for row in candidates)
+    (auto,) = (row for row in rows if row["who"] == shares.AUTO)
+    named = [(f"{label}: **auto** ({auto['choice']})", auto), *((row["who"], row) for row in candidates)]
+    return [
+        [
+            name,
+            format_seconds(row["median_s"]),
+            format_seconds(row["spread_s"] / 2),
+            f"{best_s / row['median_s']:.3f}",
+            str(row["wrong"]),
+        ]
+        for name, row in named
+    ]
 
 
 if __name__ == "__main__":

@@ -4,58 +4,32 @@
 """
 
 import json
-import os
-import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mimatrix.lab import GpuPart, run_gpu
+
 PERCENT = (60, 25, 10)
-MEMORY = ("40G", "20G", "10G")
+MEMORY_BYTES = (40 << 30, 20 << 30, 10 << 30)
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 TURNS = 15
 
 
-@contextmanager
-def mps() -> Iterator[dict[str, str]]:
-    """A control daemon of our own, gone afterwards."""
-    folder = tempfile.mkdtemp()
-    settings = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=settings, check=True, timeout=30)
-    try:
-        yield settings
-    finally:
-        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=settings, text=True, timeout=30, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def main() -> None:
     """Start the ranks; rank 0 prints, and writes the file."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with mps() as settings:
-        ranks = []
-        for rank, (percent, memory) in enumerate(zip(PERCENT, MEMORY, strict=True)):
-            mine = settings | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(PERCENT)),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent),
-                "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}",
-                "MIMATRIX_ARENA": "1GiB",
-                "MIMATRIX_CACHE": tempfile.mkdtemp(),
-            }
-            ranks.append(subprocess.Popen([sys.executable, "-m", "bench.allreduce.gpu", "rank", sys.argv[1]], env=mine))
-        codes = [rank.wait(timeout=400) for rank in ranks]
-    sys.exit(max(codes))
+    parts = [GpuPart(percent, memory) for percent, memory in zip(PERCENT, MEMORY_BYTES, strict=True)]
+    words = [sys.executable, "-m", "bench.allreduce.gpu", "rank", sys.argv[1]]
+    with tempfile.TemporaryDirectory() as cache:
+        more = {"MIMATRIX_ARENA": "1GiB", "MIMATRIX_CACHE": cache}
+        ending = run_gpu(parts, words, env=more, timeout_s=400)
+    if ending.code:
+        print(ending.reason, file=sys.stderr)
+    sys.exit(ending.code)
 
 
 def rank_alone(out: str) -> None:

@@ -29,13 +29,13 @@ REPEATS = 10
 
 
 @contextmanager
-def lab(cluster: str) -> Iterator[None]:
+def lab(cluster: str, name: str = NAME) -> Iterator[None]:
     """A lab that is gone afterwards."""
-    command("lab", "up", cluster, "--name", NAME)
+    command("lab", "up", cluster, "--name", name)
     try:
         yield
     finally:
-        command("lab", "down", "--name", NAME)
+        command("lab", "down", "--name", name)
 
 
 def measure(only: str = "") -> None:
@@ -54,10 +54,14 @@ def measure(only: str = "") -> None:
 
 
 def _rows(sizes: str, plans: str) -> Rows:
-    words = ["bench", "allreduce", "--bytes", sizes, "--seconds", "8", "--candidates", "--json"]
-    asked = [*words, "--algorithms", plans] if plans else words
-    inside = [sys.executable, "-m", "mimatrix.cli.main", *asked]
-    said = command("lab", "run", "--name", NAME, "--", *inside, timeout_s=1200)
+    words = ["allreduce", "--bytes", sizes, "--seconds", "8", "--candidates"]
+    return bench_rows(NAME, *words, *(["--algorithms", plans] if plans else []))
+
+
+def bench_rows(name: str, *words: str) -> Rows:
+    """What `mimatrix bench WORDS` measures among the ranks of a lab."""
+    inside = [sys.executable, "-m", "mimatrix.cli.main", "bench", *words, "--json"]
+    said = command("lab", "run", "--name", name, "--", *inside, timeout_s=1200)
     text = "".join(line.split("] ", 1)[1] + "\n" for line in said.splitlines() if line.startswith("[0 "))
     rows: Rows = json.loads(text)
     return rows
