@@ -26,6 +26,7 @@ COMMANDS = (
     "lab",
     "lab up",
     "lab run",
+    "lab gpu",
     "lab status",
     "lab down",
 )
