@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mimatrix.collectives.schedule import Collective
+from mimatrix.comm.calls import Way
 from mimatrix.comm.execution.reduce import divide
 from mimatrix.comm.work import StreamTask
 from mimatrix.core.errors import UnsuitedError
@@ -19,8 +20,6 @@ _REDUCE_OPS: dict[str, Any] = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-Way = Literal["equal", "lists", "padded"]
-"""How shards are moved: all of one size, as a list of any sizes, or padded to the size of the largest."""
 _MOVES_ONLY = (Collective.ALL_GATHER, Collective.BROADCAST)
 _REDUCED_TYPES = frozenset(
     (

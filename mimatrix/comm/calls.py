@@ -2,7 +2,9 @@
 
 import struct
 import zlib
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -22,6 +24,10 @@ DTYPES = (
     torch.uint8,
 )
 COLLECTIVES = tuple(Collective)
+SHARDED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+"""Of these each rank owns a shard of the tensor."""
+Way = Literal["equal", "lists", "padded"]
+"""How a c10d backend moves shards: all of one size, as a list of any sizes, or padded to the size of the largest."""
 _PACKED = struct.Struct("<QQQIIIIBBBx")
 PACKED_BYTES = _PACKED.size
 _NUMBER, _OFFSET, _REST = slice(0, 8), slice(8, 16), slice(16, PACKED_BYTES)
@@ -42,6 +48,25 @@ class CollectiveOp:
     def describe(self, count: int) -> str:
         """Return for example `all_reduce of 10 float32`."""
         return f"{self.collective.value} of {count} {_dtype_name(self.dtype)}"
+
+    def shard_counts(self, count: int, world_size: int) -> tuple[int, ...] | None:
+        """Return how many of `count` elements each rank owns; None if the collective has no shards."""
+        return (self.shares or Shares.equal(world_size)).cut(count) if self.collective in SHARDED else None
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounters:
+    """What the calls of a group were carried by."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls by collective and what carried them, as in `all_reduce windows` or `all_gather nccl`."""
+    bytes_moved: Counter[str] = field(default_factory=Counter)
+    """Bytes of the tensors of all calls, by collective."""
+
+    def add(self, collective: Collective, carrier: str, size: int) -> None:
+        """Count a call on a tensor of `size` bytes."""
+        self.calls[f"{collective.value} {carrier}"] += 1
+        self.bytes_moved[collective.value] += size
 
 
 @dataclass(frozen=True, slots=True)

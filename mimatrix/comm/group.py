@@ -1,7 +1,6 @@
 """A group of ranks that run collectives together: the whole job, or a part of it."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,15 +11,16 @@ import torch.distributed as dist
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.availability import TransportFacts, TransportStatus, describe_transports
-from mimatrix.comm.c10d import C10dBackend, Launcher
-from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CallSignature, CollectiveOp
+from mimatrix.comm.c10d import C10dBackend
+from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CallCounters, CallSignature, CollectiveOp
 from mimatrix.comm.control.unfinished_calls import begun_name
 from mimatrix.comm.control.user_calls import UserCall
 from mimatrix.comm.dispatch import Dispatcher
 from mimatrix.comm.endpoint import Endpoint
+from mimatrix.comm.launched_calls import LaunchedCalls
 from mimatrix.comm.memory.shared_storage import fills_storage
 from mimatrix.comm.out_of_place import OutOfPlace
-from mimatrix.comm.tuning.choice import C10D, SHARDED, AlgorithmChoice, Transport, default_choice
+from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, default_choice
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.comm.work import CollectiveThread, StreamTask, StreamWork, Task, Work, with_side_stream
 from mimatrix.core.errors import UserError
@@ -30,16 +30,6 @@ _REPORT_AFTER_S = 1.0
 
 
 _MAX_KNOWN = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KnownLaunch:
-    """How NCCL carries a call that was made before."""
-
-    launch: Launcher
-    counter: str
-    signature: CallSignature
-    doing: str
 
 
 class _AgreedCalls:
@@ -88,12 +78,12 @@ class Group:
         self.nccl_reason = nccl_reason
         """Why there is no NCCL, if the group's c10d backends are without it."""
         self.caller = self.endpoint.control.caller
-        self._known: dict[tuple[CollectiveOp, int, int], _KnownLaunch] = {}
         self._agreed, self._agreed_launches = _AgreedCalls(), _AgreedCalls()
-        self.counters = Counter[str]()
-        """Calls by collective and what carried them, as in `all_reduce windows` or `all_gather nccl`."""
-        self.bytes_moved = Counter[str]()
-        """Bytes of the tensors of all calls, by collective."""
+        self._counters = CallCounters()
+        self.counters, self.bytes_moved = self._counters.calls, self._counters.bytes_moved
+        self._launched = (
+            LaunchedCalls(name, dispatcher, dispatcher.nccl, self._counters, self.watch) if dispatcher.nccl else None
+        )
 
     @classmethod
     def create(
@@ -128,7 +118,8 @@ class Group:
         tuner = Tuner.load(dispatcher, name) if backends and tune else None
         group = cls(name, dispatcher, tuner, endpoint.thread, nccl_reason=nccl_reason)
         if dispatcher.nccl:
-            endpoint.watchdog.watch(name, dispatcher.members, dispatcher.nccl.backend, dispatcher.calls, timeout_s)
+            backend = dispatcher.nccl.backend.backend
+            endpoint.watchdog.watch(name, dispatcher.members, backend, dispatcher.calls, timeout_s)
         if own_thread:
             group.use_own_thread()
         # No member may finish and leave before all have opened its windows.
@@ -277,10 +268,9 @@ class Group:
             return StreamWork.of(launched)
         self._check(op, tensor)
         choice = choice or self.cached_choice(op, tensor) or self._choose_if_launched(op, tensor)
-        if choice and self.launches(tensor, choice):
+        if choice and self._launched and self.launches(tensor, choice):
             self._agree_to_launch(op, tensor)
-            self._remember(op, tensor, choice, 0)
-            return self._launch(op, tensor, choice, partial(self._dispatcher.launch, op, tensor, choice))
+            return self._launched.start(op, tensor, choice)
         if op.is_bucket and choice and choice.transport == "windows" and fills_storage(tensor):
             self._dispatcher.share_storage(tensor)
 
@@ -304,10 +294,9 @@ class Group:
             )
         self._check(op, full)
         choice = self.cached_choice(op, full) or self._choose_if_launched(op, full)
-        if choice and self.launches(full, choice):
+        if choice and self._launched and self.launches(full, choice):
             self._agree_to_launch(op, full)
-            self._remember(op, full, choice, 1)
-            return self._launch(op, full, choice, partial(self._dispatcher.launch_into, call, choice))
+            return self._launched.start_into(call, choice)
 
         def task() -> None:
             chosen = choice or self.choose(op, full)
@@ -319,42 +308,12 @@ class Group:
         number = self._log(op, full, choice)
         return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, number=number)
 
-    def launch_known(self, op: CollectiveOp, tensor: torch.Tensor, *more: torch.Tensor) -> dist.Work | None:
+    def launch_known(self, op: CollectiveOp, *tensors: torch.Tensor) -> dist.Work | None:
         """Launch a collective that NCCL is known to carry; None if that is not known yet, so that `start` finds out.
 
-        For calls that torch makes: the fewer steps, the better, and the host waits for nothing.
+        `tensors` are one, or the full tensor and the shard of a call between two.
         """
-        known = self._known.get((op, tensor.numel(), len(more)))
-        if known is None or not tensor.is_cuda or not tensor.is_contiguous():
-            return None
-        watchdog = self.endpoint.watchdog
-        watchdog.check(self.name, known.doing)
-        self.counters[known.counter] += 1
-        self.bytes_moved[op.collective.value] += tensor.nbytes
-        number = self._dispatcher.calls.add(known.signature, self.caller.of_this_thread())
-        try:
-            task = known.launch(tensor, *more)
-        except RuntimeError as error:
-            self._dispatcher.explain(op, error)
-            raise
-        watchdog.note(self.name, number, known.doing, task)
-        return task
-
-    def _remember(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, more: int) -> None:
-        """Remember that NCCL carries such a call, unless windows may carry one on another tensor of the same size."""
-        nccl, key = self._dispatcher.nccl, (op, tensor.numel(), more)
-        if choice != C10D or key in self._known or self.has_windows or nccl is None:
-            return
-        launch = nccl.launcher(op.collective, op.dtype, op.reduce_op, op.root)
-        if launch and (more or op.collective not in SHARDED):
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = _KnownLaunch(
-                launch=launch,
-                counter=f"{op.collective.value} {self._dispatcher.carrier(choice, tensor)}",
-                signature=CallSignature.of(op, tensor.numel(), ""),
-                doing=op.describe(tensor.numel()),
-            )
+        return self._launched.start_known(op, *tensors) if self._launched else None
 
     def launches(self, tensor: torch.Tensor, choice: AlgorithmChoice | None = None) -> bool:
         """Return whether a GPU orders what carries a tensor: NCCL is there and, if it is given, by `choice`."""
@@ -362,22 +321,8 @@ class Group:
 
     def launch_native(self, launch: Callable[[], StreamTask], *, doing: str) -> StreamWork:
         """Launch a call of NCCL that is not one of ours, in the order of this program."""
-        return self._launch_watched(launch, self._dispatcher.calls.number, doing)
-
-    def _launch(
-        self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, launch: Callable[[], StreamTask]
-    ) -> StreamWork:
-        self._count(op, tensor, choice)
-        return self._launch_watched(launch, self._log(op, tensor, choice), op.describe(tensor.numel()))
-
-    def _launch_watched(self, launch: Callable[[], StreamTask], number: int, doing: str) -> StreamWork:
-        watchdog = self.endpoint.watchdog
-        watchdog.check(self.name, doing)
-        work = StreamWork(launch, partial(self.watch, doing))
-        work.run()
-        if work.launched:
-            watchdog.note(self.name, number, doing, work.launched)
-        return work
+        assert self._launched
+        return self._launched.start_native(launch, doing=doing)
 
     def _choose_if_launched(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """Measure now, on the group's thread, if NCCL may carry the call: it is launched here, in its order."""
@@ -400,8 +345,7 @@ class Group:
             self.submit(check, doing=op.describe(tensor.numel()), inline=False).wait()
 
     def _count(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
-        self.counters[f"{op.collective.value} {self._dispatcher.carrier(choice, tensor)}"] += 1
-        self.bytes_moved[op.collective.value] += tensor.nbytes
+        self._counters.add(op.collective, self._dispatcher.carrier(choice, tensor), tensor.nbytes)
 
     def _log(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None) -> int:
         """Log a call, and return its number; 0 over windows, which compare calls themselves."""

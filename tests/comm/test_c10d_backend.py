@@ -11,7 +11,7 @@ from support.ranks import in_groups
 
 from mimatrix.collectives.schedule import Collective
 from mimatrix.comm import C10dBackend, Group
-from mimatrix.comm.c10d import Way
+from mimatrix.comm.calls import Way
 from mimatrix.core.errors import UnsuitedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -38,6 +38,9 @@ class FakeNccl:
     ranks: int
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
+    def abort(self) -> None:
+        self.calls.append(("abort",))
+
     def name(self) -> str:
         return "nccl"
 

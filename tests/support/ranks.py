@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
@@ -45,9 +45,13 @@ def in_groups(
     kinds: Callable[[], dict[str, WindowKind]] | None = None,
     timeout_s: float = 20.0,
     with_gloo: bool = False,
+    nccl: Callable[[int], Any] | None = None,
     tune: bool = False,
 ) -> list[T]:
-    """Run `on_rank(group)` on threads that are the ranks of one group, over windows in this process."""
+    """Run `on_rank(group)` on threads that are the ranks of one group, over windows in this process.
+
+    `nccl` makes what plays NCCL for tensors on the meta device, which are in no memory; it needs `with_gloo`.
+    """
     store, shared = HashStore(), InProcessWindows()
 
     def rank_alone(rank: int) -> T:
@@ -55,8 +59,10 @@ def in_groups(
         host = hosts[rank] if hosts else "here"
         endpoint = Endpoint.join(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
         try:
-            gloo = {"cpu": C10dBackend(_gloo(store, rank, size), rank, size, timeout_s)} if with_gloo else None
-            return on_rank(Group.create(endpoint, "all", range(size), backends=gloo, timeout_s=timeout_s, tune=tune))
+            backends = {"cpu": _gloo(store, rank, size)} if with_gloo else {}
+            backends |= {"meta": nccl(rank)} if nccl else {}
+            wrapped = {device: C10dBackend(each, rank, size, timeout_s) for device, each in backends.items()}
+            return on_rank(Group.create(endpoint, "all", range(size), backends=wrapped, timeout_s=timeout_s, tune=tune))
         finally:
             endpoint.close()
 

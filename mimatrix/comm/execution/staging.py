@@ -193,3 +193,9 @@ def _unpin(slots: Sequence[Slot]) -> None:
     """Unpin the slots before they are reused: pinning twice fails, and not where it happens."""
     for slot in slots:
         torch.cuda.cudart().cudaHostUnregister(slot.bytes.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a result back to `tensor` if `reshape` had to copy."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))

@@ -7,11 +7,11 @@ from typing import Literal
 from mimatrix.collectives.catalog import find
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.calls import Way
 from mimatrix.core.errors import UserError
 
 Transport = Literal["windows", "send_recv", "c10d"]
 """Reads of peers' memory, messages over a c10d backend, or the backend's own collective."""
-SHARDED = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 CACHED_BLOCK_BYTES = 256 << 10
 """A block of this size and its target stay in a core's second-level cache."""
 _MIN_BLOCK_BYTES = 32 << 10
@@ -33,6 +33,11 @@ class AlgorithmChoice:
         segments = f"/{self.segments}" if self.segments > 1 else ""
         return f"{self.transport} {self.algorithm}{segments}{' by bandwidth' if self.shares else ''}"
 
+    @property
+    def way(self) -> Way:
+        """How a c10d backend moves shards by this choice."""
+        return _WAYS.get(self.algorithm, "equal")
+
     @classmethod
     def parse(cls, text: str) -> "AlgorithmChoice":
         """Return the choice that `str` writes as `send_recv ring` or `windows gdraa/8`; shares are not read."""
@@ -52,6 +57,7 @@ LISTS = AlgorithmChoice("c10d", "lists")
 """The backend's collective on a list of shards, which need not be of one size; NCCL groups a call for each shard."""
 PADDED = AlgorithmChoice("c10d", "padded")
 """The backend's collective on shards that are padded to the size of the largest."""
+_WAYS: dict[str, Way] = {LISTS.algorithm: "lists", PADDED.algorithm: "padded"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,11 @@ from mimatrix import __version__
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.c10d import C10dBackend
-from mimatrix.comm.calls import CollectiveOp
+from mimatrix.comm.calls import SHARDED, CollectiveOp
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.memory.arena import Slot, slot_bytes
-from mimatrix.comm.tuning.choice import SHARDED, AlgorithmChoice, Carriers, Message, Transport, candidates
+from mimatrix.comm.tuning.choice import AlgorithmChoice, Carriers, Message, Transport, candidates
 from mimatrix.comm.tuning.forecast import Forecast
 from mimatrix.core import environment
 from mimatrix.core.errors import UserError

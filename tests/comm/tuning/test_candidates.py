@@ -17,10 +17,10 @@ from mimatrix.collectives import Collective, Request, Schedule, Shares, build, v
 from mimatrix.collectives.compose import grouped_by_owner
 from mimatrix.comm import AlgorithmChoice, Group
 from mimatrix.comm.c10d import is_native
-from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CollectiveOp
+from mimatrix.comm.calls import DTYPES, REDUCE_OPS, SHARDED, CollectiveOp
 from mimatrix.comm.memory.base import WindowKind
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.tuning.choice import C10D, LISTS, SHARDED, Carriers, Message, Transport, candidates
+from mimatrix.comm.tuning.choice import C10D, LISTS, Carriers, Message, Transport, candidates
 from mimatrix.comm.tuning.forecast import Forecast
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 

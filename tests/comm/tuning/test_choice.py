@@ -1,7 +1,8 @@
 import pytest
 
 from mimatrix.collectives import Collective
-from mimatrix.comm.tuning.choice import C10D, LISTS, PADDED, SHARDED, AlgorithmChoice, Carriers, Message, candidates
+from mimatrix.comm.calls import SHARDED
+from mimatrix.comm.tuning.choice import C10D, LISTS, PADDED, AlgorithmChoice, Carriers, Message, candidates
 from mimatrix.core.errors import UserError
 
 ONE_HOST = Carriers(windows=True, send_recv=False, native=True)

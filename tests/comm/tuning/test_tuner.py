@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
 
 from mimatrix.collectives import Collective, Shares
 from mimatrix.comm import C10dBackend, Endpoint, Group
-from mimatrix.comm.calls import CollectiveOp
+from mimatrix.comm.calls import SHARDED, CollectiveOp
 from mimatrix.comm.memory.in_process import InProcessWindows
-from mimatrix.comm.tuning.choice import SHARDED, AlgorithmChoice
+from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.core.errors import UserError
 
