@@ -103,11 +103,13 @@ def _choices(text: str) -> list[str]:
 
     choices = [choice.strip() for choice in text.split(",") if choice.strip()]
     for choice in choices:
+        if re.fullmatch(r"c10d( padded| lists)?", choice):
+            continue
         words = re.fullmatch(r"(windows|send_recv) (\w+)(/[1-9]\d*)?", choice)
         if not words:
             raise UserError(
-                f'"{choice}" does not name a transport and an algorithm; write for example "send_recv ring" or '
-                '"windows gdraa/8"'
+                f'"{choice}" does not name a transport and an algorithm; write for example "send_recv ring", '
+                '"windows gdraa/8" or "c10d padded"'
             )
         find(words[2])
     return choices

@@ -30,7 +30,7 @@ class Shares:
         """Shares in the proportion of `weights`."""
         parts = [float(weight) for weight in weights]
         if not all(math.isfinite(part) and part >= 0 for part in parts) or not any(parts):
-            raise UserError("weights must not be negative and not all zero; write for example 4,4,1,1")
+            raise UserError("weights must be finite, not negative and not all zero; write for example 4,4,1,1")
         # Against the largest first: the sum of huge weights could overflow, that of tiny ones vanish.
         largest = max(parts)
         scaled = [part / largest for part in parts]

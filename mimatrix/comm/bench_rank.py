@@ -22,7 +22,7 @@ from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.group import Group
-from mimatrix.comm.tuning.choice import AlgorithmChoice
+from mimatrix.comm.tuning.choice import LISTS, AlgorithmChoice
 from mimatrix.core.errors import UserError
 
 BOUND = "bound: read and write once"
@@ -164,6 +164,8 @@ class Bench:
 
     def _choices(self, count: int) -> dict[str, AlgorithmChoice]:
         requested = {text: AlgorithmChoice.parse(text) for text in self.request.choices}
+        if LISTS in requested.values() and not (self.group.has_nccl and self.device == "cuda"):
+            raise UserError('only NCCL takes "c10d lists"; measure "c10d padded", or add --against nccl on GPUs')
         if not self.request.candidates or not self.group.tuner:
             return requested
         tensor = self._tensor("windows" if "windows" in self.group.transports else "", count)

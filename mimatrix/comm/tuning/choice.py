@@ -40,7 +40,9 @@ class AlgorithmChoice:
 
     @classmethod
     def parse(cls, text: str) -> "AlgorithmChoice":
-        """Return the choice that `str` writes as `send_recv ring` or `windows gdraa/8`; shares are not read."""
+        """Return the choice that `str` writes as `send_recv ring`, `windows gdraa/8`, `c10d padded`; no shares."""
+        if native := {str(choice): choice for choice in (C10D, LISTS, PADDED)}.get(text.strip()):
+            return native
         transport, _, rest = text.strip().partition(" ")
         algorithm, _, segments = rest.partition("/")
         if transport not in ("windows", "send_recv") or not (segments or "1").isdecimal():

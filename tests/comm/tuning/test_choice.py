@@ -48,12 +48,14 @@ def test_lists_are_a_candidate_of_nccl_if_no_shard_is_empty(collective: Collecti
     assert str(LISTS) not in offered(HOSTS, collective, 1 << 20, uneven=True)
 
 
-@pytest.mark.parametrize("text", ["windows gdraa", "windows gdraa/8", "send_recv ring"])
+@pytest.mark.parametrize(
+    "text", ["windows gdraa", "windows gdraa/8", "send_recv ring", "c10d", "c10d lists", "c10d padded"]
+)
 def test_choice_is_parsed_from_what_it_prints(text: str) -> None:
     assert str(AlgorithmChoice.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "windows", "messages ring", "windows gdraa/x", "c10d", "windows rings"])
+@pytest.mark.parametrize("text", ["", "windows", "messages ring", "windows gdraa/x", "c10d ring", "windows rings"])
 def test_choice_refuses_other_words_with_an_example(text: str) -> None:
     with pytest.raises(UserError, match=r'; (write for example "send_recv ring"|did you mean "ring"|known are)'):
         AlgorithmChoice.parse(text)
