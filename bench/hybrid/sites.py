@@ -135,7 +135,7 @@ def predicted(way: Way, size: int) -> dict[str, float]:
     from mimatrix.comm.tuning.forecast import Forecast
     from mimatrix.netsim import replay
 
-    schedule = Forecast(CLUSTER).schedule(AlgorithmChoice("send_recv", way.algorithm), Collective.ALL_REDUCE)
+    schedule = Forecast(CLUSTER, ()).schedule(AlgorithmChoice("send_recv", way.algorithm), Collective.ALL_REDUCE)
     timeline = replay(schedule, CLUSTER, None, size)
     names = [channel.name for channel in timeline.traffic.fabric.channels]
     most = max(float(timeline.channel_bytes[names.index(name)]) for name in BETWEEN)

@@ -2,7 +2,7 @@
 
 A new algorithm is one file and one entry here. The closed forms are for the all-reduce with the defaults, by number of
 ranks: `rounds`; `sends`, the part of the message that the busiest rank sends (an upper bound for
-trees); `roundings`, how often an element is rounded on its way. Hierarchical has none: it depends on its parts. The
+trees); `roundings`, how often an element is rounded on its way. Those on groups have none: they depend on them. The
 tests hold the forms against the schedules themselves. `moves` bounds the size of a schedule before it is built.
 """
 
@@ -19,6 +19,7 @@ from mimatrix.collectives.parameter_server import parameter_server
 from mimatrix.collectives.ring import ring
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
+from mimatrix.collectives.two_level import two_level
 from mimatrix.core.errors import UnsuitedError, UserError, nearest
 
 MOST_MOVES = 10_000_000
@@ -98,7 +99,7 @@ def _hierarchical(request: Request) -> Schedule:
             raise UserError(f"{name} cannot be a part of hierarchical; use gdraa, ring or halving_doubling")
         return lambda collective, ranks: _part(name, collective, ranks)
 
-    groups = request.groups or even_groups(request.ranks)
+    groups = _groups(request)
     return hierarchical(
         request.collective,
         groups,
@@ -135,9 +136,17 @@ def _halving_moves(request: Request) -> int:
 
 
 def _hierarchical_moves(request: Request) -> int:
-    groups = request.groups or even_groups(request.ranks)
+    groups = _groups(request)
     widest = max(map(len, groups)) + len(groups)
     return 2 * request.segments * request.ranks * (widest + 2)
+
+
+def _two_level_moves(request: Request) -> int:
+    return 2 * request.segments * request.ranks * (request.ranks + len(_groups(request)))
+
+
+def _groups(request: Request) -> Groups:
+    return request.groups or even_groups(request.ranks)
 
 
 def _servers(request: Request) -> int:
@@ -214,6 +223,14 @@ CATALOG: dict[str, Algorithm] = {
             "groups of ranks (nodes or racks, where the cluster has them)",
             _hierarchical,
             moves=_hierarchical_moves,
+        ),
+        Algorithm(
+            "two_level",
+            _HALVES,
+            ("shares", "segments", "groups"),
+            "groups of ranks (nodes or racks, where the cluster has them)",
+            lambda r: two_level(r.collective, _groups(r), shares=r.shares, segments=r.segments),
+            moves=_two_level_moves,
         ),
         Algorithm(
             "binomial",

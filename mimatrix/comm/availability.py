@@ -13,7 +13,7 @@ class TransportStatus:
     """Whether a transport can carry the tensors of a device, and why."""
 
     transport: str
-    """`windows`, `nccl`, `gloo` or `send_recv`."""
+    """`windows`, `mixed`, `nccl`, `gloo` or `send_recv`."""
     device: str
     """Where the memory is that it reads and writes: `cpu` or `cuda`."""
     is_available: bool
@@ -59,6 +59,12 @@ def describe_transports(facts: TransportFacts) -> tuple[TransportStatus, ...]:
     return (
         _describe_host_windows(facts),
         _status("windows", "cuda", _why_no_gpu_windows(facts), "all GPUs are on one host and read each other's memory"),
+        _status(
+            "mixed",
+            "cpu",
+            backends_reason or _why_not_mixed(facts),
+            "the ranks of a host map each other's memory and send to other hosts over Gloo",
+        ),
         _status("nccl", "cuda", backends_reason or facts.nccl_reason, "every rank has a GPU of its own"),
         _status("gloo", "cpu", backends_reason, "all ranks are connected"),
         _status(
@@ -100,6 +106,12 @@ def _status(transport: str, device: str, why_not: str, why: str) -> TransportSta
 
 def _why_no_send_recv(facts: TransportFacts) -> str:
     return "" if len(set(facts.hosts)) > 1 else "all ranks are on one host, where they map each other's memory"
+
+
+def _why_not_mixed(facts: TransportFacts) -> str:
+    if len(set(facts.hosts)) == 1:
+        return _why_no_send_recv(facts)
+    return "every rank has a host of its own" if len(set(facts.hosts)) == len(facts.hosts) else ""
 
 
 def _describe_host_windows(facts: TransportFacts) -> TransportStatus:

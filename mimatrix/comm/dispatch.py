@@ -5,7 +5,7 @@ NCCL's collectives are launched, and a GPU puts them in order; all others run on
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -19,19 +19,21 @@ from mimatrix.comm.calls import SHARDED, CallSignature, CollectiveOp
 from mimatrix.comm.control.call_log import CallLog
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.execution import staging
+from mimatrix.comm.execution.mixed import MixedExecutor, check_mixed
 from mimatrix.comm.execution.one_sided import OneSidedExecutor
+from mimatrix.comm.execution.program import Program
 from mimatrix.comm.execution.send_recv import SendRecvExecutor
 from mimatrix.comm.execution.staging import PinnedBuffer, StagedChunk, StagingSlots, copy_back
 from mimatrix.comm.memory.arena import Slot
 from mimatrix.comm.memory.memfd import MemfdWindow
 from mimatrix.comm.nccl_launcher import NcclLauncher
 from mimatrix.comm.out_of_place import OutOfPlace
-from mimatrix.comm.peer_windows import common_window_kinds, open_executor, open_sync
+from mimatrix.comm.peer_windows import can_mix, common_window_kinds, hosts_of, open_executor, open_mixed, open_sync
 from mimatrix.comm.program_cache import ProgramCache
 from mimatrix.comm.sync import Release, Sync
 from mimatrix.comm.tuning.choice import AlgorithmChoice, Carriers, Transport
 from mimatrix.comm.tuning.forecast import Forecast, forecast_for
-from mimatrix.core.errors import WorldError
+from mimatrix.core.errors import UnsuitedError, WorldError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Dispatcher:
         backends: Mapping[str, C10dBackend],
         calls: CallLog,
         *,
+        mixed: MixedExecutor | None,
         forecast: Forecast | None,
         timeout_s: float,
         lazy_release: bool,
@@ -59,12 +62,13 @@ class Dispatcher:
         self.backends, self.forecast = backends, forecast
         self.rank, self.world_size = members.index(endpoint.rank), len(members)
         self.cpu_backend = backends.get("cpu")
-        self._programs = ProgramCache(self.rank, self.world_size, forecast)
+        self._programs = ProgramCache(self.rank, hosts_of(endpoint, members), forecast)
         self.nccl = _find_nccl(backends, self._programs, self.world_size)
         """Carries collectives of GPU tensors, if every rank has a GPU of its own."""
         self.has_mixed_devices = len({endpoint.locations[rank].has_gpu for rank in members}) > 1
         self.is_one_host = len({endpoint.locations[rank].host for rank in members}) == 1
         self._executors, self._timeout_s, self._lazy_release = executors, timeout_s, lazy_release
+        self._mixed = mixed
         self._carriers: dict[tuple[Collective, str, torch.dtype], Carriers] = {}
         self._send_recv = (
             SendRecvExecutor(self.cpu_backend.backend, members, endpoint.control, timeout_s)
@@ -74,6 +78,7 @@ class Dispatcher:
         self._staging = StagingSlots(endpoint.arenas, self.world_size)
         self._pinned, self._pinned_shard = PinnedBuffer(), PinnedBuffer()
         self._broken = ""
+        self._checked: set[tuple[CollectiveOp, AlgorithmChoice, int]] = set()
 
     @classmethod
     def open(
@@ -91,7 +96,10 @@ class Dispatcher:
         sync = open_sync(endpoint, name, ranks, timeout_s)
         kinds = common_window_kinds(endpoint, ranks)
         executors = {kind: open_executor(endpoint, kind, ranks, sync, timeout_s) for kind in kinds}
-        forecast = forecast_for(ranks, endpoint.world_size)
+        forecast = forecast_for(ranks, endpoint.world_size, hosts_of(endpoint, ranks))
+        mixed = None
+        if "cpu" in backends and can_mix(endpoint, ranks):
+            mixed = open_mixed(endpoint, name, ranks, backends["cpu"].backend, timeout_s)
         return cls(
             endpoint,
             ranks,
@@ -99,6 +107,7 @@ class Dispatcher:
             executors,
             backends,
             CallLog(name, ranks, endpoint.control),
+            mixed=mixed,
             forecast=forecast,
             timeout_s=timeout_s,
             lazy_release=lazy_release,
@@ -110,7 +119,8 @@ class Dispatcher:
         windows: tuple[Transport, ...] = ("windows",) if self._executors else ()
         if not self.cpu_backend:
             return windows
-        return (*windows, "c10d") if self.is_one_host else (*windows, "send_recv", "c10d")
+        mixed: tuple[Transport, ...] = ("mixed",) if self._mixed else ()
+        return (*windows, "c10d") if self.is_one_host else (*windows, *mixed, "send_recv", "c10d")
 
     def carriers(self, collective: Collective, device: str, dtype: torch.dtype) -> Carriers:
         """Return what can carry a message that lies on `device` on every rank."""
@@ -120,6 +130,7 @@ class Dispatcher:
             # Over a network, NCCL sends from GPU memory; windows of other hosts would be read through host memory.
             self._carriers[key] = Carriers(
                 windows=bool(self._executors) and not (nccl and "remote" in self._executors),
+                mixed=self._mixed is not None and not nccl,
                 send_recv=self.cpu_backend is not None and not self.is_one_host,
                 native=self.cpu_backend is not None and is_native(collective, dtype),
                 native_lists=nccl is not None,
@@ -134,7 +145,7 @@ class Dispatcher:
             name = self.nccl.backend.name
         else:
             name = f"{self.cpu_backend.name if self.cpu_backend else 'nothing'}{' (staged)' if tensor.is_cuda else ''}"
-        return name if choice.transport == "c10d" else f"send_recv {name}"
+        return name if choice.transport == "c10d" else f"{choice.transport} {name}"
 
     @property
     def window_kinds(self) -> tuple[str, ...]:
@@ -175,6 +186,8 @@ class Dispatcher:
             self._run_guarded(doing, partial(self._run_c10d, op, tensor, choice))
         elif choice.transport == "send_recv":
             self._run_guarded(doing, partial(self._run_send_recv, op, tensor, choice))
+        elif choice.transport == "mixed":
+            self._run_guarded(doing, partial(self._run_mixed, op, tensor, choice))
         elif placed := self.find_slot(tensor):
             self._run_in_place(op, tensor.numel(), choice, *placed)
         else:
@@ -191,7 +204,7 @@ class Dispatcher:
                 window_kind = self.window_kind(call.full)
                 chunks = list(call.chunks(staging.CHUNK_BYTES[window_kind]))
                 self._run_chunks(call.op, chunks, choice, window_kind)
-            case "send_recv":
+            case "send_recv" | "mixed":
                 call.run_in_place(lambda tensor: self.execute(call.op, tensor, choice))
             case "c10d":
                 self._run_guarded(doing, partial(self._run_c10d_into, call))
@@ -278,6 +291,42 @@ class Dispatcher:
         call = CallSignature.of(op, tensor.numel(), choice)
         program = self._programs.program(op, choice, tensor.numel())
         self._run_on_host(lambda flat: executor.run(call, program, flat), tensor)
+
+    def _run_mixed(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
+        """Run a collective chunk by chunk through the arena, where peers of this host read."""
+        mixed, flat = self._mixed, tensor.reshape(-1)
+        if mixed is None:
+            raise UnsuitedError(f"{choice} needs several hosts, of which one has several ranks; use send_recv")
+        slots = self._staging.get("host", mixed.chunk_bytes)
+        for number, (part, chunk) in enumerate(self._mixed_chunks(op, flat, mixed.chunk_bytes)):
+            slot = slots[number % len(slots)]
+            chunk.fill_slot(slot, op.dtype)
+            staged, call = slot.tensor(op.dtype, chunk.count), CallSignature.of(part, chunk.count, choice)
+            program = self._mixed_program(part, choice, chunk.count)
+            release = mixed.run_in_arena(call, program, staged, slot.offset)
+            chunk.drain(staged)
+            slot.add_readers(partial(mixed.sync.wait_released, release))
+        copy_back(flat, tensor)
+
+    def _mixed_chunks(
+        self, op: CollectiveOp, flat: torch.Tensor, chunk_bytes: int
+    ) -> Iterator[tuple[CollectiveOp, StagedChunk]]:
+        """Yield the chunks of a tensor, each with the collective that runs on it."""
+        if op.collective in SHARDED and flat.nbytes > chunk_bytes:
+            counts = (op.shares or Shares.equal(self.world_size)).cut(flat.numel())
+            for shares, chunks in staging.sharded_chunks(flat, counts, chunk_bytes):
+                yield from ((replace(op, shares=shares), chunk) for chunk in chunks)
+        else:
+            yield from ((op, chunk) for chunk in staging.chunks(flat, chunk_bytes))
+
+    def _mixed_program(self, op: CollectiveOp, choice: AlgorithmChoice, count: int) -> Program:
+        """Return the program for a chunk, after a check at its first use that it can run on windows and messages."""
+        assert self._mixed
+        program = self._programs.program(op, choice, count)
+        if (key := (op, choice, count)) not in self._checked:
+            check_mixed(program, self._mixed.places)
+            self._checked.add(key)
+        return program
 
     def _run_on_host(self, run: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
         """Run a collective of Gloo on a tensor; one on a GPU passes through pinned host memory."""

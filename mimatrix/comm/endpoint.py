@@ -49,6 +49,8 @@ class RankLocation:
     """As far as the rank knows alone; `choose_address` returns the one for its peers."""
     windows: dict[str, str]
     has_gpu: bool = False
+    arena_bytes: int = 0
+    """Size of its host arena; 0 without one."""
     facts: tuple[str, ...] = ()
     """Its device and its network interface: what was measured among others does not hold here."""
 
@@ -121,6 +123,7 @@ class Endpoint:
             address=own_address(),
             windows=handles,
             has_gpu=gpu is not None,
+            arena_bytes=arenas["host"].size if "host" in arenas else 0,
             facts=_describe_device(own_address(), has_gpu=gpu is not None),
         )
         store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(own)))

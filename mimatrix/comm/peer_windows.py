@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from typing import cast
 
 from mimatrix.comm.endpoint import Endpoint
+from mimatrix.comm.execution.mixed import MixedExecutor
 from mimatrix.comm.execution.one_sided import OneSidedExecutor
 from mimatrix.comm.execution.remote_read import RemoteReadExecutor, RemoteWindow
+from mimatrix.comm.execution.send_recv import PointToPoint
+from mimatrix.comm.memory.arena import ALIGNMENT
 from mimatrix.comm.sync import Sync
 from mimatrix.comm.sync.coordinator_sync import CoordinatorSync
 from mimatrix.comm.sync.flag_sync import PAGE_BYTES, FlagSync
+
+_MAX_CHUNK_BYTES = 64 << 20
+"""Of a tensor whose parts also go to other hosts: segments keep what is worked on at a time small."""
 
 
 def common_window_kinds(endpoint: Endpoint, members: Sequence[int]) -> list[str]:
@@ -40,7 +46,41 @@ def open_sync(endpoint: Endpoint, name: str, members: Sequence[int], timeout_s: 
     return CoordinatorSync(name, members, endpoint.control, timeout_s)
 
 
-def _open_flags(endpoint: Endpoint, name: str, members: Sequence[int], timeout_s: float) -> FlagSync:
+def hosts_of(endpoint: Endpoint, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the members of each host, by their numbers in the group."""
+    hosts: dict[str, list[int]] = {}
+    for member, rank in enumerate(members):
+        hosts.setdefault(endpoint.locations[rank].host, []).append(member)
+    return tuple(map(tuple, hosts.values()))
+
+
+def can_mix(endpoint: Endpoint, members: Sequence[int]) -> bool:
+    """Return whether members are on several hosts, of which one has several, and can map their hosts' memory."""
+    sizes = [len(host) for host in hosts_of(endpoint, members)]
+    return len(sizes) > 1 and max(sizes) > 1 and all("host" in endpoint.locations[rank].windows for rank in members)
+
+
+def open_mixed(
+    endpoint: Endpoint, name: str, members: Sequence[int], backend: PointToPoint, timeout_s: float
+) -> MixedExecutor:
+    """Open the windows of the members on this host; the others are reached by messages."""
+    own = members.index(endpoint.rank)
+    number, local = next((i, host) for i, host in enumerate(hosts_of(endpoint, members)) if own in host)
+    ranks = [members[member] for member in local]
+    sync = _open_flags(endpoint, f"{name}/host/{number}", ranks, timeout_s, watched=members)
+    windows = open_executor(endpoint, "host", ranks, sync, timeout_s)
+    places = {member: place for place, member in enumerate(local)}
+    # Two chunks of each group are in the arena, beside what else is there.
+    arena_bytes = min(endpoint.locations[rank].arena_bytes for rank in members)
+    chunk_bytes = min(_MAX_CHUNK_BYTES, arena_bytes // 16 // ALIGNMENT * ALIGNMENT)
+    return MixedExecutor(
+        backend, members, endpoint.control, timeout_s, windows=windows, places=places, chunk_bytes=chunk_bytes
+    )
+
+
+def _open_flags(
+    endpoint: Endpoint, name: str, members: Sequence[int], timeout_s: float, *, watched: Sequence[int] | None = None
+) -> FlagSync:
     """Publish this rank's flag page and map those of all members."""
     own, store = members.index(endpoint.rank), endpoint.store
     page = endpoint.arenas["host"].allocate(PAGE_BYTES)
@@ -52,4 +92,4 @@ def _open_flags(endpoint: Endpoint, name: str, members: Sequence[int], timeout_s
         mapped = page.bytes if member == own else endpoint.window("host", rank).view(offset, offset + PAGE_BYTES)
         assert mapped is not None
         pages.append(mapped.numpy().data.cast("B"))
-    return FlagSync(own, pages, members, endpoint.control, timeout_s, group=name)
+    return FlagSync(own, pages, members, endpoint.control, timeout_s, group=name, watched=watched)

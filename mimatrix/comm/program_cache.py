@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mimatrix.collectives.catalog import Request, build
 from mimatrix.collectives.compose import grouped_by_owner
+from mimatrix.collectives.hierarchical import Groups
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.calls import SHARDED, CollectiveOp
@@ -16,10 +17,11 @@ _MAX_COMPILERS = 1024
 
 
 class ProgramCache:
-    """What one rank of a group does in each collective, by each algorithm."""
+    """What one rank of a group does in each collective, by each algorithm; `hosts` has the members of each host."""
 
-    def __init__(self, rank: int, world_size: int, forecast: Forecast | None) -> None:
-        self._rank, self._world_size, self._forecast = rank, world_size, forecast
+    def __init__(self, rank: int, hosts: Groups, forecast: Forecast | None) -> None:
+        self._rank, self._hosts, self._forecast = rank, hosts, forecast
+        self._world_size = sum(map(len, hosts))
         self._compilers: dict[tuple[Collective, AlgorithmChoice, Shares | None, int, int], Compiler] = {}
 
     def program(self, op: CollectiveOp, choice: AlgorithmChoice, count: int) -> Program:
@@ -42,9 +44,17 @@ class ProgramCache:
 
     def _schedule(self, op: CollectiveOp, choice: AlgorithmChoice, shares: Shares | None, count: int) -> Schedule:
         """Return the schedule, fitted to the network if that is described and each rank may own any shard."""
-        if self._forecast and op.collective is Collective.ALL_REDUCE and not op.shares:
+        is_fitted = choice.transport != "mixed" and op.collective is Collective.ALL_REDUCE and not op.shares
+        if self._forecast and is_fitted:
             return self._forecast.schedule(choice, op.collective)
-        request = Request(op.collective, self._world_size, shares=shares, segments=choice.segments, root=op.root)
+        request = Request(
+            op.collective,
+            self._world_size,
+            shares=shares,
+            segments=choice.segments,
+            root=op.root,
+            groups=self._hosts,
+        )
         schedule = build(choice.algorithm, request)
         if count:
             schedule = grouped_by_owner(schedule, (shares or Shares.equal(self._world_size)).cut(count))

@@ -32,15 +32,30 @@ def test_every_transport_has_one_row_with_a_reason() -> None:
     assert [(row.transport, row.device, row.is_available) for row in rows] == [
         ("windows", "cpu", True),
         ("windows", "cuda", True),
+        ("mixed", "cpu", False),
         ("nccl", "cuda", True),
         ("gloo", "cpu", True),
         ("send_recv", "cpu", False),
         ("send_recv", "cuda", False),
     ]
     assert all(row.reason for row in rows)
-    assert str(rows[4]) == (
+    assert str(rows[5]) == (
         "send_recv (cpu): not available: all ranks are on one host, where they map each other's memory"
     )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reason"),
+    [
+        ("aa", "all ranks are on one host, where they map each other's memory"),
+        ("ab", "every rank has a host of its own"),
+        ("aba", "the ranks of a host map each other's memory and send to other hosts over Gloo"),
+    ],
+)
+def test_mixed_needs_several_hosts_and_one_with_several_ranks(hosts: str, reason: str) -> None:
+    facts = replace(LAB, members=tuple(range(len(hosts))), hosts=tuple(hosts), has_gpu=(False,) * len(hosts))
+    found = status(facts, "mixed", "cpu")
+    assert (found.is_available, found.reason) == (hosts == "aba", reason)
 
 
 @pytest.mark.parametrize(

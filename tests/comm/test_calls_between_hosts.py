@@ -22,7 +22,7 @@ from mimatrix.core.errors import MismatchError
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-PARTS = (("other_length", "other_length_later", "other_op_known"), ("alike_then_late",))
+PARTS = (("other_length", "other_length_later", "other_op_known"), ("alike_then_late", "killed_in_pairs"))
 """Scenarios that run at the same time: a late rank sleeps most of its time."""
 
 
@@ -100,11 +100,22 @@ def test_no_round_trip_to_the_coordinator_precedes_a_native_call(outcomes: list[
         assert each["sent"] < 40, "of 200 calls"
 
 
+def test_rank_killed_while_hosts_mix_windows_and_messages_is_named_by_all(outcomes: list[dict[str, Any]]) -> None:
+    told = {each["rank"]: each for each in outcomes if each["scenario"] == "killed_in_pairs" and "rank" in each}
+    assert sorted(told) == [0, 1, 3], outcomes
+    for each in told.values():
+        assert each["error"] == "PeerLost", each
+        assert "rank 2 on host-1 was lost in all_reduce of 1048576 float32" in each["text"]
+        assert each["took_s"] < 10
+        assert set(each["counters"]) == {"all_reduce mixed gloo"}
+
+
 @pytest.mark.long
 def test_no_rank_hangs_after_different_calls(outcomes: list[dict[str, Any]]) -> None:
-    ended = [code for each in outcomes if "ended" in each for code in each["ended"]]
-    assert len(ended) == 12
-    assert -9 not in ended
+    ended = {each["scenario"]: each["ended"] for each in outcomes if "ended" in each}
+    assert ended.pop("killed_in_pairs") == [0, 0, -9, 0]
+    assert sum(map(len, ended.values())) == 12
+    assert all(-9 not in codes for codes in ended.values())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

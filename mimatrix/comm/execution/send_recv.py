@@ -63,21 +63,39 @@ class SendRecvExecutor:
         """
         unsent: list[Transfer] = []
         posted_ahead: PostedReceives = {}
+        messages = [*map(self._messages_of, program.steps), None]
         for number, step in enumerate(program.steps):
             self._doing = f"{call}, round {number}, since {time.strftime('%H:%M:%S')}"
-            posted, left = posted_ahead, [read for read in step.reads if read not in posted_ahead]
+            own = messages[number]
+            assert own
+            posted, left = posted_ahead, [read for read in own.reads if read not in posted_ahead]
             # Data that are about to be overwritten must have been sent.
             unsent = self._wait_overlapping(unsent, [read for read in left if not read.adds])
-            posted |= self._post(step, left, number, flat)
-            posted_ahead = self._post_ahead(program, number, unsent, flat)
-            sent = self._send(step, flat)
-            unsent = self._wait_overlapping(unsent, [read for read in step.reads if read.adds])
-            for read in step.reads:
-                self._wait_for([transfer for transfer, _ in posted[read]])
-                if read.adds:
-                    self._reduce(read, [addend for _, addend in posted[read]], call, flat)
+            posted |= self._post(own, left, number, flat)
+            posted_ahead = self._post_ahead(step, messages[number + 1], number + 1, unsent, flat)
+            sent = self._send(own, flat)
+            unsent = self._wait_overlapping(unsent, step.reads)
+            self._read(number, step, posted, call, flat)
             unsent += sent
         self._wait_for(unsent)
+
+    def _messages_of(self, step: ProgramStep) -> ProgramStep:
+        """Return what messages carry of a round: all of it."""
+        return step
+
+    def _read(
+        self,
+        number: int,  # noqa: ARG002 (subclasses need it)
+        step: ProgramStep,
+        posted: PostedReceives,
+        call: CallSignature,
+        flat: torch.Tensor,
+    ) -> None:
+        """Wait for what this rank reads in a round, and add it up."""
+        for read in step.reads:
+            self._wait_for([transfer for transfer, _ in posted[read]])
+            if read.adds:
+                self._reduce(read, [addend for _, addend in posted[read]], call, flat)
 
     def _post(self, step: ProgramStep, reads: Sequence[Read], number: int, flat: torch.Tensor) -> PostedReceives:
         """Post receives for some reads of a round: copies go to their place, addends into scratch memory."""
@@ -98,17 +116,21 @@ class SendRecvExecutor:
         return posted
 
     def _post_ahead(
-        self, program: Program, number: int, unsent: Sequence[Transfer], flat: torch.Tensor
+        self,
+        step: ProgramStep,
+        following: ProgramStep | None,
+        number: int,
+        unsent: Sequence[Transfer],
+        flat: torch.Tensor,
     ) -> PostedReceives:
-        """Post receives of the next round that touch nothing which this round still reads, writes or sends."""
-        if number + 1 == len(program.steps):
+        """Post receives of the next round, `number`, that touch nothing which this one still reads, writes or sends."""
+        if following is None:
             return {}
-        step, following = program.steps[number], program.steps[number + 1]
         busy = [(read.start, read.stop) for read in step.reads]
         busy += [(serve.start, serve.stop) for serve in step.serves]
         busy += [(transfer.start, transfer.stop) for transfer in unsent]
         free = [read for read in following.reads if read.adds or not _overlaps(read, busy)]
-        return self._post(following, free, number + 1, flat)
+        return self._post(following, free, number, flat)
 
     def _send(self, step: ProgramStep, flat: torch.Tensor) -> list[Transfer]:
         tags, transfers = _Tags(), []

@@ -58,7 +58,7 @@ class Arena:
         self.window: Window = kind.allocate(size)
         self.handle = self.window.handle()
         self._start = self.window.bytes.data_ptr()
-        self._size = size
+        self.size = size
         self._free: list[tuple[int, int]] = [(0, size)]
         self._slots: dict[int, Slot] = {}
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Arena:
                     self._slots[offset] = Slot(self, offset, needed)
                     return self._slots[offset]
         raise UserError(
-            f"the arena of {self._size} bytes has no room for {size}; set {environment.ARENA.name} to a larger size"
+            f"the arena of {self.size} bytes has no room for {size}; set {environment.ARENA.name} to a larger size"
         )
 
     @property
@@ -97,7 +97,7 @@ class Arena:
     def slot_of(self, tensor: torch.Tensor) -> tuple[Slot, int] | None:
         """Return the slot that holds a contiguous tensor and the tensor's offset in the arena, or None."""
         at = tensor.data_ptr() - self._start
-        if not 0 <= at < self._size or not tensor.is_contiguous() or not self._slots:
+        if not 0 <= at < self.size or not tensor.is_contiguous() or not self._slots:
             return None
         starts = sorted(self._slots)
         slot = self._slots[starts[max(0, bisect_right(starts, at) - 1)]]

@@ -30,7 +30,10 @@ _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 2e-4
 
 
 class FlagSync:
-    """A `Sync` over the mapped pages of a group's members. `members[i]` is the rank in the job of member i."""
+    """A `Sync` over the mapped pages of a group's members. `members[i]` is the rank in the job of member i.
+
+    `watched` are the ranks without which calls cannot end, if those are more than the members.
+    """
 
     def __init__(
         self,
@@ -41,9 +44,11 @@ class FlagSync:
         timeout_s: float,
         *,
         group: str,
+        watched: Sequence[int] | None = None,
     ) -> None:
         self._group, self.user_call = group, cast("UserCall | None", None)
         self._rank, self._pages, self._members = rank, pages, members
+        self._watched = members if watched is None else watched
         self._counts = [page[:8].cast("Q") for page in pages]
         self._control, self._timeout_s = control, timeout_s
         self._fence = threading.Lock()
@@ -104,7 +109,7 @@ class FlagSync:
     def fail(self, error: BaseException) -> None:
         """Announce that this rank cannot finish its call; it makes no further call in this group."""
         self._broken = f"{self._call} ended with {type(error).__name__}: {error}"
-        self._control.report_failure(self._members, f"{self._call}, round {self._round}", error)
+        self._control.report_failure(self._watched, f"{self._call}, round {self._round}", error)
 
     def wait_released(self, release: Release) -> None:
         """Wait until all readers have released the data."""
@@ -148,14 +153,14 @@ class FlagSync:
         pause = _SHORTEST_SLEEP_S
         while True:
             self._control.note_waiting(self._group)
-            failure = self._control.failure(self._members[peer], self._members, doing, user_call)
+            failure = self._control.failure(self._members[peer], self._watched, doing, user_call)
             if counts[0] >= count:
                 break
             if failure:
                 raise failure
             waited_s = time.monotonic() - started
             if waited_s > self._timeout_s:
-                self._control.report_timeout(self._members[peer], self._members, doing, waited_s)
+                self._control.report_timeout(self._members[peer], self._watched, doing, waited_s)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP_S)
         self._control.end_arrival(self._group)

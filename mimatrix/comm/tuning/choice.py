@@ -10,8 +10,9 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.comm.calls import Way
 from mimatrix.core.errors import UserError
 
-Transport = Literal["windows", "send_recv", "c10d"]
-"""Reads of peers' memory, messages over a c10d backend, or the backend's own collective."""
+Transport = Literal["windows", "mixed", "send_recv", "c10d"]
+"""Reads of peers' memory, such reads inside hosts and messages between them, messages over a c10d backend, or the
+backend's own collective."""
 CACHED_BLOCK_BYTES = 256 << 10
 """A block of this size and its target stay in a core's second-level cache."""
 _MIN_BLOCK_BYTES = 32 << 10
@@ -45,7 +46,7 @@ class AlgorithmChoice:
             return native
         transport, _, rest = text.strip().partition(" ")
         algorithm, _, segments = rest.partition("/")
-        if transport not in ("windows", "send_recv") or not (segments or "1").isdecimal():
+        if transport not in ("windows", "mixed", "send_recv") or not (segments or "1").isdecimal():
             raise UserError(
                 f'"{text}" does not name a transport and an algorithm; write for example "send_recv ring" or '
                 '"windows gdraa/8"'
@@ -70,6 +71,8 @@ class Carriers:
     """Ranks read each other's memory."""
     send_recv: bool
     """The c10d backend sends messages between hosts."""
+    mixed: bool = False
+    """The ranks of a host read each other's memory, and the c10d backend sends messages between hosts."""
     native: bool
     """The c10d backend has the collective for this type."""
     native_lists: bool = False
@@ -103,12 +106,16 @@ def candidates(message: Message, carriers: Carriers) -> Iterator[AlgorithmChoice
         is_segmented = is_all_reduce and not carriers.send_recv
         for segments in _segment_counts(message) if is_segmented else (1,):
             yield AlgorithmChoice("windows", "gdraa", segments)
+    is_large = message.collective is not Collective.BROADCAST and message.bytes >= _MIN_SEGMENTED_BYTES
+    if carriers.mixed and message.collective is not Collective.BROADCAST:
+        for segments in (1, 4, 16) if is_large else (1,):
+            yield AlgorithmChoice("mixed", "two_level", segments)
     if carriers.send_recv:
         yield AlgorithmChoice("send_recv", "gdraa")
         yield AlgorithmChoice("send_recv", "ring")
         if is_all_reduce:
             yield AlgorithmChoice("send_recv", "halving_doubling")
-        if message.collective is not Collective.BROADCAST and message.bytes >= _MIN_SEGMENTED_BYTES:
+        if is_large:
             yield AlgorithmChoice("send_recv", "gdraa", 4)
             if is_all_reduce:
                 yield AlgorithmChoice("send_recv", "gdraa", 16)

@@ -20,6 +20,8 @@ from mimatrix.collectives import (
     relabelled,
     shares_by_bandwidth,
 )
+from mimatrix.collectives.catalog import Request, build
+from mimatrix.collectives.hierarchical import Groups
 from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.core import environment
 from mimatrix.core.errors import UnsuitedError
@@ -31,10 +33,13 @@ _HOPELESS_RATIO = 1.25
 
 
 class Forecast:
-    """Predictions for a job whose rank i is device i of `cluster`. Each round adds `costs.sync_s`."""
+    """Predictions for a job whose rank i is device i of `cluster`. Each round adds `costs.sync_s`.
 
-    def __init__(self, cluster: Cluster, costs: Costs = Costs(sync_s=200e-6)) -> None:  # noqa: B008 (a value)
-        self._cluster, self._costs = cluster, costs
+    `hosts` has the ranks of each host.
+    """
+
+    def __init__(self, cluster: Cluster, hosts: Groups, costs: Costs = Costs(sync_s=200e-6)) -> None:  # noqa: B008 (a value)
+        self._cluster, self._hosts, self._costs = cluster, hosts, costs
         self._schedules: dict[tuple[AlgorithmChoice, Collective], Schedule] = {}
 
     @cached_property
@@ -63,6 +68,10 @@ class Forecast:
     def schedule(self, choice: AlgorithmChoice, collective: Collective) -> Schedule:
         """Return the algorithm fitted to the network (a ring's order, HDRM's mapping), in the ranks of the job."""
         key = (choice, collective)
+        if key not in self._schedules and choice.transport == "mixed":
+            ranks = len(self._cluster.device_names)
+            request = Request(collective, ranks, choice.shares, choice.segments, groups=self._hosts)
+            self._schedules[key] = build(choice.algorithm, request)
         if key not in self._schedules:
             wishes = Wishes(segments=choice.segments, shares=choice.shares or "equal")
             fitted = fit(choice.algorithm, self._fabric, collective, wishes)
@@ -83,10 +92,10 @@ class Forecast:
         return [choice for choice in choices if choice.transport == "c10d" or expected_s[choice] <= limit_s]
 
 
-def forecast_for(members: Sequence[int], world_size: int) -> Forecast | None:
+def forecast_for(members: Sequence[int], world_size: int, hosts: Groups) -> Forecast | None:
     """Return a forecast if these ranks are all of the job and its cluster is described, otherwise None."""
     file = environment.CLUSTER.get()
     if not file or not Path(file).is_file() or tuple(members) != tuple(range(world_size)):
         return None
     cluster = load_cluster(file)
-    return Forecast(cluster) if len(cluster.device_names) == world_size else None
+    return Forecast(cluster, hosts) if len(cluster.device_names) == world_size else None

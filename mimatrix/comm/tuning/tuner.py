@@ -194,7 +194,11 @@ class Tuner:
         choices = list(candidates(key.message(size, group.world_size), key.carriers))
         forecast = group.forecast
         if forecast and key.carriers.send_recv and key.collective is Collective.ALL_REDUCE:
-            uneven = [forecast.by_bandwidth(choice) for choice in choices if choice.segments > 1]
+            uneven = [
+                forecast.by_bandwidth(choice)
+                for choice in choices
+                if choice.segments > 1 and choice.transport == "send_recv"
+            ]
             choices += [choice for choice in (*uneven, AlgorithmChoice("send_recv", "hdrm")) if choice]
             possible = [
                 choice for choice in choices if choice.transport == "c10d" or forecast.suits(choice, key.collective)

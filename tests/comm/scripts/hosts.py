@@ -1,10 +1,12 @@
-"""Ranks of three hosts, between which Gloo carries: they make different calls, one comes late, or all agree.
+"""Ranks of several hosts, between which Gloo carries: they make different calls, one comes late or dies, or all agree.
 
 One line of JSON for each rank. Before a call that was made before, no rank asks the coordinator.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,11 +17,23 @@ from forks import forked, joined, say, world
 EQUAL_CALLS = 200
 MAX_CALLS = 4096
 LATE_S = 3.0
+KILLED = 2
 
 
 def on_hosts(on_rank: Callable[[int], None]) -> Callable[[int], None]:
     def run(rank: int) -> None:
         os.environ |= {"MIMATRIX_HOST": f"host-{rank}", "MIMATRIX_TRANSPORT": "c10d"}
+        joined()
+        on_rank(rank)
+
+    return run
+
+
+def on_pairs(on_rank: Callable[[int], None]) -> Callable[[int], None]:
+    """Two ranks on each host: windows inside, messages between."""
+
+    def run(rank: int) -> None:
+        os.environ |= {"MIMATRIX_HOST": f"host-{rank // 2}", "MIMATRIX_TRANSPORT": "mixed"}
         joined()
         on_rank(rank)
 
@@ -71,9 +85,20 @@ def alike_then_late(rank: int) -> None:
     report("late", rank, lambda: all_reduce(2))
 
 
+def killed_in_pairs(rank: int) -> None:
+    """A rank ends while the others are in a collective of windows and messages."""
+    all_reduce(3, 1 << 20)
+    if rank == KILLED:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.start()
+    report("killed_in_pairs", rank, lambda: all_reduce(MAX_CALLS, 1 << 20))
+
+
 SCENARIOS = (other_length, other_length_later, other_op_known, alike_then_late)
 
 if __name__ == "__main__":
     for each in SCENARIOS:
         if len(sys.argv) < 2 or each.__name__ in sys.argv:
             say({"scenario": each.__name__, "ended": forked(3, on_hosts(each), timeout_s=20)})
+    if len(sys.argv) < 2 or killed_in_pairs.__name__ in sys.argv:
+        say({"scenario": "killed_in_pairs", "ended": forked(4, on_pairs(killed_in_pairs), timeout_s=20)})

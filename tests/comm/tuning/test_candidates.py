@@ -26,7 +26,12 @@ from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 CARRIERS = st.builds(
-    Carriers, windows=st.booleans(), send_recv=st.booleans(), native=st.booleans(), native_lists=st.booleans()
+    Carriers,
+    windows=st.booleans(),
+    mixed=st.booleans(),
+    send_recv=st.booleans(),
+    native=st.booleans(),
+    native_lists=st.booleans(),
 )
 WEIGHTS = st.lists(st.one_of(st.integers(0, 5), st.just(1), st.just(100)), min_size=2, max_size=9).filter(any)
 """What each rank owns; some nothing, some far more than others."""
@@ -73,7 +78,7 @@ def sum_by_owner(schedule: Schedule, count: int) -> tuple[int, ...]:
 def assert_carried(choice: AlgorithmChoice, carriers: Carriers, collective: Collective, counts: Sequence[int]) -> None:
     """Fail if a choice cannot carry a message of which each rank owns `counts`."""
     if choice.transport != "c10d":
-        assert carriers.windows if choice.transport == "windows" else carriers.send_recv
+        assert {"windows": carriers.windows, "mixed": carriers.mixed}.get(choice.transport, carriers.send_recv)
         return
     assert carriers.native
     if choice == C10D:
@@ -269,3 +274,4 @@ def test_every_candidate_of_random_calls_gives_the_exact_result(
     first, *others = in_groups(len(hosts), each, hosts=hosts, kinds=kinds, with_gloo=True, tune=True)
     assert all(names == first for names in others)
     assert len(first) > 1, "hardly anything was tried"
+    assert any(name.startswith("mixed") for name in first) == (HOSTS[layout] == "aab")

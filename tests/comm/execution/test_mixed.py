@@ -1,0 +1,122 @@
+"""Windows inside hosts and messages between them, on ranks that are threads; Gloo carries the messages for real."""
+
+from itertools import product
+
+import pytest
+import torch
+from support.ranks import ARENA_BYTES, in_groups
+
+from mimatrix.collectives import Collective, Request, build
+from mimatrix.collectives.shares import Shares
+from mimatrix.comm import AlgorithmChoice, Group
+from mimatrix.comm.calls import CollectiveOp
+from mimatrix.comm.execution.mixed import check_mixed
+from mimatrix.comm.execution.program import Compiler
+from mimatrix.comm.out_of_place import AllGatherInto, ReduceScatterInto
+from mimatrix.core.errors import MismatchError, UnsuitedError
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+LAYOUTS = ("aab", "abab", "abbb")
+CHUNK_BYTES = ARENA_BYTES // 16
+LENGTHS = (1, 5, 1000, CHUNK_BYTES // 8 + 3, CHUNK_BYTES // 4)
+"""Of float64: a few, and some that pass in one chunk and in several."""
+
+
+def mixed(segments: int = 1) -> AlgorithmChoice:
+    return AlgorithmChoice("mixed", "two_level", segments)
+
+
+def data(rank: int, count: int) -> torch.Tensor:
+    return torch.sin(torch.arange(count, dtype=torch.float64) * (rank + 1))
+
+
+def total(ranks: int, count: int) -> torch.Tensor:
+    return torch.stack([data(rank, count) for rank in range(ranks)]).sum(0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_reduce_over_hosts_is_exact(layout: str) -> None:
+    def on_rank(group: Group) -> None:
+        for count, segments in product(LENGTHS, (1, 4)):
+            tensor = data(group.rank, count)
+            group.all_reduce(tensor, choice=mixed(segments))
+            torch.testing.assert_close(tensor, total(len(layout), count), rtol=0, atol=1e-12)
+            average = data(group.rank, count)
+            group.all_reduce(average, "avg", choice=mixed(segments))
+            torch.testing.assert_close(average, total(len(layout), count) / len(layout), rtol=0, atol=1e-12)
+        assert set(group.counters) == {"all_reduce mixed gloo"}
+
+    in_groups(len(layout), on_rank, hosts=list(layout), with_gloo=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (5, 3, 2, 0), (0, 0, 1, 9)])
+def test_shards_over_hosts_are_exact(layout: str, weights: tuple[int, ...]) -> None:
+    shares = Shares.of(weights[: len(layout)])
+
+    def on_rank(group: Group) -> None:
+        for count, segments in product(LENGTHS, (1, 4)):
+            part = group.part(count, shares)
+            tensor = data(group.rank, count)
+            group.reduce_scatter(tensor, shares=shares, choice=mixed(segments))
+            own, wanted = tensor[part.start : part.stop], total(len(layout), count)[part.start : part.stop]
+            torch.testing.assert_close(own, wanted, rtol=0, atol=1e-12)
+            gathered = torch.full((count,), float("nan"), dtype=torch.float64)
+            gathered[part.start : part.stop] = data(0, count)[part.start : part.stop]
+            group.all_gather(gathered, shares=shares, choice=mixed(segments))
+            assert torch.equal(gathered, data(0, count))
+
+    in_groups(len(layout), on_rank, hosts=list(layout), with_gloo=True)
+
+
+def test_calls_between_two_tensors_are_exact_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIMATRIX_TRANSPORT", "mixed")
+
+    def on_rank(group: Group) -> None:
+        shard, full = data(group.rank, 50), torch.empty(150, dtype=torch.float64)
+        gather = AllGatherInto(full=full, shard=shard, rank=group.rank, world_size=3)
+        group.start_into(gather, may_run_here=False).wait()
+        assert torch.equal(full, torch.cat([data(rank, 50) for rank in range(3)]))
+        scatter = ReduceScatterInto(shard=shard, full=full, reduce_op="sum", rank=group.rank, world_size=3)
+        group.start_into(scatter, may_run_here=False).wait()
+        torch.testing.assert_close(shard, 3 * data(group.rank, 50), rtol=0, atol=1e-12)
+        assert {name for name in group.counters if "mixed" not in name} == set()
+
+    in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True, tune=True)
+
+
+def test_different_calls_are_refused_on_both_hosts() -> None:
+    def on_rank(group: Group) -> None:
+        with pytest.raises(MismatchError, match="ranks disagree"):
+            group.all_reduce(torch.ones(1000 if group.rank == 3 else 10), choice=mixed())
+
+    in_groups(4, on_rank, hosts=["a", "a", "b", "b"], with_gloo=True)
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
+def test_mixed_is_refused_where_there_is_nothing_to_mix(hosts: list[str]) -> None:
+    def on_rank(group: Group) -> None:
+        assert "mixed" not in group.transports
+        with pytest.raises(UnsuitedError, match="needs several hosts, of which one has several ranks"):
+            group.all_reduce(torch.ones(10), choice=mixed())
+
+    in_groups(2, on_rank, hosts=hosts, with_gloo=True)
+
+
+def test_schedules_whose_messages_would_replace_what_neighbours_read_are_refused() -> None:
+    ring = Compiler(build("ring", Request(Collective.ALL_REDUCE, 4)), 2).program(100)
+    with pytest.raises(UnsuitedError, match="use two_level"):
+        check_mixed(ring, {2: 0, 3: 1})
+    two_level = Compiler(build("two_level", Request(Collective.ALL_REDUCE, 4, groups=((0, 1), (2, 3)))), 2)
+    check_mixed(two_level.program(100), {2: 0, 3: 1})
+
+
+def test_two_levels_are_a_candidate_for_shares_and_sums() -> None:
+    def on_rank(group: Group) -> None:
+        assert group.tuner
+        for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+            op = CollectiveOp(collective, torch.float32)
+            found = group.tuner.candidates(group.size_class(op, torch.empty(1 << 20)))
+            assert {"mixed two_level", "mixed two_level/4", "mixed two_level/16"} <= found.keys()
+
+    in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True, tune=True)
