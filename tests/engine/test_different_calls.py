@@ -145,8 +145,16 @@ ODD_IN_STAGE_3: dict[Odd, tuple[str, str, str]] = {
 }
 
 
+STAGES = [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
+
+
 @pytest.mark.parametrize(
-    ("stage", "odd"), [(stage, odd) for stage in range(4) for odd in ODD] + [(3, odd) for odd in ODD_IN_STAGE_3]
+    ("stage", "odd"),
+    [
+        pytest.param(stage, odd, marks=[pytest.mark.long] if stage in (1, 2) else [])
+        for stage in range(4)
+        for odd in (ODD | ODD_IN_STAGE_3 if stage == 3 else ODD)
+    ],
 )
 def test_call_on_rank_0_alone_is_named_on_every_rank(stage: int, odd: Odd, tmp_path: Path) -> None:
     errors, seconds = errors_of(lambda run: Script(run, tmp_path).train(odd), stage)
@@ -168,7 +176,7 @@ def call_nothing(script: Script) -> None:
     del script
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_loop_that_only_one_rank_leaves_early_is_named_on_every_rank(stage: int, tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
         script = Script(run, tmp_path)
@@ -191,7 +199,7 @@ def test_loop_that_only_one_rank_leaves_early_is_named_on_every_rank(stage: int,
     assert seconds < SECONDS
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_rank_that_has_ended_is_named_with_the_call_that_waits_for_it(stage: int, tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
         script = Script(run, tmp_path)
@@ -207,7 +215,7 @@ def test_rank_that_has_ended_is_named_with_the_call_that_waits_for_it(stage: int
     assert seconds < SECONDS
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("odd", [call_evaluate, run_model])
 def test_two_ranks_call_alike_and_the_third_one_is_named(stage: int, odd: Odd, tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:

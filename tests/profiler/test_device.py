@@ -76,6 +76,7 @@ def test_a_device_without_memory_for_one_sample_is_refused() -> None:
         measure_device(mlp(), Limits(max_samples=8, available_bytes=100_000, seconds=2))
 
 
+@pytest.mark.long
 def test_measuring_stops_at_the_time_limit() -> None:
     def fetch(samples: int) -> torch.Tensor:
         return torch.randn(samples, 64)

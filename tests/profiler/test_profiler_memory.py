@@ -48,6 +48,7 @@ def test_peak_readings_match_what_tensors_hold() -> None:
     assert all(0.6 <= rows[-1][1] / rows[-1][2] <= 1.5 for rows in found.values()), found
 
 
+@pytest.mark.long
 def test_peak_readings_include_fragmentation() -> None:
     for rows in said_by("readings.py").values():
         for read, _, held in rows:

@@ -275,6 +275,7 @@ def _running(word: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     openssl = shutil.which("openssl")

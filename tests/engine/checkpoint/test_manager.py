@@ -505,6 +505,7 @@ def test_scalars_and_channels_last_parameters_are_saved(tmp_path: Path) -> None:
             same(tensors_of(storage.list_checkpoints(tmp_path / f"to-{other}")[0], tmp_path), original)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_run_killed_while_saving_leaves_complete_checkpoints() -> None:
     soak = Path(__file__).parents[1] / "soak_saving.py"

@@ -138,7 +138,12 @@ def test_arrays_that_are_only_exported_have_digests_of_their_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    "samples", [[{"text": "some words", "label": 3}], ["one", "two"], [{"some", "words", "in", "a", "set"}]]
+    "samples",
+    [
+        pytest.param([{"text": "some words", "label": 3}], marks=pytest.mark.long),
+        pytest.param(["one", "two"], marks=pytest.mark.long),
+        [{"some", "words", "in", "a", "set"}],
+    ],
 )
 def test_a_digest_is_the_same_in_another_process(samples: Any) -> None:
     code = f"from mimatrix.engine.data.digest import digest_samples; print(digest_samples({samples!r}))"

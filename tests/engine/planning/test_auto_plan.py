@@ -43,7 +43,7 @@ def expected() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_auto_plan_measures_if_the_loss_is_given_and_learns_otherwise(ranks: int, has_loss: bool) -> None:
     results = in_runs(
@@ -71,6 +71,7 @@ def test_auto_plan_refuses_a_loss_that_only_some_ranks_were_given(with_loss: int
     assert len(errors) == 2
 
 
+@pytest.mark.long
 def test_auto_plan_without_rebalancing_keeps_the_measured_one() -> None:
     def on_rank(run: Run) -> Run:
         return train(run, cross_entropy)[0]

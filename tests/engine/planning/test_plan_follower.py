@@ -149,6 +149,7 @@ def test_measured_plans_are_exact() -> None:
     assert plans[0].reasons
 
 
+@pytest.mark.long
 def test_one_rank_is_planned_too() -> None:
     results = in_runs(1, trained, global_batch=BATCH, plan="profile")
     check(results)
