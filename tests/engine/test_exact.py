@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,19 @@ BY_HAND = [
     Partition((1, 4, 2), (1, 4, 1), (0.7, 0.2, 0.1)),
     Partition((2, 0, 3, 1), (1, 1, 3, 1), (0.25, 0.5, 0.0, 0.25)),
 ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("layout", ["aab", pytest.param("abab", marks=pytest.mark.long)])
+def test_hosts_that_mix_windows_and_messages_are_exact(
+    layout: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIMATRIX_TRANSPORT", "mixed")
+    monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
+    (partition,) = [each for each in BY_HAND if each.ranks == len(layout)]
+    size = sum(partition.batches)
+    check(Perceptron, partition, stage, "adamw", vectors(STEPS * size), cross_entropy, hosts=list(layout))
 
 
 @pytest.mark.parametrize("stage", range(4))

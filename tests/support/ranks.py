@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
 
 from mimatrix.comm import C10dBackend, Endpoint, Group
 from mimatrix.comm.memory.base import WindowKind
@@ -59,7 +59,7 @@ def in_groups(
         host = hosts[rank] if hosts else "here"
         endpoint = Endpoint.join(store, rank, size, chosen, host=host, arena_bytes=ARENA_BYTES)
         try:
-            backends = {"cpu": _gloo(store, rank, size)} if with_gloo else {}
+            backends = {"cpu": create_gloo(PrefixStore("gloo", store), rank, size)} if with_gloo else {}
             backends |= {"meta": nccl(rank)} if nccl else {}
             wrapped = {device: C10dBackend(each, rank, size, timeout_s) for device, each in backends.items()}
             return on_rank(Group.create(endpoint, "all", range(size), backends=wrapped, timeout_s=timeout_s, tune=tune))
@@ -69,5 +69,6 @@ def in_groups(
     return together(size, rank_alone)
 
 
-def _gloo(store: HashStore, rank: int, size: int) -> ProcessGroupGloo:
-    return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=20))
+def create_gloo(store: Store, rank: int, size: int) -> ProcessGroupGloo:
+    """Return Gloo's process group for ranks that are threads."""
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
