@@ -133,9 +133,12 @@ def predicted(way: Way, size: int) -> dict[str, float]:
         return {"bytes": each, "samples_per_s": rate / each}
     from mimatrix.comm.tuning.choice import AlgorithmChoice
     from mimatrix.comm.tuning.forecast import Forecast
+    from mimatrix.comm.tuning.known_cluster import KnownCluster
     from mimatrix.netsim import replay
 
-    schedule = Forecast(CLUSTER, ()).schedule(AlgorithmChoice("send_recv", way.algorithm), Collective.ALL_REDUCE)
+    schedule = Forecast(KnownCluster(CLUSTER, "this file", is_measured=False), ()).schedule(
+        AlgorithmChoice("send_recv", way.algorithm), Collective.ALL_REDUCE
+    )
     timeline = replay(schedule, CLUSTER, None, size)
     names = [channel.name for channel in timeline.traffic.fabric.channels]
     most = max(float(timeline.channel_bytes[names.index(name)]) for name in BETWEEN)

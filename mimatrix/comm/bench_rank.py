@@ -111,8 +111,10 @@ class Bench:
         return self.group.tuner.used_table if self.group.tuner else {}
 
     def transports(self) -> list[str]:
-        """Return a line for each transport: whether the group has it, and why."""
-        return [str(status) for status in self.group.transport_status()]
+        """Return a line for each transport, whether there is one and why; and one for what is known of the network."""
+        forecast = self.group.forecast
+        known = forecast.known.origin if forecast else 'not known; a run with mode="auto" measures it'
+        return [*(str(status) for status in self.group.transport_status()), f"network: {known}"]
 
     def write(self, value: object) -> None:
         """Print a line of JSON on rank 0."""

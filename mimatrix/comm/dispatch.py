@@ -32,7 +32,8 @@ from mimatrix.comm.peer_windows import can_mix, common_window_kinds, hosts_of, o
 from mimatrix.comm.program_cache import ProgramCache
 from mimatrix.comm.sync import Release, Sync
 from mimatrix.comm.tuning.choice import AlgorithmChoice, Carriers, Transport
-from mimatrix.comm.tuning.forecast import Forecast, forecast_for
+from mimatrix.comm.tuning.forecast import Forecast
+from mimatrix.comm.tuning.known_cluster import find_cluster
 from mimatrix.core.errors import UnsuitedError, WorldError
 
 T = TypeVar("T")
@@ -96,7 +97,8 @@ class Dispatcher:
         sync = open_sync(endpoint, name, ranks, timeout_s)
         kinds = common_window_kinds(endpoint, ranks)
         executors = {kind: open_executor(endpoint, kind, ranks, sync, timeout_s) for kind in kinds}
-        forecast = forecast_for(ranks, endpoint.world_size, hosts_of(endpoint, ranks))
+        known = find_cluster(endpoint, name, ranks)
+        forecast = Forecast(known, hosts_of(endpoint, ranks)) if known else None
         mixed = None
         if "cpu" in backends and can_mix(endpoint, ranks):
             mixed = open_mixed(endpoint, name, ranks, backends["cpu"].backend, timeout_s)

@@ -48,6 +48,8 @@ class RankLocation:
     address: str
     """As far as the rank knows alone; `choose_address` returns the one for its peers."""
     windows: dict[str, str]
+    machine: str = ""
+    """Name of the machine, the same after a restart; several hosts may share it."""
     has_gpu: bool = False
     arena_bytes: int = 0
     """Size of its host arena; 0 without one."""
@@ -122,6 +124,7 @@ class Endpoint:
             host=host,
             address=own_address(),
             windows=handles,
+            machine=environment.HOST.get() or socket.gethostname(),
             has_gpu=gpu is not None,
             arena_bytes=arenas["host"].size if "host" in arenas else 0,
             facts=_describe_device(own_address(), has_gpu=gpu is not None),

@@ -46,9 +46,9 @@ CACHE = Variable(
 CLUSTER = Variable(
     "MIMATRIX_CLUSTER",
     "you, `mimatrix lab run`",
-    "TOML file that describes the cluster of this job; device i of the file is rank i. "
+    "TOML file that describes the cluster of this job; device i of the file is rank i, and the file of rank 0 counts. "
     'The tuner tries only algorithms that it predicts to be fast there, and `mode="auto"` uses its links instead of '
-    "measuring them. Ignored unless it has one device per rank.",
+    "measuring them. Ignored unless it has one device per rank. Default: what an earlier job on these hosts measured.",
     "lab.toml",
 )
 CUT_OFF_S = Variable(
@@ -131,8 +131,8 @@ TOKEN = Variable(
 TRANSPORT = Variable(
     "MIMATRIX_TRANSPORT",
     "you",
-    "For debugging: the transport of all collectives (`windows`, `send_recv` or `c10d`), optionally followed by the "
-    "algorithm of all-reduces. The value of rank 0 counts. Default: whatever was measured to be fastest.",
+    "For debugging: the transport of all collectives (`windows`, `mixed`, `send_recv` or `c10d`), optionally followed "
+    "by the algorithm of all-reduces. The value of rank 0 counts. Default: whatever was measured to be fastest.",
     "send_recv ring",
 )
 

@@ -1,16 +1,12 @@
-"""What a described cluster says about algorithms: schedules fitted to it, and the simulator's times.
-
-MIMATRIX_CLUSTER names the description; its device number i is the job's rank i.
-"""
+"""What a known cluster says about algorithms: schedules fitted to it, and the simulator's times."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
-from mimatrix.cluster import Cluster, Fabric, load_cluster
+from mimatrix.cluster import Fabric
 from mimatrix.collectives import (
     Collective,
     Schedule,
@@ -23,23 +19,26 @@ from mimatrix.collectives import (
 from mimatrix.collectives.catalog import Request, build
 from mimatrix.collectives.hierarchical import Groups
 from mimatrix.comm.tuning.choice import AlgorithmChoice
-from mimatrix.core import environment
+from mimatrix.comm.tuning.known_cluster import KnownCluster
 from mimatrix.core.errors import UnsuitedError
 from mimatrix.netsim import Costs, replay
 
 _UNEVEN_RATIO = 1.1
 _HOPELESS_RATIO = 1.25
 """A choice that the simulator finds this many times slower than the best is not measured."""
+_HOPELESS_RATIO_MEASURED = 2.0
+"""The same for a cluster that an earlier job measured: the network may have changed since."""
 
 
 class Forecast:
-    """Predictions for a job whose rank i is device i of `cluster`. Each round adds `costs.sync_s`.
+    """Predictions for a job whose rank i is device i of the cluster. Each round adds `costs.sync_s`.
 
     `hosts` has the ranks of each host.
     """
 
-    def __init__(self, cluster: Cluster, hosts: Groups, costs: Costs = Costs(sync_s=200e-6)) -> None:  # noqa: B008 (a value)
-        self._cluster, self._hosts, self._costs = cluster, hosts, costs
+    def __init__(self, known: KnownCluster, hosts: Groups, costs: Costs = Costs(sync_s=200e-6)) -> None:  # noqa: B008 (a value)
+        self.known = known
+        self._cluster, self._hosts, self._costs = known.cluster, hosts, costs
         self._schedules: dict[tuple[AlgorithmChoice, Collective], Schedule] = {}
 
     @cached_property
@@ -88,14 +87,6 @@ class Forecast:
         """Return the choices without those that the simulator finds hopeless; it cannot judge the c10d collective."""
         simulated = [choice for choice in choices if choice.transport != "c10d"]
         expected_s = {choice: self.seconds(choice, collective, size) for choice in simulated}
-        limit_s = _HOPELESS_RATIO * min(expected_s.values(), default=0.0)
+        ratio = _HOPELESS_RATIO_MEASURED if self.known.is_measured else _HOPELESS_RATIO
+        limit_s = ratio * min(expected_s.values(), default=0.0)
         return [choice for choice in choices if choice.transport == "c10d" or expected_s[choice] <= limit_s]
-
-
-def forecast_for(members: Sequence[int], world_size: int, hosts: Groups) -> Forecast | None:
-    """Return a forecast if these ranks are all of the job and its cluster is described, otherwise None."""
-    file = environment.CLUSTER.get()
-    if not file or not Path(file).is_file() or tuple(members) != tuple(range(world_size)):
-        return None
-    cluster = load_cluster(file)
-    return Forecast(cluster, hosts) if len(cluster.device_names) == world_size else None

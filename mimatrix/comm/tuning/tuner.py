@@ -17,6 +17,7 @@ from typing import Any, Protocol, get_args
 import torch
 
 from mimatrix import __version__
+from mimatrix.cluster import write_cluster
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.c10d import C10dBackend
@@ -307,8 +308,7 @@ def fingerprint(group: TunedGroup) -> str:
     """Return a hash of the machines, the ranks on each with their devices and NICs, the transports and the versions."""
     hosts = [group.endpoint.locations[rank].host for rank in group.members]
     layout = [hosts.index(host) for host in hosts]
-    cluster = environment.CLUSTER.get()
-    description = Path(cluster).read_text() if cluster and Path(cluster).is_file() else ""
+    description = write_cluster(group.forecast.known.cluster) if group.forecast else ""
     places = [group.endpoint.locations[rank].facts for rank in group.members]
     facts = [layout, places, group.transports, platform.machine(), os.cpu_count(), torch.__version__, __version__]
     facts.append(description)

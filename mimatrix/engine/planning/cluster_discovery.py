@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from mimatrix.cluster import Cluster, Device, load_cluster, read_cluster, write_cluster
+from mimatrix.comm.tuning.known_cluster import remember_cluster
 from mimatrix.core import environment
 from mimatrix.core.errors import UserError
 from mimatrix.engine.planning.measure import PrepareContext, log_rank0, rank_hosts
@@ -32,7 +33,9 @@ def discover_cluster(context: PrepareContext, devices: Sequence[Device]) -> Clus
     links = measure_links(context.group, hosts, device)
     for warning in slow_pair_warnings(links, hosts):
         log_rank0(context, warning)
-    return to_cluster(links, hosts, devices)
+    cluster = to_cluster(links, hosts, devices)
+    remember_cluster(context.group.endpoint, cluster)
+    return cluster
 
 
 def _read_description(ranks: int) -> str | None:

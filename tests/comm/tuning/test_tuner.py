@@ -298,4 +298,7 @@ def test_an_unknown_transport_is_refused_on_every_rank(monkeypatch: pytest.Monke
             tuned(each)
         return str(caught.value)
 
-    assert refused(lambda _: None) == 'MIMATRIX_TRANSPORT is "pigeons"; use windows, send_recv, c10d, or leave it out'
+    assert (
+        refused(lambda _: None)
+        == 'MIMATRIX_TRANSPORT is "pigeons"; use windows, mixed, send_recv, c10d, or leave it out'
+    )

@@ -1,0 +1,109 @@
+"""Part 10: hosts with several ranks in the lab: windows inside and messages between, beside every flat way."""
+
+import os
+import sys
+import tempfile
+from typing import Any
+
+from bench.allreduce.common import Rows, command, keep, pick
+from bench.allreduce.lab import bench_rows, lab
+
+NAME = "levels"
+MIB = 1 << 20
+NETWORKS = {
+    "star:2,rate=1Gbit,devices=2": "0.4,0.3,0.2,0.1",
+    "star:3,rate=400Mbit,devices=2": "0.3,0.2,0.2,0.1,0.1,0.1",
+}
+"""Hosts, and the shares for a reduce-scatter and an all-gather."""
+FLAT = "send_recv ring,send_recv gdraa,send_recv halving_doubling"
+AUTO, OURS = "mimatrix", "mixed"
+COUNTED = {"mixed two_level/4": 64 * MIB, "send_recv ring": 64 * MIB, "send_recv gdraa": 64 * MIB}
+REPEATS = 5
+
+
+def measure() -> None:
+    """All networks; the tuner starts without a cache. Keeps `two_level.json`."""
+    found: dict[str, Any] = {}
+    for cluster, parts in NETWORKS.items():
+        with lab(cluster, NAME):
+            found[cluster] = {"rows": _sums() + _shards(parts), "bytes": _bytes_between(cluster)}
+        keep("two_level", found)
+
+
+def _sums() -> Rows:
+    words = ("--bytes", "4MiB,64MiB", "--candidates", "--against", "gloo", "--algorithms", FLAT, "--seconds", "8")
+    return _measure_fresh("allreduce", *words)
+
+
+def _shards(parts: str) -> Rows:
+    words = ("--bytes", "16MiB", "--shares", parts, "--candidates", "--against", "nobody", "--seconds", "8")
+    return [row for collective in ("reducescatter", "allgather") for row in _measure_fresh(collective, *words)]
+
+
+def _measure_fresh(*words: str) -> Rows:
+    print(f"two levels: {' '.join(words)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MIMATRIX_CACHE"] = folder
+        return bench_rows(NAME, *words)
+
+
+def _bytes_between(cluster: str) -> dict[str, list[float]]:
+    """Bytes that one all-reduce sends from the busiest host, by way: simulated, and by the interfaces' counters."""
+    return {way: [_simulated_bytes(cluster, way, size), _counted_bytes(way, size)] for way, size in COUNTED.items()}
+
+
+def _counted_bytes(way: str, size: int) -> float:
+    before = _sent()
+    inside = [sys.executable, "-m", "bench.allreduce.repeat", way, str(size), str(REPEATS)]
+    command("lab", "run", "--name", NAME, "--", *inside, timeout_s=300)
+    after = _sent()
+    return max(after[name] - before[name] for name in after) / REPEATS
+
+
+def _sent() -> dict[str, int]:
+    """What each host has sent."""
+    from mimatrix.lab import link_bytes, recall
+
+    return {name: count for name, count in link_bytes(recall(NAME)).items() if name.startswith("n")}
+
+
+def _simulated_bytes(cluster: str, way: str, size: int) -> float:
+    from mimatrix.cluster import Fabric, named
+    from mimatrix.collectives import Collective, Wishes, fit
+
+    fabric = Fabric(named(cluster))
+    algorithm, _, segments = way.split()[1].partition("/")
+    schedule = fit(algorithm, fabric, Collective.ALL_REDUCE, Wishes(segments=int(segments or 1))).schedule
+    devices = len(fabric.exits) // len(fabric.cluster.nodes)
+    ends, sent = schedule.shares.ends(), [0.0] * len(fabric.cluster.nodes)
+    for move in (move for moves in schedule.rounds for move in moves):
+        if move.src // devices != move.dst // devices:
+            sent[move.src // devices] += float(ends[move.blocks.stop] - ends[move.blocks.start])
+    return max(sent) * size
+
+
+def best(rows: Rows, prefix: str) -> dict[str, Any]:
+    """The fastest row of a way, for rows of one collective and size."""
+    return min((row for row in rows if row["who"].startswith(prefix)), key=lambda row: float(row["median_s"]))
+
+
+def factors(rows: Rows) -> list[tuple[str, float, float | None]]:
+    """How many times as long as the best mixed way each flat one takes: its name, measured, and simulated."""
+    ours = best(rows, OURS)
+    predicted = [row["predicted_s"] for row in rows if row["who"].startswith(OURS) and row["predicted_s"]]
+    flat = [row for row in rows if not row["who"].startswith((OURS, AUTO))]
+    return [
+        (
+            row["who"],
+            row["median_s"] / ours["median_s"],
+            row["predicted_s"] / min(predicted) if row["predicted_s"] and predicted else None,
+        )
+        for row in flat
+    ]
+
+
+def auto_ratio(rows: Rows) -> float:
+    """The fastest row's time over that of what the tuner chose, for rows of one collective and size."""
+    auto = pick(rows, who=AUTO)
+    assert auto
+    return float(min(row["median_s"] for row in rows) / auto["median_s"])
