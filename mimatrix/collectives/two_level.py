@@ -12,6 +12,7 @@ from mimatrix.collectives.compose import stagger
 from mimatrix.collectives.hierarchical import Groups
 from mimatrix.collectives.schedule import Collective, Move, Round, Schedule
 from mimatrix.collectives.shares import Shares
+from mimatrix.core.errors import UnsuitedError
 
 
 def two_level(collective: Collective, hosts: Groups, *, shares: Shares | None = None, segments: int = 1) -> Schedule:
@@ -42,8 +43,10 @@ def _segment(collective: Collective, hosts: Groups, first: int) -> list[Round]:
             return reduce
         case Collective.ALL_GATHER:
             return gather
-        case _:
+        case Collective.ALL_REDUCE:
             return reduce + gather
+        case Collective.BROADCAST:
+            raise UnsuitedError("two_level has no broadcast; use gdraa or ring")
 
 
 def _reduce(hosts: Groups, first: int) -> list[Round]:

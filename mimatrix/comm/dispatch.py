@@ -19,9 +19,8 @@ from mimatrix.comm.calls import SHARDED, CallSignature, CollectiveOp
 from mimatrix.comm.control.call_log import CallLog
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.execution import staging
-from mimatrix.comm.execution.mixed import MixedExecutor, check_mixed
+from mimatrix.comm.execution.mixed import MixedExecutor
 from mimatrix.comm.execution.one_sided import OneSidedExecutor
-from mimatrix.comm.execution.program import Program
 from mimatrix.comm.execution.send_recv import SendRecvExecutor
 from mimatrix.comm.execution.staging import PinnedBuffer, StagedChunk, StagingSlots, copy_back
 from mimatrix.comm.memory.arena import Slot
@@ -79,7 +78,6 @@ class Dispatcher:
         self._staging = StagingSlots(endpoint.arenas, self.world_size)
         self._pinned, self._pinned_shard = PinnedBuffer(), PinnedBuffer()
         self._broken = ""
-        self._checked: set[tuple[CollectiveOp, AlgorithmChoice, int]] = set()
 
     @classmethod
     def open(
@@ -189,7 +187,7 @@ class Dispatcher:
         elif choice.transport == "send_recv":
             self._run_guarded(doing, partial(self._run_send_recv, op, tensor, choice))
         elif choice.transport == "mixed":
-            self._run_guarded(doing, partial(self._run_mixed, op, tensor, choice))
+            self._run_mixed(op, tensor, choice)
         elif placed := self.find_slot(tensor):
             self._run_in_place(op, tensor.numel(), choice, *placed)
         else:
@@ -233,6 +231,8 @@ class Dispatcher:
     def close(self) -> None:
         """Release the staging slots. The flag page stays: a slow peer may still read this rank's progress there."""
         self._staging.close()
+        if self._mixed:
+            self._mixed.close()
 
     def guarded(self, doing: str, task: Callable[[], T]) -> T:
         """Return what a task of torch returns; if it fails because a rank was lost, raise an error that names it."""
@@ -299,15 +299,15 @@ class Dispatcher:
         mixed, flat = self._mixed, tensor.reshape(-1)
         if mixed is None:
             raise UnsuitedError(f"{choice} needs several hosts, of which one has several ranks; use send_recv")
-        slots = self._staging.get("host", mixed.chunk_bytes)
-        for number, (part, chunk) in enumerate(self._mixed_chunks(op, flat, mixed.chunk_bytes)):
-            slot = slots[number % len(slots)]
-            chunk.fill_slot(slot, op.dtype)
-            staged, call = slot.tensor(op.dtype, chunk.count), CallSignature.of(part, chunk.count, choice)
-            program = self._mixed_program(part, choice, chunk.count)
-            release = mixed.run_in_arena(call, program, staged, slot.offset)
-            chunk.drain(staged)
-            slot.add_readers(partial(mixed.sync.wait_released, release))
+        chunks = list(self._mixed_chunks(op, flat, mixed.chunk_bytes))
+        # All before any runs: what cannot run is refused on all ranks alike.
+        programs = [self._programs.program(part, choice, chunk.count) for part, chunk in chunks]
+
+        def run() -> None:
+            for number, ((part, chunk), program) in enumerate(zip(chunks, programs, strict=True)):
+                mixed.run_chunk(CallSignature.of(part, chunk.count, choice), program, chunk, number)
+
+        self._run_guarded(op.describe(tensor.numel()), run)
         copy_back(flat, tensor)
 
     def _mixed_chunks(
@@ -320,15 +320,6 @@ class Dispatcher:
                 yield from ((replace(op, shares=shares), chunk) for chunk in chunks)
         else:
             yield from ((op, chunk) for chunk in staging.chunks(flat, chunk_bytes))
-
-    def _mixed_program(self, op: CollectiveOp, choice: AlgorithmChoice, count: int) -> Program:
-        """Return the program for a chunk, after a check at its first use that it can run on windows and messages."""
-        assert self._mixed
-        program = self._programs.program(op, choice, count)
-        if (key := (op, choice, count)) not in self._checked:
-            check_mixed(program, self._mixed.places)
-            self._checked.add(key)
-        return program
 
     def _run_on_host(self, run: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
         """Run a collective of Gloo on a tensor; one on a GPU passes through pinned host memory."""

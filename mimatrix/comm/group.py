@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -40,11 +40,13 @@ class _AgreedCalls:
 
     def is_new(self, op: CollectiveOp, count: int) -> bool:
         """Return whether a call is the first of its kind, and remember it."""
-        if (op, count) in self._seen:
+        # Ranks with GPUs, whose autograd has threads of its own, do not see that a tensor is a bucket.
+        kind = (replace(op, is_bucket=False) if op.is_bucket else op), count
+        if kind in self._seen:
             return False
         if len(self._seen) >= _MAX_KNOWN:
             self._seen.clear()
-        self._seen.add((op, count))
+        self._seen.add(kind)
         return True
 
 
@@ -348,13 +350,18 @@ class Group:
         self._counters.add(op.collective, self._dispatcher.carrier(choice, tensor), tensor.nbytes)
 
     def _log(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None) -> int:
-        """Log a call, and return its number; 0 over windows, which compare calls themselves."""
-        if self.world_size == 1 or (choice and choice.transport == "windows"):
+        """Log a call, and return its number; 0 over windows, which say themselves for whom they wait.
+
+        All calls are logged, also those that windows carry: whether the choice is known yet depends on how far the
+        group's thread has come, and ranks must number their calls alike.
+        """
+        if self.world_size == 1 or not self.cpu_backend:
             return 0
-        control = self.endpoint.control
-        if control.has_news:
+        control, is_windows = self.endpoint.control, choice is not None and choice.transport == "windows"
+        if control.has_news and not is_windows:
             control.check(-1, self.members, op.describe(tensor.numel()))
-        return self._dispatcher.calls.add(CallSignature.of(op, tensor.numel(), ""), self.caller.of_this_thread())
+        number = self._dispatcher.calls.add(CallSignature.of(op, tensor.numel(), ""), self.caller.of_this_thread())
+        return 0 if is_windows else number
 
     def submit(
         self, task: Task, tensor: torch.Tensor | None = None, *, doing: str, inline: bool, number: int = 0

@@ -28,7 +28,7 @@ class NcclLauncher:
 
     def carries(self, tensor: torch.Tensor, choice: AlgorithmChoice) -> bool:
         """Return whether a call on a tensor, by this choice, is launched here."""
-        return tensor.device.type == self.device_type and choice.transport != "windows"
+        return tensor.device.type == self.device_type and choice.transport in ("c10d", "send_recv")
 
     def launcher(self, op: CollectiveOp, choice: AlgorithmChoice, *, is_out_of_place: bool) -> Launcher | None:
         """Return what launches all calls of a kind at once; None if they need more than one step."""

@@ -8,13 +8,18 @@ from mimatrix.comm.execution.mixed import MixedExecutor
 from mimatrix.comm.execution.one_sided import OneSidedExecutor
 from mimatrix.comm.execution.remote_read import RemoteReadExecutor, RemoteWindow
 from mimatrix.comm.execution.send_recv import PointToPoint
-from mimatrix.comm.memory.arena import ALIGNMENT
+from mimatrix.comm.memory.arena import ALIGNMENT, Arena, Slot
 from mimatrix.comm.sync import Sync
 from mimatrix.comm.sync.coordinator_sync import CoordinatorSync
 from mimatrix.comm.sync.flag_sync import PAGE_BYTES, FlagSync
+from mimatrix.core.errors import UserError
 
 _MAX_CHUNK_BYTES = 64 << 20
 """Of a tensor whose parts also go to other hosts: segments keep what is worked on at a time small."""
+_CHUNKS_IN_ARENA = 64
+"""How many chunks a small arena has room for; every group has two."""
+_SHARD_BYTES = 64
+"""By how much the shards of one rank may be larger in one chunk than in another."""
 
 
 def common_window_kinds(endpoint: Endpoint, members: Sequence[int]) -> list[str]:
@@ -62,20 +67,52 @@ def can_mix(endpoint: Endpoint, members: Sequence[int]) -> bool:
 
 def open_mixed(
     endpoint: Endpoint, name: str, members: Sequence[int], backend: PointToPoint, timeout_s: float
-) -> MixedExecutor:
-    """Open the windows of the members on this host; the others are reached by messages."""
+) -> MixedExecutor | None:
+    """Open the windows of the members on this host; the others are reached by messages.
+
+    Returns None on all members if the arena of one of them has no room.
+    """
     own = members.index(endpoint.rank)
     number, local = next((i, host) for i, host in enumerate(hosts_of(endpoint, members)) if own in host)
     ranks = [members[member] for member in local]
     sync = _open_flags(endpoint, f"{name}/host/{number}", ranks, timeout_s, watched=members)
     windows = open_executor(endpoint, "host", ranks, sync, timeout_s)
-    places = {member: place for place, member in enumerate(local)}
-    # Two chunks of each group are in the arena, beside what else is there.
     arena_bytes = min(endpoint.locations[rank].arena_bytes for rank in members)
-    chunk_bytes = min(_MAX_CHUNK_BYTES, arena_bytes // 16 // ALIGNMENT * ALIGNMENT)
+    chunk_bytes = min(_MAX_CHUNK_BYTES, max(ALIGNMENT, arena_bytes // _CHUNKS_IN_ARENA // ALIGNMENT * ALIGNMENT))
+    slots = _allocate_slots(endpoint.arenas["host"], chunk_bytes + _SHARD_BYTES * len(members))
+    if not _have_all(endpoint, f"mimatrix/mixed/{name}", members, has=bool(slots)):
+        for slot in slots:
+            slot.free()
+        return None
     return MixedExecutor(
-        backend, members, endpoint.control, timeout_s, windows=windows, places=places, chunk_bytes=chunk_bytes
+        backend,
+        members,
+        endpoint.control,
+        timeout_s,
+        windows=windows,
+        places={member: place for place, member in enumerate(local)},
+        slots=slots,
+        chunk_bytes=chunk_bytes,
     )
+
+
+def _allocate_slots(arena: Arena, size: int) -> list[Slot]:
+    """Return two slots, or none if the arena has no room for two."""
+    slots: list[Slot] = []
+    try:
+        slots += [arena.allocate(size)]
+        slots += [arena.allocate(size)]
+    except UserError:
+        for slot in slots:
+            slot.free()
+        return []
+    return slots
+
+
+def _have_all(endpoint: Endpoint, key: str, members: Sequence[int], *, has: bool) -> bool:
+    """Return whether all members have something; the same on all of them."""
+    endpoint.store.set(f"{key}/{members.index(endpoint.rank)}", str(int(has)))
+    return all(int(endpoint.store.get(f"{key}/{member}")) for member in range(len(members)))
 
 
 def _open_flags(

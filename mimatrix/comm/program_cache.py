@@ -8,6 +8,7 @@ from mimatrix.collectives.hierarchical import Groups
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.calls import SHARDED, CollectiveOp
+from mimatrix.comm.execution.mixed import check_mixed
 from mimatrix.comm.execution.program import Compiler, Program
 from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.comm.tuning.forecast import Forecast
@@ -39,7 +40,10 @@ class ProgramCache:
         if key not in self._compilers:
             if len(self._compilers) >= _MAX_COMPILERS:
                 self._compilers.clear()
-            self._compilers[key] = Compiler(self._schedule(op, choice, shares, length), self._rank)
+            schedule = self._schedule(op, choice, shares, length)
+            if choice.transport == "mixed":
+                check_mixed(schedule, self._hosts)
+            self._compilers[key] = Compiler(schedule, self._rank)
         return self._compilers[key]
 
     def _schedule(self, op: CollectiveOp, choice: AlgorithmChoice, shares: Shares | None, count: int) -> Schedule:

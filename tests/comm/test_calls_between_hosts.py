@@ -15,14 +15,18 @@ import pytest
 import torch
 from support.ranks import in_groups
 
-from mimatrix.comm import Group
+from mimatrix.comm import AlgorithmChoice, Group
+from mimatrix.comm.control.unfinished_calls import begun_name
 from mimatrix.comm.tuning.choice import C10D
 from mimatrix.core.errors import MismatchError
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-PARTS = (("other_length", "other_length_later", "other_op_known"), ("alike_then_late", "killed_in_pairs"))
+PARTS = (
+    ("other_length", "other_length_later", "other_op_known"),
+    ("alike_then_late", "killed_in_pairs", "left_in_pairs"),
+)
 """Scenarios that run at the same time: a late rank sleeps most of its time."""
 
 
@@ -110,10 +114,17 @@ def test_rank_killed_while_hosts_mix_windows_and_messages_is_named_by_all(outcom
         assert set(each["counters"]) == {"all_reduce mixed gloo"}
 
 
+def test_rank_that_left_is_named_by_those_who_wait_for_it_indirectly(outcomes: list[dict[str, Any]]) -> None:
+    told = {each["rank"]: each for each in outcomes if each["scenario"] == "left_in_pairs" and "rank" in each}
+    assert sorted(told) == [0, 1, 2], outcomes
+    assert all("rank 3 on host-1 was lost" in each["text"] for each in told.values()), told
+
+
 @pytest.mark.long
 def test_no_rank_hangs_after_different_calls(outcomes: list[dict[str, Any]]) -> None:
     ended = {each["scenario"]: each["ended"] for each in outcomes if "ended" in each}
     assert ended.pop("killed_in_pairs") == [0, 0, -9, 0]
+    assert ended.pop("left_in_pairs") == [0, 0, 0, 0]
     assert sum(map(len, ended.values())) == 12
     assert all(-9 not in codes for codes in ended.values())
 
@@ -134,3 +145,38 @@ def test_fault_that_is_known_is_raised_by_the_next_native_call_however_quick() -
             group.all_reduce(torch.ones(4), choice=C10D)
 
     in_groups(2, on_rank, hosts=["a", "b"], kinds=dict, with_gloo=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_ranks_number_their_calls_alike_however_fast_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a size is measured, a fast rank does not know yet that windows will carry it, and a slow one does."""
+    monkeypatch.setenv("MIMATRIX_CACHE", str(tmp_path))
+
+    def on_rank(group: Group) -> int:
+        works = []
+        for size in (100, 100, 1 << 16, 1 << 16, 100):
+            works.append(group.all_reduce(torch.ones(size), wait=False))
+            if group.rank == 1:
+                works[-1].wait()
+        for work in works:
+            work.wait()
+        return group.endpoint.control.begun[begun_name("all")]
+
+    assert in_groups(2, on_rank, with_gloo=True, tune=True) == [5, 5]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("choice", [AlgorithmChoice("send_recv", "gdraa"), AlgorithmChoice("mixed", "two_level")])
+def test_messages_of_the_user_do_not_meet_those_of_collectives(choice: AlgorithmChoice) -> None:
+    def on_rank(group: Group) -> float:
+        gloo, message, total = group.backends["cpu"].backend, torch.tensor([42.0]), torch.tensor([float(group.rank)])
+        pending = gloo.recv([message.zero_()], 2, 0) if group.rank == 0 else None
+        group.all_reduce(total, choice=choice)
+        assert total.item() == 3.0
+        if group.rank == 2:
+            gloo.send([message], 0, 0).wait()
+        if pending:
+            pending.wait()
+        return message.item()
+
+    assert in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True)[0] == 42.0

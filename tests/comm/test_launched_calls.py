@@ -142,9 +142,9 @@ def test_known_calls_in_another_order_are_found_within_sixteen() -> None:
     def on_rank(group: Group) -> None:
         group.all_reduce(on_meta(10))
         group.all_reduce(on_meta(10), "max")
-        group.all_reduce(on_meta(10), "max" if group.rank == 1 else "sum")
 
         def all_reduce_often() -> None:
+            group.all_reduce(on_meta(10), "max" if group.rank == 1 else "sum")
             for _ in range(16):
                 group.all_reduce(on_meta(10))
                 time.sleep(0.05)  # the coordinator's answer is on its way

@@ -264,6 +264,13 @@ class ControlClient:
         text = f"{self.describe(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
         self._report({"text": text, "ranks": sorted(members), "failed": self.rank, "is_users": False})
 
+    def pass_on(self, error: BaseException, members: Collection[int]) -> None:
+        """Tell the members, which may wait for this rank, that another one is to blame for its failure."""
+        if isinstance(error, PeerLost):
+            self._report({"text": str(error), "ranks": sorted(members), "failed": error.rank, "is_users": False})
+        elif isinstance(error, DifferentCalls):
+            self._report({"text": str(error), "ranks": sorted(members), "failed": None, "is_users": True})
+
     def describe(self, rank: int) -> str:
         """Return `rank 3 on hostname`."""
         return f"rank {rank} on {self.hosts[rank]}"

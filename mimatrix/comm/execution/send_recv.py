@@ -12,6 +12,9 @@ from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.execution.program import Program, ProgramStep, Read
 from mimatrix.comm.execution.reduce import reduce_into
 
+_FIRST_TAG = 1 << 30
+"""Far from the tags of the user's own messages, which go over the same connections."""
+
 
 class PendingTransfer(Protocol):
     """A message in flight."""
@@ -185,4 +188,4 @@ class _Tags:
         """Return the tag of the next message with a peer."""
         number = self._counts.get((peer, adds), 0)
         self._counts[peer, adds] = number + 1
-        return 2 * number + adds
+        return _FIRST_TAG + 2 * number + adds

@@ -78,6 +78,18 @@ class Carriers:
     native_lists: bool = False
     """It takes shards of different sizes, as NCCL does."""
 
+    def has(self, transport: Transport) -> bool:
+        """Return whether a transport can carry the message."""
+        match transport:
+            case "windows":
+                return self.windows
+            case "mixed":
+                return self.mixed
+            case "send_recv":
+                return self.send_recv
+            case "c10d":
+                return self.native
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:

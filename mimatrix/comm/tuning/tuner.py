@@ -187,7 +187,7 @@ class Tuner:
     def candidates(self, key: SizeClass) -> dict[str, AlgorithmChoice]:
         """Return what is, or would be, measured for a class."""
         group, fixed = self._group, self._fixed
-        if fixed and fixed.transport in group.transports and key.collective is Collective.ALL_REDUCE:
+        if fixed and key.carriers.has(fixed.transport) and key.collective is Collective.ALL_REDUCE:
             return {str(fixed): fixed}
         # Staged tensors are cut into chunks before any algorithm sees them.
         is_whole = key.is_placed or key.carriers.send_recv

@@ -11,13 +11,12 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.comm import AlgorithmChoice, Group
 from mimatrix.comm.calls import CollectiveOp
 from mimatrix.comm.execution.mixed import check_mixed
-from mimatrix.comm.execution.program import Compiler
 from mimatrix.comm.out_of_place import AllGatherInto, ReduceScatterInto
 from mimatrix.core.errors import MismatchError, UnsuitedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LAYOUTS = ("aab", "abab", "abbb")
-CHUNK_BYTES = ARENA_BYTES // 16
+CHUNK_BYTES = ARENA_BYTES // 64
 LENGTHS = (1, 5, 1000, CHUNK_BYTES // 8 + 3, CHUNK_BYTES // 4)
 """Of float64: a few, and some that pass in one chunk and in several."""
 
@@ -104,11 +103,49 @@ def test_mixed_is_refused_where_there_is_nothing_to_mix(hosts: list[str]) -> Non
 
 
 def test_schedules_whose_messages_would_replace_what_neighbours_read_are_refused() -> None:
-    ring = Compiler(build("ring", Request(Collective.ALL_REDUCE, 4)), 2).program(100)
+    hosts = ((0, 1), (2, 3))
     with pytest.raises(UnsuitedError, match="use two_level"):
-        check_mixed(ring, {2: 0, 3: 1})
-    two_level = Compiler(build("two_level", Request(Collective.ALL_REDUCE, 4, groups=((0, 1), (2, 3)))), 2)
-    check_mixed(two_level.program(100), {2: 0, 3: 1})
+        check_mixed(build("ring", Request(Collective.ALL_REDUCE, 4)), hosts)
+    check_mixed(build("two_level", Request(Collective.ALL_REDUCE, 4, groups=hosts)), hosts)
+
+
+def test_algorithm_that_does_not_fit_is_refused_on_all_ranks_alike() -> None:
+    def on_rank(group: Group) -> None:
+        with pytest.raises(UnsuitedError, match="ring would replace by messages"):
+            group.all_reduce(torch.ones(1000), choice=AlgorithmChoice("mixed", "ring"))
+        group.all_reduce(torch.ones(1000), choice=mixed())  # the group is as good as before
+
+    in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True)
+
+
+def test_arena_without_room_on_one_rank_leaves_all_without_mixed() -> None:
+    def on_rank(group: Group) -> None:
+        endpoint, filler = group.endpoint, None
+        if group.rank == 2:
+            filler = endpoint.arenas["host"].allocate(endpoint.arenas["host"].largest_free_bytes - (64 << 10))
+        group.barrier()
+        backends = dict(group.backends)
+        other = Group.create(endpoint, "other", range(3), backends=backends, tune=False, timeout_s=20)
+        assert "mixed" not in other.transports
+        assert "mixed" in group.transports
+        if filler:
+            filler.free()
+
+    in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True)
+
+
+def test_groups_that_are_closed_return_their_slots() -> None:
+    def on_rank(group: Group) -> int:
+        arena = group.endpoint.arenas["host"]
+        before = arena.largest_free_bytes
+        for number in range(40):
+            other = Group.create(group.endpoint, f"g{number}", range(3), backends=dict(group.backends), tune=False)
+            other.all_reduce(torch.ones(1000), choice=mixed())
+            other.close()
+        return before - arena.largest_free_bytes
+
+    lost = in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True)
+    assert max(lost) <= 40 * 4096, "only a page of flags for each"
 
 
 def test_two_levels_are_a_candidate_for_shares_and_sums() -> None:

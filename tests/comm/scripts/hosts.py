@@ -17,7 +17,7 @@ from forks import forked, joined, say, world
 EQUAL_CALLS = 200
 MAX_CALLS = 4096
 LATE_S = 3.0
-KILLED = 2
+KILLED, LEFT = 2, 3
 
 
 def on_hosts(on_rank: Callable[[int], None]) -> Callable[[int], None]:
@@ -94,11 +94,20 @@ def killed_in_pairs(rank: int) -> None:
     report("killed_in_pairs", rank, lambda: all_reduce(MAX_CALLS, 1 << 20))
 
 
+def left_in_pairs(rank: int) -> None:
+    """A rank ends well while the others are in a collective, of whom not all wait for it directly."""
+    all_reduce(3, 1 << 20)
+    if rank != LEFT:
+        report("left_in_pairs", rank, lambda: all_reduce(1, 1 << 20))
+        time.sleep(0.5)  # so that ranks do not name each other instead
+
+
 SCENARIOS = (other_length, other_length_later, other_op_known, alike_then_late)
 
 if __name__ == "__main__":
     for each in SCENARIOS:
         if len(sys.argv) < 2 or each.__name__ in sys.argv:
             say({"scenario": each.__name__, "ended": forked(3, on_hosts(each), timeout_s=20)})
-    if len(sys.argv) < 2 or killed_in_pairs.__name__ in sys.argv:
-        say({"scenario": "killed_in_pairs", "ended": forked(4, on_pairs(killed_in_pairs), timeout_s=20)})
+    for each in (killed_in_pairs, left_in_pairs):
+        if len(sys.argv) < 2 or each.__name__ in sys.argv:
+            say({"scenario": each.__name__, "ended": forked(4, on_pairs(each), timeout_s=20)})
