@@ -231,11 +231,11 @@ def _two_level(found: dict[str, Any] | None) -> str:
     return f"""## 10. Hosts with several ranks
 
 In the lab, ranks of a host share its memory and its NIC. *mixed two_level* reads windows inside a host and sends between hosts; *mimatrix* is what the tuner
-chose by itself, in a job that had measured nothing before; no variable names the hosts. *Slower than mixed*: its time over that of the fastest mixed way, and
+chose by itself, in a job that had measured nothing before. *Slower than mixed*: its time over that of the fastest mixed way, and
 the same of the simulator's times. `python -m bench.allreduce two_level` (root).
 
 {"".join(parts)}
-Bytes that the busiest host sends for one all-reduce of 64 MiB, by the schedule and by the interface's own counter (headers and acknowledgements included):
+Bytes that the busiest host sends for one all-reduce of 16 MiB, by the schedule and by the interface's own counter (headers and acknowledgements included):
 
 {table(["", "schedule", "counted", "off by"], counted)}
 """

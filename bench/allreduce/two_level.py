@@ -11,32 +11,32 @@ from bench.allreduce.lab import bench_rows, lab
 NAME = "levels"
 MIB = 1 << 20
 NETWORKS = {
-    "star:2,rate=1Gbit,devices=2": "0.4,0.3,0.2,0.1",
-    "star:3,rate=400Mbit,devices=2": "0.3,0.2,0.2,0.1,0.1,0.1",
+    "star:2,rate=1Gbit,devices=2": ("4MiB,64MiB", "0.4,0.3,0.2,0.1"),
+    "star:3,rate=400Mbit,devices=2": ("1MiB,16MiB", "0.3,0.2,0.2,0.1,0.1,0.1"),
 }
-"""Hosts, and the shares for a reduce-scatter and an all-gather."""
+"""Hosts, the sizes of all-reduces, and the shares for a reduce-scatter and an all-gather."""
 FLAT = "send_recv ring,send_recv gdraa,send_recv halving_doubling"
 AUTO, OURS = "mimatrix", "mixed"
-COUNTED = {"mixed two_level/4": 64 * MIB, "send_recv ring": 64 * MIB, "send_recv gdraa": 64 * MIB}
-REPEATS = 5
+COUNTED = ("mixed two_level/4", "send_recv ring", "send_recv gdraa")
+COUNTED_BYTES, REPEATS = 16 * MIB, 5
 
 
 def measure() -> None:
     """All networks; the tuner starts without a cache. Keeps `two_level.json`."""
     found: dict[str, Any] = {}
-    for cluster, parts in NETWORKS.items():
+    for cluster, (sizes, parts) in NETWORKS.items():
         with lab(cluster, NAME):
-            found[cluster] = {"rows": _sums() + _shards(parts), "bytes": _bytes_between(cluster)}
+            found[cluster] = {"rows": _sums(sizes) + _shards(parts), "bytes": _bytes_between(cluster)}
         keep("two_level", found)
 
 
-def _sums() -> Rows:
-    words = ("--bytes", "4MiB,64MiB", "--candidates", "--against", "gloo", "--algorithms", FLAT, "--seconds", "8")
+def _sums(sizes: str) -> Rows:
+    words = ("--bytes", sizes, "--candidates", "--against", "gloo", "--algorithms", FLAT, "--seconds", "5")
     return _measure_fresh("allreduce", *words)
 
 
 def _shards(parts: str) -> Rows:
-    words = ("--bytes", "16MiB", "--shares", parts, "--candidates", "--against", "nobody", "--seconds", "8")
+    words = ("--bytes", "8MiB", "--shares", parts, "--candidates", "--against", "nobody", "--seconds", "5")
     return [row for collective in ("reducescatter", "allgather") for row in _measure_fresh(collective, *words)]
 
 
@@ -49,7 +49,7 @@ def _measure_fresh(*words: str) -> Rows:
 
 def _bytes_between(cluster: str) -> dict[str, list[float]]:
     """Bytes that one all-reduce sends from the busiest host, by way: simulated, and by the interfaces' counters."""
-    return {way: [_simulated_bytes(cluster, way, size), _counted_bytes(way, size)] for way, size in COUNTED.items()}
+    return {way: [_simulated_bytes(cluster, way, COUNTED_BYTES), _counted_bytes(way, COUNTED_BYTES)] for way in COUNTED}
 
 
 def _counted_bytes(way: str, size: int) -> float:
