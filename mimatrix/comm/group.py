@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,12 +24,14 @@ from mimatrix.comm.out_of_place import OutOfPlace
 from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, default_choice
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
 from mimatrix.comm.work import CollectiveThread, StreamTask, StreamWork, Task, Work, with_side_stream
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import MiMatrixError, UserError
 
 _REPORT_AFTER_S = 1.0
 """After how long a thread that waits tells the coordinator which calls it has made."""
 
 
+_CLOSE_S = 5.0
+"""How long to wait for calls that are queued when a group is closed."""
 _MAX_KNOWN = 4096
 
 
@@ -453,11 +456,17 @@ class Group:
         return SizeClass.of(op.collective, tensor, window_kind, device, carriers, is_placed=is_placed, counts=counts)
 
     def close(self) -> None:
-        """Release the staging slots, and end the group's own thread."""
+        """Release the staging slots after the calls that are queued, and end the group's own thread."""
         self.endpoint.watchdog.forget(self.name)
+        try:
+            closing = self.submit(self._dispatcher.close, doing="closing a group", inline=True)
+        except UserError:  # its thread has ended, and with it all calls
+            self._dispatcher.close()
+        else:
+            with suppress(MiMatrixError):  # a rank was lost, or calls take long: the slots are released after them
+                closing.wait(_CLOSE_S)
         if self._owns_thread:
             self.thread.close()
-        self._dispatcher.close()
 
     def _run(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None, wait: bool) -> Work:
         work = self.start(op, tensor, choice, may_run_here=wait)

@@ -134,6 +134,18 @@ def test_arena_without_room_on_one_rank_leaves_all_without_mixed() -> None:
     in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True)
 
 
+def test_group_that_is_closed_finishes_the_calls_that_are_queued() -> None:
+    def on_rank(group: Group) -> None:
+        tensors = [torch.full((100_000,), float(group.rank + 1)) for _ in range(5)]
+        works = [group.all_reduce(tensor, choice=mixed(), wait=False) for tensor in tensors]
+        group.close()
+        for work, tensor in zip(works, tensors, strict=True):
+            work.wait()
+            assert tensor.unique().tolist() == [6.0]
+
+    in_groups(3, on_rank, hosts=["a", "a", "b"], with_gloo=True)
+
+
 def test_groups_that_are_closed_return_their_slots() -> None:
     def on_rank(group: Group) -> int:
         arena = group.endpoint.arenas["host"]
