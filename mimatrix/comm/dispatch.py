@@ -50,14 +50,16 @@ class Dispatcher:
         executors: Mapping[str, OneSidedExecutor],
         backends: Mapping[str, C10dBackend],
         calls: CallLog,
+        launches: CallLog,
         *,
         mixed: MixedExecutor | None,
         forecast: Forecast | None,
         timeout_s: float,
         lazy_release: bool,
     ) -> None:
-        self.calls = calls
-        """All calls of this group, by which ranks that make different ones are found."""
+        self.calls, self.launch_log = calls, launches
+        """All native calls of this group, by which ranks that make different ones are found: those that run on its
+        thread, and those that are launched on the caller's; each in the same order on all ranks."""
         self.endpoint, self.members, self.sync = endpoint, members, sync
         self.backends, self.forecast = backends, forecast
         self.rank, self.world_size = members.index(endpoint.rank), len(members)
@@ -107,6 +109,7 @@ class Dispatcher:
             executors,
             backends,
             CallLog(name, ranks, endpoint.control),
+            CallLog(f"{name}/launched", ranks, endpoint.control),
             mixed=mixed,
             forecast=forecast,
             timeout_s=timeout_s,
@@ -246,6 +249,7 @@ class Dispatcher:
         """Raise an error that says why torch failed in a collective, if that is known: who is lost, or who differs."""
         logger.debug("%s failed in torch: %s", doing, error)
         self.calls.report()
+        self.launch_log.report()
         self.endpoint.control.diagnose(self.members, doing, self._timeout_s)
 
     def _run_guarded(self, doing: str, task: Callable[[], None]) -> None:

@@ -53,13 +53,14 @@ class _AgreedCalls:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _WatchedCall:
-    """A call that a thread waits for: its number in the log, or 0; the user's call; and since when."""
+    """A call that a thread waits for: the user's call, since when, and its number in the log."""
 
-    number: int
     user_call: UserCall | None
     since_s: float = field(default_factory=time.monotonic)
+    number: int = 0
+    """0 until it is logged, and for good over windows, which say themselves for whom they wait."""
 
 
 class Group:
@@ -124,7 +125,7 @@ class Group:
         group = cls(name, dispatcher, tuner, endpoint.thread, nccl_reason=nccl_reason)
         if dispatcher.nccl:
             backend = dispatcher.nccl.backend.backend
-            endpoint.watchdog.watch(name, dispatcher.members, backend, dispatcher.calls, timeout_s)
+            endpoint.watchdog.watch(name, dispatcher.members, backend, dispatcher.launch_log, timeout_s)
         if own_thread:
             group.use_own_thread()
         # No member may finish and leave before all have opened its windows.
@@ -279,15 +280,15 @@ class Group:
         if op.is_bucket and choice and choice.transport == "windows" and fills_storage(tensor):
             self._dispatcher.share_storage(tensor)
 
+        watched = _WatchedCall(self.caller.of_this_thread())
+
         def task() -> None:
             chosen = choice or self.choose(op, tensor)
-            self._count(op, tensor, chosen)
-            self._agree(op, tensor, chosen)
+            self._begin(op, tensor, chosen, watched)
             self._dispatcher.execute(op, tensor, chosen)
 
         inline = may_run_here and _is_interruptible(choice)
-        number = self._log(op, tensor, choice)
-        return self.submit(task, tensor, doing=op.describe(tensor.numel()), inline=inline, number=number)
+        return self.submit(task, tensor, doing=op.describe(tensor.numel()), inline=inline, watched=watched)
 
     def start_into(self, call: OutOfPlace, *, may_run_here: bool) -> Work:
         """Start a collective between two tensors, as tuned; `may_run_here` as in `start`."""
@@ -303,15 +304,15 @@ class Group:
             self._agree_to_launch(op, full)
             return self._launched.start_into(call, choice)
 
+        watched = _WatchedCall(self.caller.of_this_thread())
+
         def task() -> None:
             chosen = choice or self.choose(op, full)
-            self._count(op, full, chosen)
-            self._agree(op, full, chosen)
+            self._begin(op, full, chosen, watched)
             self._dispatcher.execute_into(call, chosen)
 
         inline = may_run_here and _is_interruptible(choice)
-        number = self._log(op, full, choice)
-        return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, number=number)
+        return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, watched=watched)
 
     def launch_known(self, op: CollectiveOp, *tensors: torch.Tensor) -> dist.Work | None:
         """Launch a collective that NCCL is known to carry; None if that is not known yet, so that `start` finds out.
@@ -335,39 +336,37 @@ class Group:
             return None
         return self.tune(op, tensor)
 
-    def _agree(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
-        """Compare the first call of its kind with those of all members: Gloo ends a process if sizes differ.
+    def _begin(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, watched: _WatchedCall) -> None:
+        """Count a call that is about to run, and log it unless windows carry it; only on the group's thread.
 
-        Only on the group's thread. Calls that were made before are compared afterwards, by the log.
+        Not when it is submitted: whether windows carry it may not be known yet then, on one rank and not on another,
+        and ranks must number their calls alike.
         """
-        if self.world_size > 1 and choice.transport != "windows" and self._agreed.is_new(op, tensor.numel()):
-            self._dispatcher.check_same_call(op, tensor.numel(), choice)
+        count = tensor.numel()
+        self._counters.add(op.collective, self._dispatcher.carrier(choice, tensor), tensor.nbytes)
+        if self.world_size == 1 or choice.transport == "windows":
+            return
+        if self.endpoint.control.has_news:
+            self.endpoint.control.check(-1, self.members, op.describe(count))
+        watched.number = self._dispatcher.calls.add(CallSignature.of(op, count, ""), watched.user_call)
+        # Gloo ends a process if sizes differ. Calls of a kind that was compared before are compared by the log.
+        if self._agreed.is_new(op, count):
+            self._dispatcher.check_same_call(op, count, choice)
 
     def _agree_to_launch(self, op: CollectiveOp, tensor: torch.Tensor) -> None:
-        """Do as `_agree` for a call that is launched on the calling thread."""
+        """Compare the first call of its kind with those of all members, before it is launched on the calling thread."""
         if self._agreed_launches.is_new(op, tensor.numel()):
             check = partial(self._dispatcher.check_same_call, op, tensor.numel(), C10D)
             self.submit(check, doing=op.describe(tensor.numel()), inline=False).wait()
 
-    def _count(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
-        self._counters.add(op.collective, self._dispatcher.carrier(choice, tensor), tensor.nbytes)
-
-    def _log(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None) -> int:
-        """Log a call, and return its number; 0 over windows, which say themselves for whom they wait.
-
-        All calls are logged, also those that windows carry: whether the choice is known yet depends on how far the
-        group's thread has come, and ranks must number their calls alike.
-        """
-        if self.world_size == 1 or not self.cpu_backend:
-            return 0
-        control, is_windows = self.endpoint.control, choice is not None and choice.transport == "windows"
-        if control.has_news and not is_windows:
-            control.check(-1, self.members, op.describe(tensor.numel()))
-        number = self._dispatcher.calls.add(CallSignature.of(op, tensor.numel(), ""), self.caller.of_this_thread())
-        return 0 if is_windows else number
-
     def submit(
-        self, task: Task, tensor: torch.Tensor | None = None, *, doing: str, inline: bool, number: int = 0
+        self,
+        task: Task,
+        tensor: torch.Tensor | None = None,
+        *,
+        doing: str,
+        inline: bool,
+        watched: _WatchedCall | None = None,
     ) -> Work:
         """Run a task in the order of this group's collectives.
 
@@ -376,7 +375,7 @@ class Group:
             tensor: If it is on a GPU, the task runs after the kernels that the caller has launched so far.
             doing: What the task is, for errors about lost ranks.
             inline: Run it on the calling thread if nothing else is queued.
-            number: The number of a call that was logged, which c10d carries.
+            watched: What those who wait for it know of it.
         """
         user_call = self.caller.of_this_thread()
 
@@ -385,7 +384,7 @@ class Group:
             task()
 
         ordered = run if tensor is None else with_side_stream(run, tensor)
-        work = Work(ordered, partial(self.watch, doing, _WatchedCall(number, user_call)))
+        work = Work(ordered, partial(self.watch, doing, watched or _WatchedCall(user_call)))
         self.thread.submit(work, inline=inline)
         return work
 

@@ -43,7 +43,7 @@ class LaunchedCalls:
         watch: Callable[[str], None],
     ) -> None:
         self._group, self._dispatcher, self._nccl = group, dispatcher, nccl
-        self._counters, self._watch = counters, watch
+        self._log, self._counters, self._watch = dispatcher.launch_log, counters, watch
         self._watchdog, self._caller = dispatcher.endpoint.watchdog, dispatcher.endpoint.control.caller
         self._known: dict[tuple[CollectiveOp, int, int], _KnownLaunch] = {}
 
@@ -58,7 +58,7 @@ class LaunchedCalls:
             return None
         self._watchdog.check(self._group, known.doing)
         self._counters.add(op.collective, known.carrier, tensor.nbytes)
-        number = self._dispatcher.calls.add(known.signature, self._caller.of_this_thread())
+        number = self._log.add(known.signature, self._caller.of_this_thread())
         try:
             task = known.launch(*tensors)
         except RuntimeError as error:
@@ -80,7 +80,7 @@ class LaunchedCalls:
     def start_native(self, launch: Callable[[], StreamTask], *, doing: str) -> StreamWork:
         """Launch a call of NCCL that is not one of our collectives; it is not compared with those of other ranks."""
         self._watchdog.check(self._group, doing)
-        return self._start_watched(launch, self._dispatcher.calls.number, doing)
+        return self._start_watched(launch, self._log.number, doing)
 
     def _start(
         self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, launch: Callable[[], StreamTask]
@@ -88,7 +88,7 @@ class LaunchedCalls:
         count, doing = tensor.numel(), op.describe(tensor.numel())
         self._watchdog.check(self._group, doing)
         self._counters.add(op.collective, self._dispatcher.carrier(choice, tensor), tensor.nbytes)
-        number = self._dispatcher.calls.add(CallSignature.of(op, count, ""), self._caller.of_this_thread())
+        number = self._log.add(CallSignature.of(op, count, ""), self._caller.of_this_thread())
         return self._start_watched(partial(self._dispatcher.guarded, doing, launch), number, doing)
 
     def _start_watched(self, launch: Callable[[], StreamTask], number: int, doing: str) -> StreamWork:

@@ -115,11 +115,11 @@ class NcclWatchdog:
                 groups = list(self._groups.items())
             for name, group in groups:
                 try:
-                    self._look_at(name, group)
+                    self._look_at(group)
                 except Exception:
                     logger.exception("the watchdog of group %s failed", name)
 
-    def _look_at(self, name: str, group: _WatchedGroup) -> None:
+    def _look_at(self, group: _WatchedGroup) -> None:
         pending = group.pending
         if pending is None or group.error:
             return
@@ -127,7 +127,7 @@ class NcclWatchdog:
             # Also if the call is complete: c10d counts one as complete that has failed, and its kernel may still run.
             self._control.check(-1, group.members, pending.doing)
             if not _is_completed(pending.task):
-                self._check_pending(name, group, pending)
+                self._check_pending(group, pending)
         except MiMatrixError as error:
             group.error = error
             self._abort([group, *self._others_that_fail(group)])
@@ -149,7 +149,7 @@ class NcclWatchdog:
             if group.aborting:
                 group.aborting.join(max(0.0, until - time.monotonic()))
 
-    def _check_pending(self, name: str, group: _WatchedGroup, pending: _Pending) -> None:
+    def _check_pending(self, group: _WatchedGroup, pending: _Pending) -> None:
         """Raise if the pending call cannot end any more, or has taken too long."""
         now_s = time.monotonic()
         waited_s = now_s - pending.since_s
@@ -161,7 +161,9 @@ class NcclWatchdog:
         if waited_s > _REPORT_AFTER_S:
             group.calls.report()
         if waited_s > group.timeout_s:
-            self._control.report_unfinished(name, pending.number, group.members, pending.doing, group.timeout_s)
+            self._control.report_unfinished(
+                group.calls.group, pending.number, group.members, pending.doing, group.timeout_s
+            )
             raise WorldError(
                 f"{pending.doing} has not ended after {waited_s:.0f} s, although every rank has come; "
                 "check the network between the hosts"

@@ -90,6 +90,7 @@ class FakeCallLog:
     """Counts reports."""
 
     reports = 0
+    group = "pair/launched"
 
     def report(self) -> None:
         self.reports += 1
@@ -319,7 +320,7 @@ def test_late_member_is_found_after_the_timeout(alone: tuple[NcclWatchdog, FakeC
     watchdog.note("pair", 7, DOING, FakeStreamTask(running))
     assert backend.is_aborted.wait(5)
     assert error_of(watchdog, "pair") is control.verdict
-    assert control.complaints == [("pair", 7, (0, 1), DOING, 0.1)]
+    assert control.complaints == [("pair/launched", 7, (0, 1), DOING, 0.1)]
 
 
 def test_call_to_which_all_have_come_and_that_does_not_end_blames_the_network(

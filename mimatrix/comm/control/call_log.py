@@ -36,7 +36,7 @@ class CallLog:
     """
 
     def __init__(self, group: str, members: Sequence[int], control: ControlClient) -> None:
-        self._group, self._members, self._control = group, tuple(members), control
+        self.group, self._members, self._control = group, tuple(members), control
         self.number = 0
         """How many calls were added."""
         self._digest = 0
@@ -72,7 +72,7 @@ class CallLog:
             CallEntry(number, before, digest, call.describe_request(), user_call)
             for number, before, digest, call, user_call in recent
         )
-        self._control.post_calls(CallReport(self._group, self._members, tuple(entries)))
+        self._control.post_calls(CallReport(self.group, self._members, tuple(entries)))
 
 
 def is_reported(number: int) -> bool:
