@@ -165,6 +165,7 @@ run.evaluate(model, [torch.ones(2)] * 8, lambda model, batch: {"mean": float(mod
 """
 
 
+@pytest.mark.long
 def test_call_after_the_other_rank_ended_well_is_not_started_again(folder: Path) -> None:
     (folder / "last.py").write_text(ONE_RANK_IS_LAST)
     done = mimatrix("-n", "2", "--max-restarts", "1", "last.py", "0", cwd=folder)
@@ -173,6 +174,7 @@ def test_call_after_the_other_rank_ended_well_is_not_started_again(folder: Path)
     assert done.stderr.splitlines() == [f"[0] mimatrix: {said}", f"mimatrix: rank 0 failed: {said}"]
 
 
+@pytest.mark.long
 def test_exit_code_of_a_rank_that_failed_first_counts(folder: Path) -> None:
     (folder / "last.py").write_text(ONE_RANK_IS_LAST)
     done = mimatrix("-n", "2", "last.py", "3", cwd=folder)

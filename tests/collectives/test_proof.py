@@ -147,5 +147,6 @@ def test_fingerprints_catch_what_counting_catches(monkeypatch: pytest.MonkeyPatc
             verify(with_round(schedule, len(schedule.rounds) - 1, moves[1:]))
 
 
+@pytest.mark.long
 def test_large_schedules_verify() -> None:
     verify(build("halving_doubling", Request(Collective.ALL_REDUCE, 1000)))

@@ -52,6 +52,7 @@ def test_each_zero_stage_holds_only_what_it_shards(stage: int) -> None:
         assert measured["counted"]["optimizer"] == pytest.approx(optimizer, rel=0.01)
 
 
+@pytest.mark.long
 def test_zero3_trains_a_model_whose_state_exceeds_one_rank() -> None:
     shares, model = (0.4, 0.3, 0.3), 32 * UNIT
     limit = int(2.6 * model)

@@ -69,6 +69,7 @@ def train(folder: Path, output: Path, steps: int) -> list[dict[str, Any]]:
     return [json.loads(Path(f"{output}.{rank}").read_text()) for rank in range(2)]
 
 
+@pytest.mark.long
 def test_masks_differ_between_ranks_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = train(tmp_path / "saved", tmp_path / "whole", 6)
     rest = train(tmp_path / "saved", tmp_path / "rest", 6)

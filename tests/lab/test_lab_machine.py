@@ -154,6 +154,7 @@ def test_everyone_reaches_everyone(word: str, tmp_path: Path) -> None:
     assert set(done.stdout.splitlines()) == expected
 
 
+@pytest.mark.long
 def test_packets_take_the_path_of_the_layout() -> None:
     lab = up(load_cluster("leaf_spine:2x2,rate=1Gbit"), NAME)
     for source, target in ((0, 2), (1, 3), (3, 0)):

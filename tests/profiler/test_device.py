@@ -62,6 +62,7 @@ def _measure_within(room: int) -> Profile:
     return measure_device(convolutions(side=32), Limits(max_samples=4096, available_bytes=room, seconds=10))
 
 
+@pytest.mark.long
 def test_measuring_stays_within_the_memory_budget() -> None:
     # In a process of its own, as a rank is: the kernel counts what threads of other tests take meanwhile, too.
     room = 30_000_000

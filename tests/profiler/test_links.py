@@ -77,6 +77,7 @@ def test_all_ranks_get_the_same_links() -> None:
     assert found[0]["rate"][1][2] == found[0]["rate"][0][2]
 
 
+@pytest.mark.long
 def test_a_missing_rank_is_named() -> None:
     ranks = started("a,b", LATE="1")
     try:

@@ -52,6 +52,7 @@ def test_a_lost_group_ends_no_other(tmp_path: Path) -> None:
         assert "group_pushes_rank1" in rows[0]
 
 
+@pytest.mark.long
 def test_a_lost_group_returns(tmp_path: Path) -> None:
     """That of rank 0, which has the store and speaks for the job; its service dies with it."""
     with server(tmp_path / "data", devices=2) as there:

@@ -55,6 +55,7 @@ def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
     assert "nothing to see here" in up.command("logs", str(number)).stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_cancelling_ends_the_processes(up: Server) -> None:
     number = up.submit("patient.py", "--", "301.5")
