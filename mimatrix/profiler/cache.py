@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from mimatrix import __version__
-from mimatrix.comm.tuning.tuner import cache_folder
 from mimatrix.core import environment
+from mimatrix.core.cache import cache_folder
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.files import write_atomic
 from mimatrix.planner.profile import VERSION, Profile
@@ -69,4 +69,4 @@ def _path(target: ProfileTarget, max_samples: int, available_bytes: int) -> Path
         [torch.__version__, __version__, VERSION],
     ]
     name = hashlib.blake2b(json.dumps(conditions).encode(), digest_size=8).hexdigest()
-    return cache_folder().parent / "profiles" / f"{name}.json"
+    return cache_folder("profiles") / f"{name}.json"

@@ -6,7 +6,6 @@ cluster is rank i of the job.
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +14,7 @@ from pathlib import Path
 from mimatrix.cluster import Cluster, load_cluster, read_cluster, write_cluster
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.core import environment
+from mimatrix.core.cache import cache_folder
 from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.core.files import write_atomic
 
@@ -94,5 +94,4 @@ def _measured_file(endpoint: Endpoint) -> Path:
     hosts = [location.host for location in endpoint.locations]
     places = [[each.machine, hosts.index(each.host), each.facts] for each in endpoint.locations]
     digest = hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
-    base = environment.CACHE.get() or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "mimatrix" / "clusters" / f"v{_VERSION}-{digest}.toml"
+    return cache_folder("clusters") / f"v{_VERSION}-{digest}.toml"

@@ -28,6 +28,7 @@ from mimatrix.comm.memory.arena import Slot, slot_bytes
 from mimatrix.comm.tuning.choice import AlgorithmChoice, Carriers, Message, Transport, candidates
 from mimatrix.comm.tuning.forecast import Forecast
 from mimatrix.core import environment
+from mimatrix.core.cache import cache_folder
 from mimatrix.core.errors import UserError
 from mimatrix.core.files import write_atomic
 
@@ -156,7 +157,7 @@ class Tuner:
     @classmethod
     def load(cls, group: TunedGroup, name: str) -> "Tuner":
         """Return a tuner with the cached table and the environment of member 0, the same on all members."""
-        key, file = f"mimatrix/tuned/{name}", cache_folder() / f"{fingerprint(group)}.json"
+        key, file = f"mimatrix/tuned/{name}", cache_folder("tuner") / f"{fingerprint(group)}.json"
         if group.rank == 0:
             group.endpoint.store.set(key, json.dumps([_read_table(file), environment.TRANSPORT.get()]))
         table, requested = json.loads(group.endpoint.store.get(key))
@@ -313,12 +314,6 @@ def fingerprint(group: TunedGroup) -> str:
     facts = [layout, places, group.transports, platform.machine(), os.cpu_count(), torch.__version__, __version__]
     facts.append(description)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """Return the directory in which tables are cached from job to job."""
-    base = environment.CACHE.get() or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "mimatrix" / "tuner"
 
 
 def _read_table(file: Path) -> Table:
