@@ -119,6 +119,7 @@ def test_a_small_worker_with_the_larger_part_is_a_problem() -> None:
     assert "0.84 of the ideal" in problem_of(case, row | {"fraction_of_ideal": 0.84})
 
 
+@pytest.mark.long
 def test_ddp_and_mimatrix_train_the_same_under_real_quotas() -> None:
     try:
         with quotas({0: 0.5}):

@@ -24,6 +24,7 @@ def test_a_week_leaves_in_every_tier_what_its_time_holds() -> None:
         assert len(times) == pytest.approx(at_once * min(tier.kept_s, WEEK_S) / tier.every_s, rel=0.02)
 
 
+@pytest.mark.long
 def test_a_small_state_is_measured() -> None:
     began = time.monotonic()
     found = measured(Size(jobs=40, devices=20), seconds=2.0, is_browsed=False)

@@ -50,6 +50,7 @@ def test_import_of_torch_loads_no_more_than_the_registration() -> None:
     }
 
 
+@pytest.mark.long
 def test_backend_is_found_by_its_name_under_torchrun(tmp_path: Path) -> None:
     (told,) = run_script(tmp_path, *TORCHRUN, "without_import.py")
     assert told == {"backend": "mimatrix", "averages": [3, -3]}

@@ -169,7 +169,9 @@ def test_resnet_with_batch_norm_is_exact(partition: Partition, stage: int) -> No
 
 
 @pytest.mark.parametrize("reads", [True, False])
-@pytest.mark.parametrize("partition", BY_HAND, ids=str)
+@pytest.mark.parametrize(
+    "partition", [*BY_HAND[:2], *(pytest.param(each, marks=pytest.mark.long) for each in BY_HAND[2:])], ids=str
+)
 def test_zero0_is_exact_with_and_without_shared_grads(
     partition: Partition, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

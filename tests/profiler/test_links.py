@@ -90,6 +90,7 @@ def test_a_missing_rank_is_named() -> None:
     assert "PeerLost: rank 1 did not " in errors
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")), reason="needs root, ip and tc"
 )

@@ -72,6 +72,7 @@ def test_out_of_memory_is_caught_and_memory_released(megabytes: int) -> None:
     pytest.fail(f"no more than {most} bytes of {megabytes} MB were used")
 
 
+@pytest.mark.long
 def test_one_sample_that_does_not_fit_is_refused() -> None:
     found = said_by("overflowing.py", "40", "1024")
     assert "cpu (cpu) lacks at least " in found["error"]

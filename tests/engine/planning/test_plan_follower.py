@@ -233,6 +233,7 @@ def test_measuring_needs_the_loss() -> None:
         in_runs(2, on_rank, global_batch=BATCH, plan="profile")
 
 
+@pytest.mark.long
 def test_what_one_rank_cannot_do_is_said_by_all() -> None:
     errors: list[str] = []
 
