@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.allreduce import lab, pictures, same_host, shares, two_level
 from bench.allreduce.common import Rows, figure_path, kept, pick
+from bench.allreduce.gpu_hosts import CONTROL
 from bench.markdown import machine, table, write_page
 from mimatrix.cluster import Fabric, named
 from mimatrix.collectives import Collective, fit
@@ -157,8 +158,9 @@ def _gpu_hosts(found: dict[str, Any] | None) -> str:
         best_s = min(row["median_s"] for row in rows if row["who"].startswith("NCCL"))
         for row in rows:
             times = [format_seconds(row["median_s"]), format_seconds(row["spread_s"])]
+            ratio = f"{row['median_s'] / best_s:.2f}x"
             ours = row["who"].startswith("mimatrix")
-            body.append([what, row["who"], *times, f"**{row['median_s'] / best_s:.2f}x**" if ours else ""])
+            body.append([what, row["who"], *times, f"**{ratio}**" if ours else ratio if row["who"] == CONTROL else ""])
     counters = ", ".join(f"{name} {count}" for name, count in found["counters"].items())
     return f"""## 7. Three hosts of unlike GPUs
 

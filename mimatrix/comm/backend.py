@@ -114,7 +114,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         reduce_op = _reduce_op(opts)
         if tensors[0].is_cuda and reduce_op is not None and len(tensors) == 1:
             op = _cached_op(Collective.ALL_REDUCE, tensors[0].dtype, reduce_op)
-            if launched := self.mimatrix.launch_known(op, tensors[0]):
+            if launched := self.mimatrix.launch_known(op, tensors[0], is_async=not _waits(opts)):
                 return launched
         if reduce_op is None or not _are_supported(*tensors) or len(tensors) > 1:
             return self._delegate("all_reduce", "allreduce", tensors, *_given(opts))
@@ -176,7 +176,8 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         if not _are_flat(output, source):
             return self._delegate("all_gather", "_allgather_base", output, source, *_given(opts))
         op = _cached_op(Collective.ALL_GATHER, output.dtype, "sum")
-        if output.is_cuda and (launched := self.mimatrix.launch_known(op, output, source)):
+        is_async = not _waits(opts)
+        if output.is_cuda and (launched := self.mimatrix.launch_known(op, output, source, is_async=is_async)):
             return launched
         call = AllGatherInto(
             full=_as_supported(output), shard=_as_supported(source), rank=self.rank(), world_size=self.size()
@@ -188,7 +189,8 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         if reduce_op is None or not _are_supported(output, source) or not _are_flat(output, source):
             return self._delegate("reduce_scatter", "_reduce_scatter_base", output, source, *_given(opts))
         op = _cached_op(Collective.REDUCE_SCATTER, source.dtype, reduce_op)
-        if source.is_cuda and (launched := self.mimatrix.launch_known(op, source, output)):
+        is_async = not _waits(opts)
+        if source.is_cuda and (launched := self.mimatrix.launch_known(op, source, output, is_async=is_async)):
             return launched
         call = ReduceScatterInto(
             shard=output.view(-1),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from mimatrix.collectives.schedule import Collective
 from mimatrix.comm.calls import Way
@@ -108,10 +109,13 @@ class C10dBackend:
             return self._launch_lists(collective, shards, reduce_op)
         return self._launch_padded(collective, shards, reduce_op)
 
-    def launcher(self, collective: Collective, dtype: torch.dtype, reduce_op: str, root: int) -> Launcher | None:
+    def launcher(
+        self, collective: Collective, dtype: torch.dtype, reduce_op: str, root: int, *, is_async: bool
+    ) -> Launcher | None:
         """Return what launches a collective on any contiguous tensor of a type, if nothing is left to do after it.
 
         An all-gather is launched on the full tensor and the shard, and so is a reduce-scatter, with shards of one size.
+        Without `is_async` it runs on the caller's stream, which would wait for it anyway, and not on NCCL's own.
         """
         if not self.is_nccl or dtype not in _REDUCED_TYPES or self._averaging(torch.empty(0, dtype=dtype), reduce_op):
             return None
@@ -119,17 +123,19 @@ class C10dBackend:
         match collective:
             case Collective.ALL_REDUCE:
                 reduce_options = dist.AllreduceOptions()
-                reduce_options.reduceOp = self._torch_op(reduce_op, dtype)
+                reduce_options.reduceOp, reduce_options.asyncOp = self._torch_op(reduce_op, dtype), is_async
                 return lambda tensor: backend.allreduce([tensor], reduce_options)
             case Collective.BROADCAST:
                 root_options = dist.BroadcastOptions()
-                root_options.rootRank = root
+                root_options.rootRank, root_options.asyncOp = root, is_async
                 return lambda tensor: backend.broadcast([tensor], root_options)
             case Collective.ALL_GATHER:
-                return lambda full, shard: backend._allgather_base(full, shard)
+                gather_options = AllgatherOptions()
+                gather_options.asyncOp = is_async
+                return lambda full, shard: backend._allgather_base(full, shard, gather_options)
             case Collective.REDUCE_SCATTER:
                 options = dist.ReduceScatterOptions()
-                options.reduceOp = self._torch_op(reduce_op, dtype)
+                options.reduceOp, options.asyncOp = self._torch_op(reduce_op, dtype), is_async
                 return lambda full, shard: backend._reduce_scatter_base(shard, full, options)
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> StreamTask:

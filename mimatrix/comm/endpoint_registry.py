@@ -7,6 +7,7 @@ other ranks, which may still be reading the last result, would report it as lost
 
 import atexit
 import json
+import logging
 import os
 import sys
 import time
@@ -105,6 +106,11 @@ def has_joined() -> bool:
     return any(shared.endpoint.world_size > 1 for shared in _endpoints)
 
 
+def note_exit_code(code: int) -> None:
+    """Say with which code this process is about to end, for exit handlers that have to end it themselves."""
+    _exit_status.note(code)
+
+
 def _join(store: Store, rank: int, world_size: int, kinds: Mapping[str, WindowKind]) -> SharedEndpoint:
     _exit_status.watch()
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -117,13 +123,17 @@ def _join(store: Store, rank: int, world_size: int, kinds: Mapping[str, WindowKi
 def _leave_all() -> None:
     # A rank that ends with an error is lost and has not left: its sockets close by themselves and show it. And the
     # child of a fork must not leave for its parent.
+    has_failed = _exit_status.has_failed
     for shared in _endpoints:
         if shared.process != os.getpid():
             continue
         with suppress(Exception):
-            shared.endpoint.watchdog.abort_all() if _exit_status.has_failed else shared.close()
-        if any(thread.is_busy for thread in shared.endpoint.threads):
-            # Gloo would abort the process when it takes apart a collective that is in flight.
+            shared.endpoint.watchdog.abort_all() if has_failed else shared.close()
+        # Gloo would abort the process when it takes apart a collective that is in flight, and NCCL's threads may still
+        # use what an aborted communicator had: then a process that has failed would end by a signal.
+        is_in_flight = any(thread.is_busy for thread in shared.endpoint.threads)
+        if is_in_flight or (has_failed and shared.endpoint.watchdog.has_groups):
+            logging.shutdown()
             sys.stdout.flush()
             os._exit(_exit_status.code)
     _endpoints.clear()

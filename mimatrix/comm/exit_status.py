@@ -19,7 +19,7 @@ class ExitStatus:
     def watch(self) -> None:
         """Note calls of `sys.exit` from now on."""
         if self._exit is None:
-            self._exit, sys.exit = sys.exit, self._note
+            self._exit, sys.exit = sys.exit, self._note_exit
 
     @property
     def has_failed(self) -> bool:
@@ -31,8 +31,12 @@ class ExitStatus:
         """The exit code as far as it is known: what `sys.exit` was given if that is a number, 1 after an exception."""
         return self._status if isinstance(self._status, int) and self._status else int(self.has_failed)
 
-    def _note(self, status: Any = None, /) -> NoReturn:
+    def note(self, status: object) -> None:
+        """Note the status with which this process is about to end."""
+        self._status = status
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
         if threading.current_thread() is threading.main_thread():  # elsewhere it ends only the thread
-            self._status = status
+            self.note(status)
         self._exit(status)
         raise AssertionError("sys.exit returned")

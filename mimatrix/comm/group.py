@@ -270,7 +270,7 @@ class Group:
         With `may_run_here` it may run on the calling thread, which then cannot overlap with it. What NCCL carries is
         launched on the calling thread in any case, so that every rank launches in the order of its program.
         """
-        if choice is None and (launched := self.launch_known(op, tensor)):
+        if choice is None and (launched := self.launch_known(op, tensor, is_async=not may_run_here)):
             return StreamWork.of(launched)
         self._check(op, tensor)
         choice = choice or self.cached_choice(op, tensor) or self._choose_if_launched(op, tensor)
@@ -314,12 +314,13 @@ class Group:
         inline = may_run_here and _is_interruptible(choice)
         return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, watched=watched)
 
-    def launch_known(self, op: CollectiveOp, *tensors: torch.Tensor) -> dist.Work | None:
+    def launch_known(self, op: CollectiveOp, *tensors: torch.Tensor, is_async: bool = True) -> dist.Work | None:
         """Launch a collective that NCCL is known to carry; None if that is not known yet, so that `start` finds out.
 
-        `tensors` are one, or the full tensor and the shard of a call between two.
+        `tensors` are one, or the full tensor and the shard of a call between two. Without `is_async` the caller's
+        stream runs it, since it would wait for it at once.
         """
-        return self._launched.start_known(op, *tensors) if self._launched else None
+        return self._launched.start_known(op, *tensors, is_async=is_async) if self._launched else None
 
     def launches(self, tensor: torch.Tensor, choice: AlgorithmChoice | None = None) -> bool:
         """Return whether a GPU orders what carries a tensor: NCCL is there and, if it is given, by `choice`."""

@@ -45,15 +45,16 @@ class LaunchedCalls:
         self._group, self._dispatcher, self._nccl = group, dispatcher, nccl
         self._log, self._counters, self._watch = dispatcher.launch_log, counters, watch
         self._watchdog, self._caller = dispatcher.endpoint.watchdog, dispatcher.endpoint.control.caller
-        self._known: dict[tuple[CollectiveOp, int, int], _KnownLaunch] = {}
+        self._known: dict[tuple[CollectiveOp, int, int, bool], _KnownLaunch] = {}
 
-    def start_known(self, op: CollectiveOp, *tensors: torch.Tensor) -> dist.Work | None:
+    def start_known(self, op: CollectiveOp, *tensors: torch.Tensor, is_async: bool) -> dist.Work | None:
         """Launch a call of a kind that was launched before; None if it was not, so that `start` finds out how.
 
         For calls that torch makes: the fewer steps, the better. `tensors` are one, or the full tensor and the shard.
+        Without `is_async` the caller's stream runs the call.
         """
         tensor = tensors[0]
-        known = self._known.get((op, tensor.numel(), len(tensors)))
+        known = self._known.get((op, tensor.numel(), len(tensors), is_async))
         if known is None or tensor.device.type != self._nccl.device_type or not tensor.is_contiguous():
             return None
         self._watchdog.check(self._group, known.doing)
@@ -69,12 +70,12 @@ class LaunchedCalls:
 
     def start(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> StreamWork:
         """Launch a collective in place on a tensor."""
-        self._remember(op, tensor, choice, is_out_of_place=False)
+        self._remember(op, tensor, choice, tensors=1)
         return self._start(op, tensor, choice, partial(self._nccl.launch, op, tensor, choice))
 
     def start_into(self, call: OutOfPlace, choice: AlgorithmChoice) -> StreamWork:
         """Launch a collective between two tensors."""
-        self._remember(call.op, call.full, choice, is_out_of_place=True)
+        self._remember(call.op, call.full, choice, tensors=2)
         return self._start(call.op, call.full, choice, partial(self._nccl.launch_into, call, choice))
 
     def start_native(self, launch: Callable[[], StreamTask], *, doing: str) -> StreamWork:
@@ -98,17 +99,17 @@ class LaunchedCalls:
             self._watchdog.note(self._group, number, doing, work.launched)
         return work
 
-    def _remember(
-        self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, *, is_out_of_place: bool
-    ) -> None:
-        """Remember how such a call is launched, unless windows may carry one on another tensor of the same size."""
-        key = (op, tensor.numel(), 2 if is_out_of_place else 1)
-        if key in self._known or self._dispatcher.window_kinds:
+    def _remember(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, *, tensors: int) -> None:
+        """Remember how such calls are launched, unless windows may carry one on another tensor of the same size."""
+        if (op, tensor.numel(), tensors, True) in self._known or self._dispatcher.window_kinds:
             return
-        if launch := self._nccl.launcher(op, choice, is_out_of_place=is_out_of_place):
+        for is_async in (True, False):
+            launch = self._nccl.launcher(op, choice, is_out_of_place=tensors == 2, is_async=is_async)
+            if launch is None:
+                return
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = _KnownLaunch(
+            self._known[op, tensor.numel(), tensors, is_async] = _KnownLaunch(
                 launch=launch,
                 carrier=self._dispatcher.carrier(choice, tensor),
                 signature=CallSignature.of(op, tensor.numel(), ""),

@@ -30,11 +30,13 @@ class NcclLauncher:
         """Return whether a call on a tensor, by this choice, is launched here."""
         return tensor.device.type == self.device_type and choice.transport in ("c10d", "send_recv")
 
-    def launcher(self, op: CollectiveOp, choice: AlgorithmChoice, *, is_out_of_place: bool) -> Launcher | None:
+    def launcher(
+        self, op: CollectiveOp, choice: AlgorithmChoice, *, is_out_of_place: bool, is_async: bool
+    ) -> Launcher | None:
         """Return what launches all calls of a kind at once; None if they need more than one step."""
         if choice != C10D or (op.collective in SHARDED and not is_out_of_place):
             return None
-        return self.backend.launcher(op.collective, op.dtype, op.reduce_op, op.root)
+        return self.backend.launcher(op.collective, op.dtype, op.reduce_op, op.root, is_async=is_async)
 
     def launch(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> StreamTask:
         """Launch a collective in place on a tensor."""

@@ -69,6 +69,11 @@ class NcclWatchdog:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether a group is watched, that is, has communicators."""
+        return bool(self._groups)
+
     def watch(
         self, name: str, members: Sequence[int], backend: AbortableBackend, calls: CallLog, timeout_s: float
     ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mimatrix.comm.endpoint_registry import find_failure, has_joined
+from mimatrix.comm.endpoint_registry import find_failure, has_joined, note_exit_code
 from mimatrix.core.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -77,6 +77,7 @@ def _exit_with(sentence: str, code: int) -> NoReturn:
         timer = threading.Timer(_EXIT_S, os._exit, (code,))
         timer.daemon = True
         timer.start()
+        note_exit_code(code)
         atexit._run_exitfuncs()
         with suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -107,7 +107,7 @@ def test_nothing_is_launched_on_the_fast_path_of_gloo() -> None:
     def on_rank(group: Group) -> None:
         assert not gloo(group).is_nccl
         for collective in Collective:
-            assert gloo(group).launcher(collective, torch.float32, "sum", 0) is None
+            assert gloo(group).launcher(collective, torch.float32, "sum", 0, is_async=True) is None
 
     in_groups(2, on_rank, with_gloo=True)
 
@@ -201,20 +201,22 @@ def test_fast_path_of_nccl_makes_the_call_that_launch_makes(
 ) -> None:
     full = torch.ones(6)
     tensors = [full, full[2:4]][:arguments]
-    launch = backend.launcher(collective, torch.float32, "max", 2)
-    assert launch
-    launch(*tensors)
+    for is_async in (True, False):
+        launch = backend.launcher(collective, torch.float32, "max", 2, is_async=is_async)
+        assert launch
+        launch(*tensors)
     backend.launch(collective, full, "max", 2)
-    fast, plain = nccl.calls
-    assert fast[0] == name
-    assert _described(fast) == _described(plain)
+    *fast, plain = nccl.calls
+    assert fast[0][0] == name
+    assert _described(fast[0]) == _described(fast[1]) == _described(plain)
+    assert nccl.async_ops == [True, False, True]
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(torch.int64, "avg"), (torch.int16, "sum"), (torch.int16, "max")])
 def test_fast_path_of_nccl_is_not_for_what_needs_more_than_a_launch(
     dtype: torch.dtype, op: str, backend: C10dBackend
 ) -> None:
-    assert backend.launcher(Collective.ALL_REDUCE, dtype, op, 0) is None
+    assert backend.launcher(Collective.ALL_REDUCE, dtype, op, 0, is_async=True) is None
 
 
 def _described(call: tuple[Any, ...]) -> list[Any]:

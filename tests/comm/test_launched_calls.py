@@ -129,6 +129,15 @@ def test_known_calls_between_two_tensors_are_launched_on_both() -> None:
     run(on_rank)
 
 
+def test_a_call_that_its_caller_waits_for_runs_on_the_stream_of_the_caller() -> None:
+    def on_rank(group: Group) -> None:
+        for wait in (True, True, False):
+            group.all_reduce(on_meta(10), wait=wait)
+        assert fake_of(group).async_ops == [True, False, True], "only known calls take the short way"
+
+    run(on_rank)
+
+
 def test_first_call_of_a_kind_is_compared_before_it_is_launched() -> None:
     def on_rank(group: Group) -> None:
         with pytest.raises(MismatchError, match="ranks disagree"):

@@ -37,6 +37,8 @@ class FakeNccl:
     rank: int
     ranks: int
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    async_ops: list[bool] = field(default_factory=list)
+    """Of each call but those without options: whether it runs on a stream of its own."""
 
     def abort(self) -> None:
         self.calls.append(("abort",))
@@ -46,10 +48,12 @@ class FakeNccl:
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> FakeStreamTask:
         self.calls.append(("allreduce", tensors, options.reduceOp))
+        self.async_ops.append(options.asyncOp)
         return self._reduce(tensors[0], tensors[0], options.reduceOp)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeStreamTask:
         self.calls.append(("broadcast", tensors, options.rootRank))
+        self.async_ops.append(options.asyncOp)
         return FakeStreamTask()
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> FakeStreamTask:
@@ -62,12 +66,14 @@ class FakeNccl:
         self.calls.append(("reduce_scatter", outputs, inputs, options.reduceOp))
         return self._reduce(outputs[0], inputs[0][self.rank], options.reduceOp)
 
-    def _allgather_base(self, full: torch.Tensor, shard: torch.Tensor) -> FakeStreamTask:
+    def _allgather_base(self, full: torch.Tensor, shard: torch.Tensor, options: Any = None) -> FakeStreamTask:
         self.calls.append(("_allgather_base", full, shard))
+        self.async_ops.append(options.asyncOp if options else True)
         return FakeStreamTask()
 
     def _reduce_scatter_base(self, shard: torch.Tensor, full: torch.Tensor, options: Any) -> FakeStreamTask:
         self.calls.append(("_reduce_scatter_base", shard, full, options.reduceOp))
+        self.async_ops.append(options.asyncOp)
         return self._reduce(shard, full.view(self.ranks, -1)[self.rank], options.reduceOp)
 
     def _reduce(self, output: torch.Tensor, own: torch.Tensor, op: Any) -> FakeStreamTask:
