@@ -23,8 +23,8 @@ from bench.heterogeneous.page import DRIFT, keep, write
 from bench.heterogeneous.rounds import IDEAL, OURS
 from bench.heterogeneous.tasks import Task, folder, losses, train, train_in
 from mimatrix.core.errors import UserError
-from mimatrix.lab import this_machine
-from mimatrix.launch.quotas import PREFIX
+from mimatrix.launch.throttle.cpu_quota import PREFIX
+from mimatrix.processes.cgroups import this_machine
 
 SLOWED, FULL, SLOW = 1, 0.999, 0.3
 """Which rank; just below 1, so that it has a control group from the start; what is left to it."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from bench.markdown import machine, table, write_page
-from mimatrix.planner.curve import Curve
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.planning import Problem, make_plan
-from mimatrix.planner.profile import Communication, ModelSize, Profile
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Communication, ModelSize, Profile
+from mimatrix.planner.planner import Problem, make_plan
 
 REPEATS = 3
 GB = 10**9

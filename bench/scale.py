@@ -27,9 +27,9 @@ from support.chromium import CHROMIUM
 from bench.markdown import MEASUREMENTS, machine, table
 from bench.server import browsing, load, viewers, week
 from bench.server.week import Size
-from mimatrix.server.database import DATABASE_FILE
-from mimatrix.server.live import Live
-from mimatrix.wire.messages import Report
+from mimatrix.api.models import Report
+from mimatrix.server.db.engine import DATABASE_FILE
+from mimatrix.server.metrics.live_state import Live
 
 _FIGURES = MEASUREMENTS / "monitoring" / "scale.json"
 _POINT_BYTES = 1_062

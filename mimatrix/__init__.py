@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mimatrix.engine.step_timer import StepStats
     from mimatrix.engine.weight_average import WeightAverage
     from mimatrix.hybrid.mode import Hybrid
-    from mimatrix.planner.plan import Plan
+    from mimatrix.planner.model.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ __all__ = [
 _LAZY = {
     "Hybrid": "mimatrix.hybrid.mode",
     "MicroBatchLoader": "mimatrix.engine.loop.loader",
-    "Plan": "mimatrix.planner.plan",
+    "Plan": "mimatrix.planner.model.plan",
     "Preempted": "mimatrix.engine.loop.preemption",
     "PreparedOptimizer": "mimatrix.engine.loop.prepared_optimizer",
     "Run": "mimatrix.engine.run",

@@ -15,7 +15,7 @@ from mimatrix.engine.run import Run, start_run
 from mimatrix.engine.settings import Batch, Settings
 from mimatrix.hybrid.auto_mode import AutoMode
 from mimatrix.hybrid.mode import Hybrid
-from mimatrix.planner.plan import Plan
+from mimatrix.planner.model.plan import Plan
 
 _MODES: dict[str, Callable[[], Mode]] = {"sync": SyncMode, "hybrid": Hybrid, "auto": AutoMode}
 

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "interfaces": ("cli", "server", "launch", "lab"),
     "runtime": ("worker", "hybrid", "engine", "profiler", "comm"),
-    "pure": ("wire", "scheduler", "monitor", "planner", "netsim", "collectives", "cluster", "core"),
+    "system": ("processes",),
+    "pure": ("api", "scheduler", "monitor", "planner", "netsim", "collectives", "cluster", "core"),
 }
 LAYER_OF = {package: layer for layer, packages in LAYERS.items() for package in packages}
-WITHOUT_TORCH = {*LAYERS["pure"], *LAYERS["interfaces"]}
-# The command starts all other interfaces; the server controls launchers through their protocol; the launcher uses the
-# lab to run processes together.
-OPENS = {("cli", package) for package in LAYERS["interfaces"]} | {("server", "launch"), ("launch", "lab")}
+WITHOUT_TORCH = {*LAYERS["pure"], *LAYERS["system"], *LAYERS["interfaces"]}
+# The command starts all other interfaces; the server controls launchers through their protocol.
+OPENS = {("cli", package) for package in LAYERS["interfaces"]} | {("server", "launch")}
 # The worker has a script that trains as users' scripts do; `init` needs hybrid and engine, which are below the worker.
 USES_ROOT = {("worker", "init")}
 HEAVY = ("torch", "numpy", "scipy", "matplotlib")
@@ -330,13 +330,13 @@ SABOTAGE = [
     ("cluster/x.py", "from .. import netsim", "cluster stands right of netsim"),
     ("cluster/picture/x.py", "from ...netsim.traffic import Traffic", "cluster stands right of netsim"),
     ("cluster/x.py", "def f():\n    from mimatrix.netsim import run", "cluster stands right of netsim"),
-    ("cluster/x.py", "class A:\n    def f(self):\n        import mimatrix.wire", "cluster stands right of wire"),
+    ("cluster/x.py", "class A:\n    def f(self):\n        import mimatrix.api", "cluster stands right of api"),
     ("cluster/x.py", "if TYPE_CHECKING:\n    from mimatrix.netsim import Costs", "cluster stands right of netsim"),
-    ("cluster/x.py", "import importlib\nimportlib.import_module('mimatrix.wire')", "cluster stands right of wire"),
-    ("planner/x.py", "from mimatrix.wire import Message", "planner stands right of wire"),
+    ("cluster/x.py", "import importlib\nimportlib.import_module('mimatrix.api')", "cluster stands right of api"),
+    ("planner/x.py", "from mimatrix.api import Message", "planner stands right of api"),
     ("netsim/x.py", "from mimatrix.comm import Window", "pure does not import runtime"),
-    ("wire/x.py", "from mimatrix.server import app", "pure does not import interfaces"),
-    ("wire/x.py", "from mimatrix.cli import screen", "pure does not import interfaces"),
+    ("api/x.py", "from mimatrix.server import app", "pure does not import interfaces"),
+    ("api/x.py", "from mimatrix.cli import output", "pure does not import interfaces"),
     ("comm/x.py", "from mimatrix.engine import Engine", "comm stands right of engine"),
     ("engine/x.py", "from mimatrix.worker import Worker", "engine stands right of worker"),
     ("worker/x.py", "from mimatrix.launch import Launcher", "runtime does not import interfaces"),
@@ -344,7 +344,7 @@ SABOTAGE = [
     ("cli/x.py", "def f():\n    import mimatrix.lab.layout", "interfaces do not import one another's insides"),
     (
         "launch/x.py",
-        "from mimatrix.lab.processes import run_together",
+        "from mimatrix.lab.gpu import run_gpu",
         "interfaces do not import one another's insides",
     ),
     ("launch/x.py", "from mimatrix.server import app", "interfaces do not import one another"),
@@ -354,7 +354,7 @@ SABOTAGE = [
     ("core/x.py", "import torch", "core works without torch"),
     ("netsim/x.py", "from torch import Tensor", "netsim works without torch"),
     ("planner/x.py", "def f():\n    import torch.nn as nn", "planner works without torch"),
-    ("wire/x.py", "if TYPE_CHECKING:\n    import torch", "wire works without torch"),
+    ("api/x.py", "if TYPE_CHECKING:\n    import torch", "api works without torch"),
     ("collectives/x.py", "try:\n    import torch\nexcept ImportError:\n    pass", "collectives works without torch"),
     ("cli/x.py", "async def f():\n    from torch.distributed import init", "cli works without torch"),
     ("cli/x.py", "import os, torch", "cli works without torch"),
@@ -398,13 +398,13 @@ def test_sabotage_of_a_real_file_names_the_line() -> None:
 ALLOWED = [
     ("core/x.py", "import os\nfrom mimatrix.core.errors import UserError\nfrom .units import parse_rate"),
     ("cluster/picture/x.py", "from mimatrix.core import errors\nfrom ..model import Link\nfrom . import scene"),
-    ("wire/x.py", "from mimatrix import core, planner\nimport mimatrix.netsim"),
+    ("api/x.py", "from mimatrix import core, planner\nimport mimatrix.netsim"),
     ("netsim/x.py", "import torchless\nfrom mimatrix import __version__\nx = load('torch')"),
     ("comm/x.py", "import torch\nfrom mimatrix.collectives import Move"),
-    ("worker/x.py", "import torch\nimport mimatrix.hybrid, mimatrix.engine, mimatrix.comm, mimatrix.wire"),
+    ("worker/x.py", "import torch\nimport mimatrix.hybrid, mimatrix.engine, mimatrix.comm, mimatrix.api"),
     ("cli/x.py", "from mimatrix import __version__\ndef f():\n    from mimatrix.worker import run"),
     ("cli/x.py", "def f():\n    from mimatrix import lab\n    from mimatrix.server import app"),
-    ("launch/x.py", "from mimatrix.lab import Command, run_together"),
+    ("launch/x.py", "from mimatrix.processes.group import run_together"),
     ("__main__.py", "from mimatrix.cli.main import main"),
     ("_init.py", "import torch\nfrom mimatrix.hybrid.mode import Hybrid\nfrom mimatrix.core import errors"),
     ("__init__.py", "if TYPE_CHECKING:\n    from mimatrix._init import init"),

@@ -19,7 +19,7 @@ from bench.markdown import table
 from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
-from mimatrix.planner.modes import LATE, worth
+from mimatrix.planner.mode_choice import LATE, worth
 
 BATCH = 64
 STALENESS = (0, 1, 3, 7)

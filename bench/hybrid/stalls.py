@@ -16,7 +16,7 @@ from typing import Any
 from bench import TESTS
 from bench.hybrid.accuracy import CPUS, SPEEDS
 from bench.markdown import table
-from mimatrix.launch.quotas import quotas
+from mimatrix.launch.throttle.cpu_quota import quotas
 
 _SCRIPT = Path(__file__).parent / "scripts" / "to_target.py"
 TARGET = 96.0

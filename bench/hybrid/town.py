@@ -28,7 +28,7 @@ from mimatrix.hybrid.net import Address
 from mimatrix.hybrid.policy import make_policy
 from mimatrix.hybrid.server.server import ShardServer
 from mimatrix.hybrid.server.shard import Shard
-from mimatrix.launch.quotas import quotas
+from mimatrix.launch.throttle.cpu_quota import quotas
 
 _TOKEN = "bench"
 _READY_S, _RUN_S = 120.0, 180.0

@@ -7,10 +7,10 @@ from typing import Any, TextIO
 from support.workers import process_of
 
 from bench.monitoring.house import serving
-from mimatrix.launch.quotas import quotas
-from mimatrix.monitor.figures import RankFigures
-from mimatrix.monitor.slowness import Slowness
-from mimatrix.wire.messages import Ranks
+from mimatrix.api.models import Ranks
+from mimatrix.launch.throttle.cpu_quota import quotas
+from mimatrix.monitor.rank_metrics import RankFigures
+from mimatrix.monitor.stragglers import Slowness
 
 SPEED = 0.3
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mimatrix.wire.client import Client
-from mimatrix.wire.messages import Job
-from mimatrix.worker.ports import free_port
+from mimatrix.api.client import Client
+from mimatrix.api.models import Job
+from mimatrix.processes.ports import free_port
 
 COMMAND = (sys.executable, "-m", "mimatrix.cli.main")
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -15,7 +15,7 @@ from support.workers import process_of
 
 from bench.markdown import table
 from bench.monitoring.house import House, serving
-from mimatrix.launch.quotas import quotas
+from mimatrix.launch.throttle.cpu_quota import quotas
 
 SPEED = 0.5
 """Of a processor, for each rank; half of it when slowed."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mimatrix.api.models import PROTOCOL
 from mimatrix.launch.launcher import (
     DeviceFacts,
     LogPart,
@@ -27,7 +28,6 @@ from mimatrix.launch.launcher import (
     Team,
     TeamState,
 )
-from mimatrix.wire.messages import PROTOCOL
 
 JOBS = 20
 
@@ -225,8 +225,8 @@ def _submitted(data: Path, port: int, tokens: Path, workers: int) -> list[str]:
     """Hand the jobs in, and wait until all of them run."""
     from hashlib import sha256
 
-    from mimatrix.wire.client import Client
-    from mimatrix.wire.messages import Submission
+    from mimatrix.api.client import Client
+    from mimatrix.api.models import Submission
 
     deadline = time.monotonic() + 60
     while not (data / "token").is_file() or not (data / "address").is_file():

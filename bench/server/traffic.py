@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mimatrix.wire.client import Client
-from mimatrix.wire.messages import ENDED, JobState
+from mimatrix.api.client import Client
+from mimatrix.api.models import ENDED, JobState
 
 SECONDS = 40.0
 RANKS = 2

@@ -18,16 +18,16 @@ from sqlalchemy.orm import Session
 
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import StandingLauncher
+from mimatrix.api.models import PROTOCOL, JobState, Progress, Report, Role, Use
 from mimatrix.launch.launcher import DeviceFacts, NodeFacts
-from mimatrix.monitor.thinning import DAY_S, TIERS
-from mimatrix.planner.planning import make_plan
-from mimatrix.planner.profile import Measurements
-from mimatrix.server.database import address_in, opened
-from mimatrix.server.history import CLUSTER, point_of
-from mimatrix.server.live import LiveJob
-from mimatrix.server.tables import AuditRow, EventRow, JobRow, SampleRow, StintRow, TokenRow, UsageRow
-from mimatrix.server.tokens import digest_of
-from mimatrix.wire.messages import PROTOCOL, JobState, Progress, Report, Role, Use
+from mimatrix.monitor.downsampling import DAY_S, TIERS
+from mimatrix.planner.model.profile import Measurements
+from mimatrix.planner.planner import make_plan
+from mimatrix.server.auth.tokens import digest_of
+from mimatrix.server.db.engine import address_in, opened
+from mimatrix.server.db.models import AuditRow, EventRow, JobRow, SampleRow, StintRow, TokenRow, UsageRow
+from mimatrix.server.metrics.live_state import LiveJob
+from mimatrix.server.metrics.store import CLUSTER, point_of
 
 WEEK_S = 7 * DAY_S
 RANKS = 8

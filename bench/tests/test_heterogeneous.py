@@ -12,7 +12,7 @@ from bench.heterogeneous.pictures import fraction_bars
 from bench.heterogeneous.rounds import IDEAL, NAMES, OURS, Comparison, Rows, compare, rows_of
 from bench.heterogeneous.tasks import Meter, RanksFailedError, Record, Task, losses, train
 from bench.uneven_memory import cases, problem_of
-from mimatrix.launch.quotas import quotas
+from mimatrix.launch.throttle.cpu_quota import quotas
 
 BASE = Task("", (1.0, 0.25), global_batch=100, warm_up=2)
 STEPS_S = {"ddp": 0.4, "hand-tuned ddp": 0.2, OURS: 0.125}

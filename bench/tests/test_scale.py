@@ -6,7 +6,7 @@ import pytest
 
 from bench.scale import measured, section
 from bench.server.week import WEEK_S, Size, lives, points
-from mimatrix.monitor.thinning import TIERS
+from mimatrix.monitor.downsampling import TIERS
 
 
 def test_a_week_leaves_in_every_tier_what_its_time_holds() -> None:

@@ -7,21 +7,21 @@ from io import TextIOWrapper
 import typer
 
 from mimatrix import __version__
-from mimatrix.cli.bench import bench
-from mimatrix.cli.demo import demo
-from mimatrix.cli.export import export
-from mimatrix.cli.jobs import cancel, explain, jobs, logs, nodes, priority, retry, show, wait
-from mimatrix.cli.lab import lab
-from mimatrix.cli.plan import plan
-from mimatrix.cli.profile import profile
-from mimatrix.cli.queue import simulate_queue
-from mimatrix.cli.run import run
-from mimatrix.cli.seeing import metrics, top
-from mimatrix.cli.simulate import algorithms, simulate
-from mimatrix.cli.submit import submit
-from mimatrix.cli.tokens import tokens
-from mimatrix.cli.topology import topology
-from mimatrix.cli.up import up
+from mimatrix.cli.admin.tokens import tokens
+from mimatrix.cli.admin.up import up
+from mimatrix.cli.jobs.jobs import cancel, explain, jobs, logs, nodes, priority, retry, show, wait
+from mimatrix.cli.jobs.submit import submit
+from mimatrix.cli.jobs.top import metrics, top
+from mimatrix.cli.network.bench import bench
+from mimatrix.cli.network.lab import lab
+from mimatrix.cli.network.simulate import algorithms, simulate
+from mimatrix.cli.network.simulate_queue import simulate_queue
+from mimatrix.cli.network.topology import topology
+from mimatrix.cli.train.demo.command import demo
+from mimatrix.cli.train.export import export
+from mimatrix.cli.train.plan import plan
+from mimatrix.cli.train.profile import profile
+from mimatrix.cli.train.run import run
 from mimatrix.core.errors import MiMatrixError, UserError
 
 app = typer.Typer(

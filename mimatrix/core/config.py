@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from mimatrix.core.errors import ConfigError, UserError, nearest
-from mimatrix.core.places import Path, find_places
+from mimatrix.core.toml_positions import Path, find_places
 
 T = TypeVar("T")
 _REQUIRED = object()

@@ -6,8 +6,8 @@ from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
 from mimatrix.engine.zero.strategy import ShardingStrategy
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.profile import Measurements
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Measurements
 
 
 class NoPlans:

@@ -30,10 +30,10 @@ from mimatrix.engine.run_status import RunStatus
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.user_calls import BACKWARD, END_OF_LOOP, as_user_call, iterate_as_user_call, run_call
-from mimatrix.planner.modes import Choice
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.profile import Measurements
-from mimatrix.planner.split import Split
+from mimatrix.planner.mode_choice import Choice
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Measurements
+from mimatrix.planner.model.split import Split
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.planner.plan import Plan
+from mimatrix.planner.model.plan import Plan
 
 Batch = Literal["auto"] | int | Sequence[int] | Mapping[int | str, int]
 PRECISIONS = ("fp32", "bf16", "fp16")

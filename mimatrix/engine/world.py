@@ -12,8 +12,8 @@ from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
-from mimatrix.planner.modes import Choice
-from mimatrix.planner.split import Split, resolve_batches
+from mimatrix.planner.mode_choice import Choice
+from mimatrix.planner.model.split import Split, resolve_batches
 from mimatrix.profiler.fingerprints import device_name
 
 NewGroup = Callable[[str], Group]

@@ -32,10 +32,10 @@ from mimatrix.engine.world import World
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.hybrid.groups import Groups, locate_rank
 from mimatrix.hybrid.mode import Hybrid, is_rejoining, job_rank, job_store, launched_groups, rendezvous_file
-from mimatrix.planner.modes import Apart, Choice, choose_mode
-from mimatrix.planner.networks import simulated
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.profile import Communication, ModelSize
+from mimatrix.planner.communication import simulated
+from mimatrix.planner.mode_choice import Apart, Choice, choose_mode
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Communication, ModelSize
 from mimatrix.profiler.timing import measure_cpu_share
 
 _QUICK_S = 0.05

@@ -6,9 +6,9 @@ The bytes include headers, about one in a hundred and fifty of a stream's; ackno
 import json
 from collections import Counter
 
-from mimatrix.lab.machine import check_machine, order
-from mimatrix.lab.orders import namespace
+from mimatrix.lab.ip_commands import namespace
 from mimatrix.lab.state import Lab
+from mimatrix.lab.system import check_machine, order
 
 
 def channel_bytes(lab: Lab) -> list[int]:

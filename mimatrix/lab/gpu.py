@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from mimatrix.api.torchrun_env import Place, torchrun_variables
 from mimatrix.core.environment import HOST
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.core.units import parse_bytes
-from mimatrix.lab.processes import TIMED_OUT, Command, Ending, run_together, signal_group, start_guard
-from mimatrix.wire.torchrun import Place, torchrun_variables
-from mimatrix.worker.ports import free_port
+from mimatrix.processes.group import TIMED_OUT, Command, Ending, run_together, signal_group, start_guard
+from mimatrix.processes.ports import free_port
 
 _ADDRESS = "127.0.0.1"
 _ONE_HOST = "lab"

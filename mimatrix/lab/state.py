@@ -10,9 +10,9 @@ from mimatrix.cluster.files import read_cluster, write_cluster
 from mimatrix.cluster.model import Cluster
 from mimatrix.core.errors import UserError
 from mimatrix.core.files import create_atomic, write_atomic
+from mimatrix.lab.ip_commands import namespace, prefix
 from mimatrix.lab.layout import Layout, lay_out
-from mimatrix.lab.machine import namespaces
-from mimatrix.lab.orders import namespace, prefix
+from mimatrix.lab.system import namespaces
 
 FOLDER = Path("/run/mimatrix/lab")
 # A hyphen ends the name in the names of namespaces, so that the lab `a` does not remove those of `a-b`.

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mimatrix.launch.facts import cores
-from mimatrix.launch.keeping import LocalLauncher
+from mimatrix.launch.devices import cores
 from mimatrix.launch.launcher import (
     DeviceFacts,
     Launcher,
@@ -15,12 +14,13 @@ from mimatrix.launch.launcher import (
     Team,
     TeamState,
 )
+from mimatrix.launch.local.launcher import LocalLauncher
 
 if TYPE_CHECKING:
-    from mimatrix.launch.local import Launch, Outcome, run_local
-    from mimatrix.launch.on_ray import RayLauncher
-    from mimatrix.launch.ray_token import ray_environment
-    from mimatrix.launch.requests import check, module_words, parse_groups, parse_memory, parse_speeds, script_words
+    from mimatrix.launch.ray.auth import ray_environment
+    from mimatrix.launch.ray.launcher import RayLauncher
+    from mimatrix.launch.run_local import Launch, Outcome, run_local
+    from mimatrix.launch.run_options import check, module_words, parse_groups, parse_memory, parse_speeds, script_words
 
 __all__ = [
     "DeviceFacts",
@@ -47,11 +47,11 @@ __all__ = [
     "script_words",
 ]
 
-_RUNS = dict.fromkeys(("Launch", "Outcome", "run_local"), "local")
+_RUNS = dict.fromkeys(("Launch", "Outcome", "run_local"), "run_local")
 _REQUESTS = dict.fromkeys(
-    ("check", "module_words", "parse_groups", "parse_memory", "parse_speeds", "script_words"), "requests"
+    ("check", "module_words", "parse_groups", "parse_memory", "parse_speeds", "script_words"), "run_options"
 )
-_RAY = {"RayLauncher": "on_ray", "ray_environment": "ray_token"}
+_RAY = {"RayLauncher": "ray.launcher", "ray_environment": "ray.auth"}
 # The former need the lab, which needs SciPy. Every team has a keeper, which needs none of these and starts at once.
 _LATER = _RUNS | _REQUESTS | _RAY
 

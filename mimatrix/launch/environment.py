@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mimatrix.api.torchrun_env import Place, torchrun_variables
 from mimatrix.core.environment import MEMORY, RENDEZVOUS, SPEED
-from mimatrix.wire.torchrun import Place, torchrun_variables
 
 ADDRESS = "127.0.0.1"
 # Of a launcher that we ourselves may run under: its error file, its worker's speed and the word that its groups leave

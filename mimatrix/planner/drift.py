@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.planner.curve import Curve, Floats
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.planning import Problem, make_plan, predicted
-from mimatrix.planner.profile import Communication, ModelSize, Profile
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.curve import Curve, Floats
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Communication, ModelSize, Profile
+from mimatrix.planner.model.split import Split
+from mimatrix.planner.planner import Problem, make_plan, predicted
 
 _INTERVAL_S = 0.1
 """Short steps are summarised by their median until they have lasted this long; a longer step counts by itself."""

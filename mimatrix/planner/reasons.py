@@ -3,9 +3,9 @@
 import numpy as np
 
 from mimatrix.core.units import format_seconds
-from mimatrix.planner.problem import Priced, Problem
-from mimatrix.planner.room import bytes_shown, lacks, named
-from mimatrix.planner.tables import Floats
+from mimatrix.planner.memory_fit import bytes_shown, lacks, named
+from mimatrix.planner.model.problem import Priced, Problem
+from mimatrix.planner.search.cost_tables import Floats
 
 # So near to its samples a rank's speed explains them; otherwise overhead, the optimizer or memory has a part in it.
 _EXPLAINS = 0.9

@@ -13,7 +13,7 @@ from mimatrix.core import environment
 from mimatrix.core.cache import cache_folder
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.files import write_atomic
-from mimatrix.planner.profile import VERSION, Profile
+from mimatrix.planner.model.profile import VERSION, Profile
 from mimatrix.profiler.device import Limits, measure_device, memory_budget
 from mimatrix.profiler.fingerprints import device_fingerprint
 from mimatrix.profiler.trial import ProfileTarget

@@ -9,8 +9,8 @@ import torch
 
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_bytes
-from mimatrix.planner.curve import Curve
-from mimatrix.planner.profile import PerStage, Profile
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.profile import PerStage, Profile
 from mimatrix.profiler.batch_search import BatchSizeSearch, ProbedBatch
 from mimatrix.profiler.fingerprints import device_name
 from mimatrix.profiler.memory import OutOfMemory, catch_oom, peak_bytes, retry_smaller

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mimatrix.core import environment
-from mimatrix.planner.profile import ModelSize
+from mimatrix.planner.model.profile import ModelSize
 from mimatrix.profiler.cgroups import cpu_quota
 from mimatrix.profiler.optimizer import estimate_state_bytes, trainable_params
 

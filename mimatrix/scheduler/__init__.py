@@ -1,8 +1,8 @@
 """Who runs next: a pure function of the devices, the jobs and the time; and traces replayed through it."""
 
-from mimatrix.scheduler.deciding import Reservation, decide, reservation, standings
+from mimatrix.core.resources import Part, Wish
+from mimatrix.scheduler.scheduler import Reservation, decide, reservation, standings
 from mimatrix.scheduler.state import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait
-from mimatrix.scheduler.wishes import Part, Wish
 
 __all__ = [
     "Decision",

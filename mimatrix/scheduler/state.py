@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mimatrix.scheduler.wishes import Wish
+from mimatrix.core.resources import Wish
 
 
 @dataclass(frozen=True, slots=True, order=True)

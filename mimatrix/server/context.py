@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from mimatrix.launch import Launcher
-from mimatrix.server.database import Sessions
-from mimatrix.server.live import Live
-from mimatrix.server.snapshots import Snapshots
-from mimatrix.server.tokens import Doorkeeper
+from mimatrix.server.auth.tokens import Doorkeeper
+from mimatrix.server.db.engine import Sessions
+from mimatrix.server.jobs.code_archives import Snapshots
+from mimatrix.server.metrics.live_state import Live
 
 
 @dataclass(frozen=True)

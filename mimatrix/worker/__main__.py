@@ -10,12 +10,12 @@ import runpy
 import sys
 from pathlib import Path
 
+from mimatrix.api.client import Client
 from mimatrix.core import environment
 from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, MiMatrixError, UserError
 from mimatrix.core.logs import configure_logging
 from mimatrix.engine.excepthook import format_user_error
 from mimatrix.engine.run_hooks import observe_runs
-from mimatrix.wire.client import Client
 from mimatrix.worker.device_metrics import link_sampler
 from mimatrix.worker.rendezvous import WorkerIdentity, join, own_address, set_environment
 from mimatrix.worker.reporting import Reporter

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from mimatrix.wire.messages import Traffic, Use
+from mimatrix.api.models import Traffic, Use
 
 T = TypeVar("T")
 _MILLI = 1000.0

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from mimatrix.api.client import Client
+from mimatrix.api.models import PROTOCOL, Join, Joined
+from mimatrix.api.torchrun_env import Place, torchrun_variables
 from mimatrix.core import environment as env
 from mimatrix.core.addresses import local_address
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.wire.client import Client
-from mimatrix.wire.messages import PROTOCOL, Join, Joined
-from mimatrix.wire.torchrun import Place, torchrun_variables
-from mimatrix.worker.ports import free_port
+from mimatrix.processes.ports import free_port
 
 logger = logging.getLogger(__name__)
 _DEADLINE_S = 300.0

@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mimatrix.core.errors import MiMatrixError
-from mimatrix.wire.client import Client
-from mimatrix.wire.messages import (
+from mimatrix.api.client import Client
+from mimatrix.api.models import (
     MOST_LOGGED,
     MOST_PROFILE_BYTES,
     PROTOCOL,
@@ -29,6 +28,7 @@ from mimatrix.wire.messages import (
     Traffic,
     Waiting,
 )
+from mimatrix.core.errors import MiMatrixError
 from mimatrix.worker.device_metrics import device_sampler
 from mimatrix.worker.metric_feed import Entry, MetricFeed
 from mimatrix.worker.rendezvous import WorkerIdentity

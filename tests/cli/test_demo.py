@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_commands import ROOT, refused
 
-from mimatrix.cli.board import WARM_UP, Board, result
-from mimatrix.cli.watching import Told, drawn, headline
+from mimatrix.cli.train.demo.display import WARM_UP, Board, result
+from mimatrix.cli.train.demo.progress import Told, drawn, headline
 
 SPEEDS = (1.0, 0.5, 0.25)
 COMMAND = [sys.executable, "-m", "mimatrix.cli.main", "demo"]

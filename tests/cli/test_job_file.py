@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.cli.job_file import read_job
+from mimatrix.cli.jobs.job_file import read_job
 from mimatrix.core.errors import UserError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_commands import mimatrix
 
-from mimatrix.planner.curve import Curve
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.profile import Communication, Measurements, ModelSize, Profile
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Communication, Measurements, ModelSize, Profile
 
 LAB = ("plan", "--cluster", "examples/lab.toml", "--profiles", "examples/lab_profiles.json")
 MB = 10**6

@@ -7,15 +7,15 @@ import pytest
 from test_commands import ROOT, mimatrix
 
 from mimatrix.cluster import load_cluster
-from mimatrix.planner.profile import Measurements
+from mimatrix.planner.model.profile import Measurements
 
 # What the engine does in `run.prepare`, without torch: rank 0 stores, all end.
 TELL = """
 import os, sys
 sys.path.insert(0, {root!r})
 if os.environ["RANK"] == "0":
-    from mimatrix.planner.curve import Curve
-    from mimatrix.planner.profile import Measurements, ModelSize, Profile
+    from mimatrix.planner.model.curve import Curve
+    from mimatrix.planner.model.profile import Measurements, ModelSize, Profile
     def profile(rate):
         sizes = (1, 2, 4, 8)
         seconds, memory = (Curve.of((size, size * each) for size in sizes) for each in (1 / rate, 1000))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.lab import this_machine
+from mimatrix.processes.cgroups import this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "mimatrix.cli.main", "run"]

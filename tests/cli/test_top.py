@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from mimatrix.cli.seeing import _of_groups, _shown
-from mimatrix.wire.messages import Pushed, Rank, Ranks, Trouble
+from mimatrix.api.models import Pushed, Rank, Ranks, Trouble
+from mimatrix.cli.jobs.top import _of_groups, _shown
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mimatrix.worker.ports import free_port
+from mimatrix.processes.ports import free_port
 
 pytestmark = [
     pytest.mark.timeout(100),

@@ -19,7 +19,7 @@ from support.browsers import DESK, PHONE, Visit, browser, visit  # noqa: E402
 from support.clusters import node  # noqa: E402
 from support.servers import SCRIPTS, Server, server  # noqa: E402
 
-from mimatrix.wire.messages import JobState  # noqa: E402
+from mimatrix.api.models import JobState  # noqa: E402
 
 PICTURES = TESTS.parent / "docs" / "pictures"
 SHOWN = Path(__file__).parent / "scripts" / "shown.py"

@@ -14,7 +14,7 @@ from support.browsers import DESK, PHONE, browser, needs_browser, visit
 from support.clusters import node
 from support.servers import Server, server
 
-from mimatrix.wire.messages import ACTIVE, ENDED, JobState, Role, TokenWanted
+from mimatrix.api.models import ACTIVE, ENDED, JobState, Role, TokenWanted
 
 pytestmark = [needs_browser, pytest.mark.timeout(120)]
 OURS = Path(__file__).parent / "scripts"

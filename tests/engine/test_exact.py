@@ -31,7 +31,7 @@ from mimatrix.comm.execution.staging import CHUNK_BYTES
 from mimatrix.comm.memory.arena import ALIGNMENT
 from mimatrix.engine.run import Run
 from mimatrix.engine.zero import stages
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 STEPS = 5
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": adamw, "momentum": momentum}

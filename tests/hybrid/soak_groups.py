@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.hybrid_tasks import digits, train_together
 
 import mimatrix
-from mimatrix.worker.ports import free_port
+from mimatrix.processes.ports import free_port
 
 GROUPS, BATCH = 4, 64
 KINDS = ("a group", "a service", "a service and the next")

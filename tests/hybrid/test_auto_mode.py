@@ -13,10 +13,10 @@ import pytest
 import mimatrix
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.planner.modes import Apart, Choice, Pushing
-from mimatrix.planner.plan import Part, Plan
-from mimatrix.planner.split import Split
-from mimatrix.worker.ports import free_port
+from mimatrix.planner.mode_choice import Apart, Choice, Pushing
+from mimatrix.planner.model.plan import Part, Plan
+from mimatrix.planner.model.split import Split
+from mimatrix.processes.ports import free_port
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "auto.py")
 pytestmark = pytest.mark.timeout(150)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mimatrix.worker.ports import free_port
+from mimatrix.processes.ports import free_port
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train_in_groups.py")
 pytestmark = pytest.mark.timeout(150)

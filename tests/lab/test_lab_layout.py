@@ -10,10 +10,10 @@ import pytest
 from mimatrix.cluster import Bus, BySource, Cluster, Device, Fabric, Link, Node, Switch, load_cluster
 from mimatrix.cluster.routes import NO_CHANNEL, find_paths
 from mimatrix.core.errors import UserError
+from mimatrix.lab.ip_commands import PAYLOAD, add_cables, add_namespaces, furnish, namespace, shape
 from mimatrix.lab.layout import Layout, Route, lay_out
-from mimatrix.lab.orders import PAYLOAD, add_cables, add_namespaces, furnish, namespace, shape
-from mimatrix.lab.quota import find_groups, parse_cpus
 from mimatrix.lab.state import check_name
+from mimatrix.processes.cgroups import find_groups, parse_cpus
 
 OWN_AND_SHARED = Cluster(
     "mixed",

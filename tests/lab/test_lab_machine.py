@@ -16,9 +16,9 @@ import pytest
 from mimatrix.cluster import load_cluster
 from mimatrix.core.errors import UserError
 from mimatrix.lab import Lab, down, link_bytes, namespace, recall, run, up
-from mimatrix.lab.machine import namespaces
-from mimatrix.lab.quota import this_machine
 from mimatrix.lab.state import FOLDER
+from mimatrix.lab.system import namespaces
+from mimatrix.processes.cgroups import this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two runs of the tests on one machine must not meet.
@@ -244,7 +244,7 @@ def refused(*words: str) -> str:
 
 
 def test_what_fails_midway_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mimatrix.lab.orders._SETTINGS", "exit 3\n")
+    monkeypatch.setattr("mimatrix.lab.ip_commands._SETTINGS", "exit 3\n")
     with pytest.raises(UserError, match="failed"):
         up(load_cluster("star:2"), NAME)
     assert remains() == []
@@ -255,15 +255,15 @@ def test_a_lab_that_was_killed_on_the_way_up_goes_down(when: str) -> None:
     script = f"""
 import os, signal
 from mimatrix.cluster import load_cluster
-from mimatrix.lab import building, state
+from mimatrix.lab import lifecycle, state
 orders = []
 def counted(words, text=""):
     if len(orders) == {["claimed", "namespaces", "cables", "half"].index(when)}:
         os.kill(os.getpid(), signal.SIGKILL)
     orders.append(words)
     return order(words, text)
-order, building.order = building.order, counted
-building.up(load_cluster("star:3"), "{NAME}", (1.0, 1.0, 1.0))
+order, lifecycle.order = lifecycle.order, counted
+lifecycle.up(load_cluster("star:3"), "{NAME}", (1.0, 1.0, 1.0))
 """
     killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)
     assert killed.returncode == -signal.SIGKILL

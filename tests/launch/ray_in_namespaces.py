@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launcher_contract import POLITE, codes, eventually, pack, python, runs
 
 from mimatrix.launch.launcher import Member, Phase, Team
-from mimatrix.launch.on_ray import RayLauncher
+from mimatrix.launch.ray.launcher import RayLauncher
 
 # What a member sees of the network it is in.
 WHERE = """

@@ -29,13 +29,13 @@ from support.launcher_contract import (
 )
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.launch import keeping
-from mimatrix.launch.facts import find_devices
-from mimatrix.launch.keeping import LocalLauncher
+from mimatrix.launch.devices import find_devices
 from mimatrix.launch.launcher import DeviceFacts, MemberState, Phase, TeamState
-from mimatrix.launch.orders import make_order
-from mimatrix.launch.records import Record, TeamFolder, judge
-from mimatrix.launch.trees import Identity, identify, lives, send
+from mimatrix.launch.local import launcher as local_launcher
+from mimatrix.launch.local.launch_spec import make_order
+from mimatrix.launch.local.launcher import LocalLauncher
+from mimatrix.launch.local.store import Record, TeamFolder, judge
+from mimatrix.processes.proc import Identity, identify, lives, send
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = (DeviceFacts("cpu", 1 << 30, {"SEES": "first"}), DeviceFacts("cpu", 2 << 30, {"SEES": "second"}))
@@ -199,7 +199,7 @@ def test_a_team_outlives_a_server_that_is_killed(ground: Ground) -> None:
 
 def test_a_server_that_is_killed_while_it_starts_a_team(ground: Ground) -> None:
     with serve(ground.folder) as server:
-        eventually(lambda: "mimatrix.launch.keeper" in commands(str(folder_of(ground).path)), "a keeper")
+        eventually(lambda: "mimatrix.launch.local.supervisor" in commands(str(folder_of(ground).path)), "a keeper")
         server.kill()
     assert ground.state("job-1.g0").members[0].phase in (Phase.STARTING, Phase.RUNNING)
     assert codes(ground.ended("job-1.g0")) == [0, 0]
@@ -214,7 +214,7 @@ def commands(word: str) -> str:
 def leave_an_order(ground: Ground, code: str = "print('late')") -> TeamFolder:
     """As a launcher does that is killed before it starts a keeper."""
     folder = folder_of(ground)
-    keeping._write(folder, make_order(ground.team(code), ground.launcher.nodes()[0]))
+    local_launcher._write(folder, make_order(ground.team(code), ground.launcher.nodes()[0]))
     return folder
 
 
@@ -230,7 +230,7 @@ def test_an_order_that_nobody_took_is_lost_after_a_while(ground: Ground) -> None
     state = ground.state("job-1.g0")
     assert state.members[0].phase == Phase.LOST
     assert "before a keeper" in state.members[0].reason
-    keeping._start_keeper(folder)
+    local_launcher._start_keeper(folder)
     assert ground.state("job-1.g0") == state, "a keeper that comes late changes nothing"
     assert not folder.work.exists()
     ground.launcher.forget("job-1.g0")
@@ -255,8 +255,8 @@ def test_a_team_is_ended_while_its_archive_is_unpacked(ground: Ground) -> None:
     os.mkfifo(pipe)
     folder = folder_of(ground)
     order = make_order(ground.team("", ranks=2), ground.launcher.nodes()[0])
-    keeping._write(folder, replace(order, archive=str(pipe)))
-    starter = threading.Thread(target=keeping._start_keeper, args=(folder,))
+    local_launcher._write(folder, replace(order, archive=str(pipe)))
+    starter = threading.Thread(target=local_launcher._start_keeper, args=(folder,))
     starter.start()
     eventually(folder.read_record, "a keeper")
     assert ground.state("job-1.g0").members == (MemberState(Phase.STARTING),) * 2
@@ -293,7 +293,7 @@ def test_a_keeper_that_hangs_is_given_up(ground: Ground, monkeypatch: pytest.Mon
     lazy.write_text("#!/bin/sh\nexec sleep 60\n")
     lazy.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(lazy))
-    monkeypatch.setattr(keeping, "_TAKEN_S", 0.2)
+    monkeypatch.setattr(local_launcher, "_TAKEN_S", 0.2)
     with pytest.raises(WorldError, match=r"within 0\.2 s"):
         ground.start("")
     assert ground.launcher.states() == {}

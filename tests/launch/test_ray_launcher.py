@@ -28,10 +28,10 @@ from support.ray_clusters import RayCluster, ray_cluster
 
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.launch.launcher import Member, MemberState, Phase, Team
-from mimatrix.launch.on_ray import RayLauncher
-from mimatrix.launch.ray_line import Answer, Archive, Refused
-from mimatrix.launch.ray_parts import Cause, PartState, split
-from mimatrix.launch.ray_token import ray_environment
+from mimatrix.launch.ray.auth import ray_environment
+from mimatrix.launch.ray.driver_client import Answer, Archive, Refused
+from mimatrix.launch.ray.launcher import RayLauncher
+from mimatrix.launch.ray.split import Cause, PartState, split
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),

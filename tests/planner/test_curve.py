@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from scipy.interpolate import PchipInterpolator
 
 from mimatrix.core.errors import UserError
-from mimatrix.planner.curve import Curve
-from mimatrix.planner.pchip import pchip
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.pchip import pchip
 
 points = st.dictionaries(
     st.integers(1, 200), st.integers(0, 10**6).map(lambda value: value / 1000), min_size=1, max_size=9

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.planner.curve import Curve
 from mimatrix.planner.drift import Change, Drift, Keep, learned
-from mimatrix.planner.planning import Problem, make_plan
-from mimatrix.planner.profile import Communication, ModelSize, Profile
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.profile import Communication, ModelSize, Profile
+from mimatrix.planner.model.split import Split
+from mimatrix.planner.planner import Problem, make_plan
 
 BATCH = 240
 

@@ -16,10 +16,10 @@ from support.brute_force import Case, random_case
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.planner.curve import Curve
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.planning import Problem, make_plan, predicted
-from mimatrix.planner.profile import Communication, ModelSize, Profile
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Communication, ModelSize, Profile
+from mimatrix.planner.planner import Problem, make_plan, predicted
 from mimatrix.planner.reasons import seconds_shown
 
 CASES = int(os.environ.get("MIMATRIX_CASES", "60"))

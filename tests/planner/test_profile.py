@@ -9,10 +9,10 @@ import pytest
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.planner.curve import Curve
-from mimatrix.planner.plan import LeftOut, Part, Plan, misfit
-from mimatrix.planner.profile import Communication, Measurements, ModelSize, Profile
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.plan import LeftOut, Part, Plan, misfit
+from mimatrix.planner.model.profile import Communication, Measurements, ModelSize, Profile
+from mimatrix.planner.model.split import Split
 
 MODEL = ModelSize("abc", "net", 100, 400, 401, 800, 64)
 PROFILE = Profile(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimatrix.planner.curve import Curve
+from mimatrix.planner.model.curve import Curve
 from mimatrix.profiler.batch_search import BatchSizeSearch, ProbedBatch
 
 MB = 1e6

@@ -12,7 +12,7 @@ from support.profile_targets import convolutions, mlp, profile_target
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.planner.profile import Profile
+from mimatrix.planner.model.profile import Profile
 from mimatrix.profiler import (
     Limits,
     measure_device,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError
-from mimatrix.scheduler.replay import POLICIES, SAVING_S, Outcome, replay
+from mimatrix.core.resources import Wish
+from mimatrix.scheduler.simulation.replay import POLICIES, SAVING_S, Outcome, replay
+from mimatrix.scheduler.simulation.trace import Arrival, Trace
 from mimatrix.scheduler.state import Policy, Seat
-from mimatrix.scheduler.trace import Arrival, Trace
-from mimatrix.scheduler.wishes import Wish
 
 FOUR = tuple(Seat("a", number, "gpu") for number in range(4))
 

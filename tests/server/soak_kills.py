@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.servers import Server, end_all
 
-from mimatrix.wire.messages import ENDED, JobState, Submission
+from mimatrix.api.models import ENDED, JobState, Submission
 
 
 def main() -> None:

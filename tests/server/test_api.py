@@ -11,10 +11,10 @@ import pytest
 from support.databases import database, postgresql
 from support.servers import House, house
 
-from mimatrix.server.life import move
-from mimatrix.server.tables import JobRow
-from mimatrix.server.tokens import issue
-from mimatrix.wire.messages import PROTOCOL, JobState, Role
+from mimatrix.api.models import PROTOCOL, JobState, Role
+from mimatrix.server.auth.tokens import issue
+from mimatrix.server.db.models import JobRow
+from mimatrix.server.jobs.lifecycle import move
 
 __all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 

@@ -7,8 +7,8 @@ from sqlalchemy import inspect, text
 from support.databases import database, postgresql
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.server.database import address_in, opened
-from mimatrix.server.tables import Base
+from mimatrix.server.db.engine import address_in, opened
+from mimatrix.server.db.models import Base
 
 __all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 

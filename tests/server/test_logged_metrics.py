@@ -10,17 +10,17 @@ import pytest
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, submitted, worker
-from test_loop import Clock
-from test_seeing import reported
+from test_controller import Clock
+from test_metrics_routes import reported
 
-from mimatrix.cli import seeing
+from mimatrix.api.models import History, Orders, Report
+from mimatrix.cli.jobs import top
 from mimatrix.core.errors import WorldError
 from mimatrix.engine.mode import Membership
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.world import World
-from mimatrix.server.tables import JobRow
-from mimatrix.wire.messages import History, Orders, Report
+from mimatrix.server.db.models import JobRow
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter
 
@@ -195,8 +195,8 @@ def test_mimatrix_metrics_shows_validations_at_their_steps(
     def connected() -> Iterator[Client]:
         yield Client()
 
-    monkeypatch.setattr(seeing, "connected", connected)
-    seeing.metrics(number, as_csv=as_csv, points=300, as_json=False)
+    monkeypatch.setattr(top, "connected", connected)
+    top.metrics(number, as_csv=as_csv, points=300, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     if as_csv:
         rows = [[row[name] for name in ("step", "samples_per_s", "val", "loss")] for row in csv.DictReader(lines)]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from support.servers import SCRIPTS, Server, server
 
+from mimatrix.api.client import Client
+from mimatrix.api.models import ENDED, JobState
 from mimatrix.core.errors import UserError
-from mimatrix.wire.client import Client
-from mimatrix.wire.messages import ENDED, JobState
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.server.certificates import check_certificate
-from mimatrix.server.serving import Settings, _bound, cautions, reachable
+from mimatrix.server.main import Settings, _bound, cautions, reachable
+from mimatrix.server.web.tls import check_certificate
 
 
 @pytest.mark.parametrize(

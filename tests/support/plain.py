@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 Data = list[Any]
 Loss = Callable[[nn.Module, Any], torch.Tensor]

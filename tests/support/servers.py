@@ -15,15 +15,15 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
+from mimatrix.api.client import Client
+from mimatrix.api.models import Job, Role
 from mimatrix.launch import LocalLauncher, cores
-from mimatrix.server.application import application
+from mimatrix.server.app import application
+from mimatrix.server.auth.tokens import Doorkeeper, issue
 from mimatrix.server.context import Context
-from mimatrix.server.database import address_in, opened
-from mimatrix.server.loop import Loop, Serving
-from mimatrix.server.snapshots import Snapshots
-from mimatrix.server.tokens import Doorkeeper, issue
-from mimatrix.wire.client import Client
-from mimatrix.wire.messages import Job, Role
+from mimatrix.server.controller.reconcile import Loop, Serving
+from mimatrix.server.db.engine import address_in, opened
+from mimatrix.server.jobs.code_archives import Snapshots
 
 SCRIPTS = Path(__file__).parents[1] / "server" / "scripts"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.wire.messages import Orders, Report
+from mimatrix.api.models import Orders, Report
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter, seconds_until_report
 

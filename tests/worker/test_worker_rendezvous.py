@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from mimatrix.api.models import Joined
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.wire.messages import Joined
 from mimatrix.worker.rendezvous import WorkerIdentity, own_address, set_environment
 
 ENVIRON = {

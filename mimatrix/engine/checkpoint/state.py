@@ -34,7 +34,7 @@ from mimatrix.engine.modules.precision import LossScale
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
 from mimatrix.engine.zero.strategy import ShardingStrategy
 from mimatrix.engine.zero.units import Unit, UnitParam, persistent_buffers
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 Metadata = dict[str, Any]
 """Everything in a checkpoint but its tensors, as JSON."""

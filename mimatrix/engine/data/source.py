@@ -18,7 +18,7 @@ from mimatrix.engine.data.digest import digest_order
 from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader, RowRequest, copy_ahead, move
 from mimatrix.engine.data.order import SampleOrder, derive_seed
 from mimatrix.engine.data.stream import ReaderTurns, StreamMode, StreamPosition, StreamRequest, own_sizes
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

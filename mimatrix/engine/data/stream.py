@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.digest import digest_samples
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 StreamReply = tuple[int, list[Any], str, str]
 """Samples read, this rank's micro-batches of them, a digest of all, and one of the first of them: of as many as every

@@ -14,7 +14,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
 from mimatrix.engine.data.stream import StreamMode, StreamPosition
 from mimatrix.engine.rank_exchange import Message, RankExchange
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from mimatrix.engine.loop.metrics import MetricLog, WeightedMeans, check_number,
 from mimatrix.engine.rank_exchange import gather_or_raise
 from mimatrix.engine.world import World
 from mimatrix.engine.zero.strategy import ShardingStrategy
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 MetricFn = Callable[[nn.Module, Any], dict[str, Any]]
 """Metrics of a batch by name, each a mean over its samples."""

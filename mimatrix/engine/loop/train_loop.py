@@ -32,7 +32,7 @@ from mimatrix.engine.zero.hooks import GradHookCheck
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer
 from mimatrix.engine.zero.strategy import ShardingStrategy
 from mimatrix.engine.zero.units import check_frozen
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 logger = logging.getLogger(__name__)
 

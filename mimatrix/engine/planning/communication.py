@@ -10,7 +10,7 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.comm.group import Group
 from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.zero.buffers import Buffers
-from mimatrix.planner.profile import Communication
+from mimatrix.planner.model.profile import Communication
 
 _CHUNK_BYTES = 16 << 20
 """Size of a timed collective; the time for a model is extrapolated from it."""

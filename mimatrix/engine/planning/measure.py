@@ -23,9 +23,9 @@ from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.engine.zero.units import is_compiled, split_into_units
-from mimatrix.planner.plan import Plan, misfit
-from mimatrix.planner.planning import Problem, make_plan
-from mimatrix.planner.profile import STAGES, Communication, Measurements, ModelSize, Profile
+from mimatrix.planner.model.plan import Plan, misfit
+from mimatrix.planner.model.profile import STAGES, Communication, Measurements, ModelSize, Profile
+from mimatrix.planner.planner import Problem, make_plan
 from mimatrix.profiler import (
     Limits,
     ProfileTarget,

@@ -27,9 +27,9 @@ from mimatrix.engine.planning.measure import (
 )
 from mimatrix.engine.planning.wait_monitor import WaitMonitor, advise_plan, describe_imbalance
 from mimatrix.planner.drift import Change, Drift, learned
-from mimatrix.planner.plan import Plan
-from mimatrix.planner.profile import Measurements
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.profile import Measurements
+from mimatrix.planner.model.split import Split
 
 _START = DataPosition(0, 0)
 _WARM_UP_STEPS = 3

@@ -13,7 +13,7 @@ from mimatrix.core.files import write_atomic
 from mimatrix.engine.planning.cluster_discovery import discover_cluster
 from mimatrix.engine.planning.measure import PrepareContext, measure_ranks
 from mimatrix.engine.rank_exchange import gather_or_raise
-from mimatrix.planner.matching import memory_with
+from mimatrix.planner.device_matching import memory_with
 
 
 class ProfileOnlyExit(SystemExit):

@@ -9,7 +9,7 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.planning.measure import PrepareContext
 from mimatrix.planner.drift import learned
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 _WARM_UP_STEPS = 3
 """Steps that are not counted: memory is allocated, kernels are chosen."""

@@ -9,12 +9,12 @@ from pydantic import BaseModel
 from sqlalchemy import select, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from mimatrix.server.access import Admin, Person, Shared
-from mimatrix.server.live import said_on
-from mimatrix.server.problems import Refusal
-from mimatrix.server.tables import AuditRow, JobRow, NodeRow, TokenRow
-from mimatrix.server.tokens import issue
-from mimatrix.wire import messages as m
+from mimatrix.api import models as m
+from mimatrix.server.auth.dependencies import Admin, Person, Shared
+from mimatrix.server.auth.tokens import issue
+from mimatrix.server.db.models import AuditRow, JobRow, NodeRow, TokenRow
+from mimatrix.server.errors import Refusal
+from mimatrix.server.metrics.live_state import said_on
 
 router = APIRouter(tags=["house"])
 _SILENT_S = 30.0

@@ -9,15 +9,15 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
+from mimatrix.api import models as m
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler import Start
-from mimatrix.server.access import Doer, Person, Shared, check_owner
+from mimatrix.server.auth.dependencies import Doer, Person, Shared, check_owner
+from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context, team_name
-from mimatrix.server.life import WAITING, is_active, move, note
-from mimatrix.server.problems import Refusal
-from mimatrix.server.tables import EventRow, JobRow, StintRow
-from mimatrix.server.tokens import Bearer
-from mimatrix.wire import messages as m
+from mimatrix.server.db.models import EventRow, JobRow, StintRow
+from mimatrix.server.errors import Refusal
+from mimatrix.server.jobs.lifecycle import WAITING, is_active, move, note
 
 router = APIRouter(prefix="/api", tags=["jobs"])
 Number = Annotated[int, Path(ge=1, le=(1 << 53))]

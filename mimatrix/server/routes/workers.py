@@ -4,15 +4,15 @@ from collections import Counter
 
 from fastapi import APIRouter, Response
 
-from mimatrix.server.access import Shared, Worker
+from mimatrix.api import models as m
+from mimatrix.server.auth.dependencies import Shared, Worker
+from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
-from mimatrix.server.life import note
-from mimatrix.server.live import LiveJob
-from mimatrix.server.problems import Refusal
+from mimatrix.server.db.models import JobRow
+from mimatrix.server.errors import Refusal
+from mimatrix.server.jobs.lifecycle import note
+from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.routes.jobs import Number, found
-from mimatrix.server.tables import JobRow
-from mimatrix.server.tokens import Bearer
-from mimatrix.wire import messages as m
 
 router = APIRouter(prefix="/api", tags=["workers"])
 _MOST_WHY = 500

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mimatrix.worker.ports import free_port
+from mimatrix.processes.ports import free_port
 
 
 def forked(size: int, each: Callable[[int], None], timeout_s: float = 50.0) -> list[int]:

@@ -18,7 +18,7 @@ from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.global_step import GlobalStep
 from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopSignal, LoopState, SyncedLRScheduler
 from mimatrix.engine.run import Run
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 in_stages = pytest.mark.parametrize("stage", range(4))
 UNITS: dict[str, Any] = {"unit_bytes": 300}

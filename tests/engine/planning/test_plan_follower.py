@@ -22,8 +22,8 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.run import Run
 from mimatrix.planner.drift import Change, Keep
-from mimatrix.planner.plan import LeftOut, Part, Plan
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.plan import LeftOut, Part, Plan
+from mimatrix.planner.model.split import Split
 
 BATCH, STEPS = 12, 12
 PART = (Part("rank 0", 1.0, 0.0, 0, 0),)

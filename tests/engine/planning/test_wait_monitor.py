@@ -17,7 +17,7 @@ from support.runs import in_runs
 from mimatrix.collectives.shares import Shares
 from mimatrix.engine.planning.wait_monitor import Imbalance, WaitMonitor
 from mimatrix.engine.run import Run
-from mimatrix.planner.split import Split
+from mimatrix.planner.model.split import Split
 
 BATCH, STEPS = 12, 30
 MODEL = Perceptron().double()

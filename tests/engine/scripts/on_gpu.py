@@ -33,7 +33,7 @@ from torch.utils.data import default_collate  # noqa: E402
 
 import mimatrix  # noqa: E402
 from mimatrix.comm.memory import peer_access  # noqa: E402
-from mimatrix.planner.split import Split  # noqa: E402
+from mimatrix.planner.model.split import Split  # noqa: E402
 
 STEPS = 5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

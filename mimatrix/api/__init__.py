@@ -1,0 +1,1 @@
+"""The REST interface of the job server as both ends see it: messages, and a client. Imports `core` only."""

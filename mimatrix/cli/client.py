@@ -1,0 +1,26 @@
+"""The job server that the command speaks with, and what commands about jobs have in common."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mimatrix.core.errors import UserError
+
+if TYPE_CHECKING:
+    from mimatrix.api.client import Client
+
+Number = Annotated[int, typer.Argument(min=1, metavar="JOB", help="Its number, as in `mimatrix jobs`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def connected() -> Iterator["Client"]:
+    """A client of the server that the environment names, or that this user runs."""
+    try:
+        from mimatrix.api.client import Client, found_server
+    except ModuleNotFoundError as error:
+        raise UserError(f"this needs {error.name}; install it: pip install 'mimatrix[server]'") from None
+    with Client(*found_server()) as client:
+        yield client

@@ -1,0 +1,1 @@
+"""Commands about networks: simulated, emulated and measured."""

@@ -1,0 +1,1 @@
+"""The demo: one training, evenly and as planned, with a live display."""

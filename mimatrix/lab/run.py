@@ -1,0 +1,68 @@
+"""Ranks in their seats: what each process is told, and how all are run."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from mimatrix.core import environment as env
+from mimatrix.core.errors import UserError
+from mimatrix.lab.ip_commands import namespace
+from mimatrix.lab.layout import Seat
+from mimatrix.lab.state import Lab
+from mimatrix.lab.system import check_machine, order, within
+from mimatrix.processes.cgroups import this_machine
+from mimatrix.processes.group import Command, Ending, run_together
+
+_FREE_PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print(s.getsockname()[1])"
+
+
+def run(lab: Lab, words: Sequence[str], *, grace_s: float = 10.0, timeout_s: float | None = None) -> Ending:
+    """Run `words` once for every rank, each in its node's namespace and quota, and wait for all."""
+    check_machine()
+    if not shutil.which(words[0]):
+        raise UserError(f'there is no command "{words[0]}"; write it as `mimatrix lab run -- python train.py`')
+    port = _free_port(lab)
+    groups = this_machine() if lab.cpus else None
+    commands = []
+    for seat in lab.layout.seats:
+        space = namespace(lab.name, seat.node)
+        told = dict(os.environ) | environment(lab, seat, port, os.environ)
+        commands.append(
+            Command(
+                f"{seat.rank} {seat.node}",
+                tuple(within(space, *words)),
+                told,
+                groups.members(space) if groups else None,
+            )
+        )
+    return run_together(commands, sys.stdout.buffer, sys.stderr.buffer, grace_s=grace_s, timeout_s=timeout_s)
+
+
+def environment(lab: Lab, seat: Seat, port: int, outside: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torchrun, the interface to use, and where this rank is."""
+    first = lab.layout.seats[0]
+    return {
+        "RANK": str(seat.rank),
+        "WORLD_SIZE": str(len(lab.layout.seats)),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "GROUP_RANK": str(seat.node_index),
+        "MASTER_ADDR": first.address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": seat.interface,
+        "UCX_NET_DEVICES": seat.interface,
+        # All nodes share one memory here, and perhaps an RDMA card, which would bypass the links.
+        "UCX_TLS": outside.get("UCX_TLS", "tcp"),
+        env.HOST.name: seat.node,
+        env.ADDRESS.name: seat.address,
+        env.CLUSTER.name: str(lab.cluster_file),
+        "OMP_NUM_THREADS": outside.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def _free_port(lab: Lab) -> int:
+    """One that nobody listens on at rank 0's address."""
+    first = lab.layout.seats[0]
+    space = namespace(lab.name, first.node)
+    return int(order(within(space, sys.executable, "-I", "-S", "-c", _FREE_PORT, first.address)))

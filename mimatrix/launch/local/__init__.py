@@ -1,0 +1,1 @@
+"""Teams on this machine, each under a supervisor that outlives the server."""

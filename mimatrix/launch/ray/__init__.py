@@ -1,0 +1,1 @@
+"""Teams on the nodes of a Ray cluster."""

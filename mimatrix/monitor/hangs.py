@@ -1,0 +1,47 @@
+"""Who does not come: the rank that others wait for inside of a collective, said in one sentence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mimatrix.core.units import format_seconds
+from mimatrix.monitor.rank_metrics import RankFigures
+
+LATE_S, ASIDE_S = 8.0, 60.0
+"""In a step, and where a rank evaluates or saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """One rank, and who waits for it."""
+
+    rank: int
+    place: str
+    call: str
+    round: int
+    step: int
+    since_s: float
+    waits: tuple[int, ...]
+
+    def __str__(self) -> str:
+        who = ", ".join(map(str, self.waits[:8])) + (" and others" if len(self.waits) > 8 else "")
+        ranks = f"rank {who} waits" if len(self.waits) == 1 else f"ranks {who} wait"
+        return (
+            f"rank {self.rank} on {self.place} has not come to {self.call}, round {self.round}, in step {self.step} "
+            f"for {format_seconds(self.since_s)}; {ranks} for it"
+        )
+
+
+def hanging(ranks: Sequence[RankFigures]) -> Hang | None:
+    """Whom others wait for longest, who is not waiting for somebody else himself.
+
+    Only what ranks say counts: one that was stopped said last, perhaps, that it waits for a moment.
+    """
+    late_s = ASIDE_S if any(each.aside for each in ranks) else LATE_S
+    late = {each.rank: each.awaited for each in ranks if each.awaited and each.awaited.seconds >= late_s}
+    free = {each.rank: each for each in ranks if each.rank not in late}
+    for awaited in sorted(late.values(), key=lambda each: -each.seconds) if free else ():
+        culprit = free.get(awaited.peer) if awaited.peer is not None else min(free.values(), key=lambda each: each.at_s)
+        if culprit:
+            waits = tuple(sorted(late))
+            return Hang(culprit.rank, culprit.place, awaited.call, awaited.round, culprit.step, awaited.seconds, waits)
+    return None

@@ -1,0 +1,1 @@
+"""A plan for people: rows of a table, and a drawing."""

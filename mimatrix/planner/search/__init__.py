@@ -1,0 +1,1 @@
+"""The exact search for batches and shares: one module for each method."""

@@ -1,0 +1,1 @@
+"""Recorded or invented traces of jobs, replayed through the scheduler."""

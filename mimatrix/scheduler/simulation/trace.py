@@ -1,0 +1,110 @@
+"""Jobs as they came in, and the devices that were there: a trace, read from JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mimatrix.core.errors import UserError, nearest
+from mimatrix.core.resources import Wish
+from mimatrix.scheduler.state import Seat
+
+_DEVICE_KEYS = ("node", "kind", "count", "speed", "near")
+_JOB_KEYS = ("job", "user", "at_s", "devices", "work_s", "priority", "preemptible", "max_time_s")
+EXAMPLE = (
+    '{"devices": [{"node": "a", "kind": "a100", "count": 4, "speed": 2}], '
+    '"jobs": [{"job": "x", "at_s": 0, "devices": "2", "work_s": 600}]}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A job that comes in at a time and has so much to do."""
+
+    job: str
+    wish: Wish
+    at_s: float
+    work_s: float
+    """Seconds on the least number of devices that it asks for, if they have speed 1."""
+    user: str = ""
+    priority: int = 50
+    preemptible: bool = False
+    max_time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What happened, or might have."""
+
+    seats: tuple[Seat, ...]
+    arrivals: tuple[Arrival, ...]
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "trace.json") -> "Trace":
+        """From JSON; `name` is what errors call it."""
+        try:
+            found = json.loads(text)
+            devices, jobs = found["devices"], found["jobs"]
+            if not isinstance(devices, list) or not isinstance(jobs, list):
+                raise TypeError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{name} is no trace; write devices and jobs, as in {EXAMPLE}") from None
+        seats = tuple(
+            seat for number, each in enumerate(devices) for seat in _seats(each, f"{name}, device {number + 1}")
+        )
+        arrivals = tuple(_arrival(each, f"{name}, job {number + 1}") for number, each in enumerate(jobs))
+        _check_names(seats, arrivals, name)
+        return cls(seats, tuple(sorted(arrivals, key=lambda each: (each.at_s, each.job))))
+
+
+def _seats(entry: Any, place: str) -> tuple[Seat, ...]:
+    values = _table(entry, _DEVICE_KEYS, ("node",), place)
+    count = int(_number(values, "count", 1, place, least=1))
+    speed = _number(values, "speed", 1.0, place, least=1e-6)
+    kind, near = str(values.get("kind", "gpu")), str(values.get("near", ""))
+    return tuple(Seat(str(values["node"]), number, kind, speed, near) for number in range(count))
+
+
+def _arrival(entry: Any, place: str) -> Arrival:
+    values = _table(entry, _JOB_KEYS, ("job", "work_s"), place)
+    limit = _number(values, "max_time_s", 0.0, place)
+    try:
+        wish = Wish.parse(str(values.get("devices", "1")))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    return Arrival(
+        str(values["job"]),
+        wish,
+        _number(values, "at_s", 0.0, place),
+        _number(values, "work_s", 0.0, place),
+        str(values.get("user", "")),
+        int(_number(values, "priority", 50, place)),
+        bool(values.get("preemptible", False)),
+        limit or None,
+    )
+
+
+def _table(entry: Any, known: tuple[str, ...], needed: tuple[str, ...], place: str) -> Mapping[str, Any]:
+    if not isinstance(entry, dict):
+        raise UserError(f"{place} is no object; write {{...}} with the keys {', '.join(known)}")
+    for key in entry:
+        if key not in known:
+            raise UserError(f'{place} has an unknown key "{key}"{nearest(key, known)}')
+    for key in needed:
+        if key not in entry:
+            raise UserError(f'{place} has no "{key}"; add it')
+    return entry
+
+
+def _number(values: Mapping[str, Any], key: str, default: float, place: str, least: float = 0.0) -> float:
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e15:
+        raise UserError(f'{place}: "{key}" must be a number from {least:g}, got {value!r}')
+    return value
+
+
+def _check_names(seats: tuple[Seat, ...], arrivals: tuple[Arrival, ...], name: str) -> None:
+    if len({seat.name for seat in seats}) < len(seats):
+        raise UserError(f"{name}: a node is there twice; give every node its own name")
+    if len({arrival.job for arrival in arrivals}) < len(arrivals):
+        raise UserError(f"{name}: a job is there twice; give every job its own name")

@@ -1,0 +1,1 @@
+"""The loop that compares what is with what should be, and acts."""

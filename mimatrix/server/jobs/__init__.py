@@ -1,0 +1,1 @@
+"""The life of a job, and the archives of its code."""

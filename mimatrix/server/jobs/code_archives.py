@@ -1,0 +1,55 @@
+"""Folders of scripts as they were when their jobs were handed in: archives, named by what is in them."""
+
+import hashlib
+import re
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from mimatrix.api.models import MOST_SNAPSHOT_BYTES
+from mimatrix.server.errors import Refusal
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Snapshots:
+    """A folder of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, digest: str) -> Path | None:
+        """Where it is, if it is there."""
+        if not _DIGEST.fullmatch(digest):
+            raise Refusal(422, "a snapshot is named by the SHA-256 of its archive, 64 digits from 0 to f")
+        path = self._folder / f"{digest}.tar.gz"
+        return path if path.is_file() else None
+
+    async def store(self, digest: str, chunks: AsyncIterator[bytes]) -> None:
+        """Take an archive in, if it is what it says and not too large."""
+        if self.path(digest):
+            async for _ in chunks:
+                pass
+            return
+        partial = self._folder / f"{secrets.token_hex(8)}.partial"
+        try:
+            found = await _written(partial, chunks)
+            if found != digest:
+                raise Refusal(422, "the archive is not what its name says; upload it again")
+            partial.replace(self._folder / f"{digest}.tar.gz")
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+async def _written(path: Path, chunks: AsyncIterator[bytes]) -> str:
+    size, seen = 0, hashlib.sha256()
+    with path.open("wb") as file:
+        async for chunk in chunks:
+            size += len(chunk)
+            if size > MOST_SNAPSHOT_BYTES:
+                most = MOST_SNAPSHOT_BYTES >> 20
+                raise Refusal(413, f"the archive is larger than {most} MiB; leave data out with a .mimatrixignore file")
+            seen.update(chunk)
+            file.write(chunk)
+    return seen.hexdigest()

@@ -1,0 +1,1 @@
+"""What workers report: live, as history, by device, and for Prometheus."""

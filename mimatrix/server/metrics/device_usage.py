@@ -1,0 +1,75 @@
+"""How a device was used over time: a rank of this job, then of that one, each in what was kept of its job."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import or_, select
+from sqlalchemy.orm import Session
+
+from mimatrix.monitor.downsampling import mean
+from mimatrix.server.db.models import StintRow
+from mimatrix.server.metrics import store
+
+_MOST_JOBS = 100
+_FIGURES = ("busy", "memory_bytes", "power_w", "temperature_c")
+# So long after a job nobody has it: lines of one job do not go on into those of the next.
+_FREE_AFTER_S = 1.0
+
+
+class _Start(NamedTuple):
+    """One generation of a job, on its devices in the order of ranks."""
+
+    begin_s: float
+    end_s: float
+    seats: list[str]
+
+
+def read(session: Session, seat: str, since_s: float, now_s: float, points: int) -> list[store.Point]:
+    """At most so many points since a time, the oldest first; one without figures after each job."""
+    found: list[store.Point] = []
+    for job, starts in _starts(session, seat, since_s, now_s).items():
+        begin_s = max(since_s, starts[0].begin_s)
+        _every_s, rows = store.read(session, job, begin_s, now_s, points)
+        found += _of_seat(seat, starts, rows)
+        found += (store.Point(each.end_s + _FREE_AFTER_S, {}) for each in starts if each.end_s < now_s)
+    found.sort(key=lambda point: point.at)
+    found = [point for point in found if since_s <= point.at <= now_s]
+    step = max(1, -(-len(found) // points))
+    return [_one(found[start : start + step]) for start in range(0, len(found), step)]
+
+
+def _starts(session: Session, seat: str, since_s: float, now_s: float) -> dict[int, list[_Start]]:
+    """The generations of those jobs that had it, with the devices of all their ranks."""
+    recent = or_(StintRow.ended_at.is_(None), StintRow.ended_at > since_s)
+    asked = select(StintRow.job).where(StintRow.seat == seat, recent).order_by(StintRow.id.desc()).limit(_MOST_JOBS)
+    jobs = set(session.scalars(asked))
+    found: dict[tuple[int, int], _Start] = {}
+    # A job's devices were written down in the order of its ranks.
+    for row in session.scalars(select(StintRow).where(StintRow.job.in_(jobs)).order_by(StintRow.id)):
+        start = _Start(row.started_at, row.ended_at or now_s, [])
+        found.setdefault((row.job, row.generation), start).seats.append(row.seat)
+    by_job: dict[int, list[_Start]] = {}
+    for (job, _generation), start in found.items():
+        by_job.setdefault(job, []).append(start)
+    return by_job
+
+
+def _of_seat(seat: str, starts: Sequence[_Start], rows: Iterable[store.Point]) -> Iterable[store.Point]:
+    begins = [start.begin_s for start in starts]
+    for row in rows:
+        # A mean is written down at the end of its time, which may be after the end of the job.
+        start = starts[max(0, bisect_right(begins, row.at) - 1)]
+        if seat in start.seats:
+            yield store.Point(min(row.at, start.end_s), _of_rank(row.figures, start.seats.index(seat)))
+
+
+def _of_rank(figures: dict[str, Any], rank: int) -> dict[str, float | None]:
+    lists = {name: (figures.get("ranks") or {}).get(name) or [] for name in _FIGURES}
+    return {name: values[rank] if rank < len(values) else None for name, values in lists.items()}
+
+
+def _one(points: Sequence[store.Point]) -> store.Point:
+    return store.Point(
+        points[-1].at, mean([point.figures for point in points]) if len(points) > 1 else points[0].figures
+    )

@@ -1,0 +1,159 @@
+"""What is kept of reports: points of every job that runs and of the cluster, thinned as they grow old."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, func, insert, select
+from sqlalchemy.orm import Session
+
+from mimatrix.api.models import Report
+from mimatrix.monitor.downsampling import TIERS, mean, short, tier_for
+from mimatrix.server.db.engine import Sessions
+from mimatrix.server.db.models import SampleRow
+from mimatrix.server.metrics.live_state import LiveJob
+
+CLUSTER = 0
+"""What is kept under this number is no job's."""
+_MOST_RANKS = 128
+"""Of larger jobs only what rank 0 says of all is kept."""
+_PRUNED_S = 60.0
+_APART_S = 1e-3
+"""Between points of what was logged, which come before that of the job at the same time."""
+_BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
+_BY_GROUP = ("pushes", "samples", "staleness", "moved_s", "waited_s")
+"""Known of the first rank of each group, where there are groups."""
+_BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
+
+
+class Point(NamedTuple):
+    """What is known of a time."""
+
+    at: float
+    figures: dict[str, Any]
+
+
+class History:
+    """Writes points, one for each job in the time of the finest tier."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._kept_at = [0.0] * len(TIERS)
+        self._pruned_at = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time for a point."""
+        return now_s - self._kept_at[0] >= TIERS[0].every_s
+
+    def keep(self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any]) -> None:
+        """How all is now."""
+        found = {number: point_of(live) for number, live in jobs.items() if live.first}
+        points = [(CLUSTER, dict(cluster)), *found.items()]
+        with self._sessions.begin() as session:
+            for number, live in jobs.items():
+                _write_logged(session, now_s, number, live)
+            _write(session, 0, now_s, points)
+            self._kept_at[0] = now_s
+            for number in range(1, len(TIERS)):
+                self._thin(session, number, now_s)
+            if now_s - self._pruned_at > _PRUNED_S:
+                self._pruned_at = now_s
+                for number, tier in enumerate(TIERS):
+                    old = (SampleRow.tier == number, SampleRow.at < now_s - tier.kept_s)
+                    session.execute(delete(SampleRow).where(*old))
+
+    def keep_last(self, session: Session, now_s: float, number: int, live: LiveJob | None) -> None:
+        """How a job was when it ended."""
+        if live:
+            _write_logged(session, now_s, number, live)
+        if live and live.first and live.first.step:
+            _write(session, 0, now_s, [(number, point_of(live))])
+
+    def _thin(self, session: Session, number: int, now_s: float) -> None:
+        """Means of the tier below, once its time is full."""
+        tier = TIERS[number]
+        if not self._kept_at[number]:
+            self._kept_at[number] = now_s
+        if now_s - self._kept_at[number] < tier.every_s:
+            return
+        since_s, self._kept_at[number] = self._kept_at[number], now_s
+        asked = select(SampleRow).where(SampleRow.tier == number - 1, SampleRow.at > since_s, SampleRow.at <= now_s)
+        by_job: dict[int, list[dict[str, Any]]] = {}
+        for row in session.scalars(asked.order_by(SampleRow.at)):
+            by_job.setdefault(row.job, []).append(row.figures)
+        _write(session, number, now_s, [(job, mean(points)) for job, points in by_job.items()])
+
+
+def read(
+    session: Session, job: int, since_s: float, now_s: float, points: int, *, only_last_ranks: bool = False
+) -> tuple[float, list[Point]]:
+    """How far apart, and at most so many points since a time, the oldest first.
+
+    What a tier does not have yet, since its time is not full, comes from the finer ones. `only_last_ranks`: figures of
+    ranks, which are most of it, are left out of all points but the last.
+    """
+    known = select(func.min(SampleRow.at), func.max(SampleRow.at)).where(SampleRow.job == job, SampleRow.at >= since_s)
+    first_s, last_s = session.execute(known).one()
+    number = tier_for(first_s or since_s, last_s or now_s, now_s, points)
+    found: list[Point] = []
+    for tier in range(number, -1, -1):
+        after = SampleRow.at > found[-1].at if found else SampleRow.at >= since_s
+        asked = select(SampleRow.at, SampleRow.figures).where(SampleRow.job == job, SampleRow.tier == tier, after)
+        found += (Point(at, figures) for at, figures in session.execute(asked.order_by(SampleRow.at)))
+    step = max(1, -(-len(found) // points))
+    joined = [
+        _one(found[start : start + step], with_ranks=not only_last_ranks or start + step >= len(found))
+        for start in range(0, len(found), step)
+    ]
+    return TIERS[number].every_s * step, joined
+
+
+def point_of(live: LiveJob) -> dict[str, Any]:
+    """What the ranks of a job said last, as one point."""
+    first = live.first
+    assert first
+    known: dict[str, Any] = {
+        "step": first.step,
+        "samples_per_s": short(live.samples_per_s),
+        "step_s": short(first.step_s),
+        "predicted_step_s": short(first.predicted_step_s),
+        "metrics": {name: short(value) for name, value in live.metrics.items()},
+    }
+    if live.ranks <= _MOST_RANKS:
+        known["ranks"] = _by_rank([live.reports.get(rank) for rank in range(live.ranks)])
+    return known
+
+
+def _write_logged(session: Session, now_s: float, number: int, live: LiveJob) -> None:
+    """What was logged now and then: each at its step, without the figures of that time."""
+    logged = [live.logged.popleft() for _ in range(len(live.logged))]
+    for place, entry in enumerate(logged):
+        metrics = {name: short(value) for name, value in entry.metrics.items()}
+        at_s = now_s - _APART_S * (len(logged) - place)
+        _write(session, 0, at_s, [(number, {"step": entry.step, "metrics": metrics})])
+
+
+def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:
+    found = {name: [short(getattr(each, name)) if each else None for each in reports] for name in _BY_RANK}
+    uses = [each.use if each else None for each in reports]
+    found |= _known(uses, {name: name for name in _BY_DEVICE})
+    pushed = [each.pushed if each else None for each in reports]
+    return found | _known(pushed, {name: f"group_{name}" for name in _BY_GROUP})
+
+
+def _known(said: Sequence[object | None], names: Mapping[str, str]) -> dict[str, list[float | None]]:
+    """Of each that anybody knows a list with a value for each rank, under another name."""
+    found = {new: [short(getattr(each, old)) if each else None for each in said] for old, new in names.items()}
+    return {name: values for name, values in found.items() if any(value is not None for value in values)}
+
+
+def _one(points: Sequence[Point], *, with_ranks: bool) -> Point:
+    figures = [point.figures for point in points]
+    if not with_ranks:
+        figures = [{name: value for name, value in each.items() if name != "ranks"} for each in figures]
+    return Point(points[-1].at, mean(figures) if len(figures) > 1 else figures[0])
+
+
+def _write(session: Session, tier: int, at_s: float, points: Iterable[tuple[int, dict[str, Any]]]) -> None:
+    rows = [{"job": job, "tier": tier, "at": at_s, "figures": figures} for job, figures in points]
+    if rows:
+        session.execute(insert(SampleRow), rows)

@@ -1,9 +1,0 @@
-"""What Alembic runs: upgrades go over the connection that the server has open."""
-
-from alembic import context
-
-from mimatrix.server.tables import Base
-
-context.configure(connection=context.config.attributes["connection"], target_metadata=Base.metadata)
-with context.begin_transaction():
-    context.run_migrations()

@@ -1,0 +1,1 @@
+"""HTTP beside the routes: limits, static files, TLS, addresses, documentation of the interface."""

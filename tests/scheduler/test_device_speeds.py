@@ -1,0 +1,37 @@
+"""Speeds of devices: by kind, and as an earlier run saw them."""
+
+import pytest
+
+from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.profile import Profile
+from mimatrix.scheduler.device_speeds import speed_of_kind, speeds_measured, speeds_seen
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"),
+        ("NVIDIA A40", "NVIDIA GeForce RTX 3090"),
+        ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 2080 Ti"),
+        ("an unheard-of GPU", "cpu"),
+    ],
+)
+def test_kinds_in_their_order(faster: str, slower: str) -> None:
+    assert speed_of_kind(faster) > speed_of_kind(slower)
+
+
+def test_what_an_earlier_plan_saw() -> None:
+    parts = [{"name": "A40", "busy_s": 0.5}, {"name": "cpu", "busy_s": 0.4}, {"name": "cpu", "busy_s": 0.5}]
+    plan = {"ranks": parts, "micro": [[60, 40], [4], [10]]}
+    assert speeds_seen(plan) == {"A40": 200.0, "cpu": 20.0}
+    assert speeds_seen({}) == speeds_seen({"ranks": 3, "micro": None}) == {}
+
+
+def test_what_curves_of_an_earlier_run_say() -> None:
+    def profile(device: str, *points: tuple[int, float]) -> dict[str, object]:
+        curve, memory = Curve.of(points), Curve.of((samples, 1e6 * samples) for samples, _ in points)
+        return Profile(device, "m", curve, memory, 1 << 30, 0.001).to_json()
+
+    slow, fast = profile("cpu", (1, 0.1), (8, 0.4)), profile("A40", (1, 0.1), (100, 0.5))
+    assert speeds_measured({"profiles": [slow, fast, slow]}) == pytest.approx({"cpu": 20.0, "A40": 200.0})
+    assert speeds_measured({}) == speeds_measured({"profiles": [{"device": 3}]}) == {}

@@ -1,0 +1,92 @@
+"""How teams ended, in words: the code once, and the last line of a real team's output."""
+
+import io
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mimatrix.launch import LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
+from mimatrix.server.controller.exit_causes import failed_rank, groups_of, last_words, lost_ranks, told
+
+EXITED, LOST = Phase.EXITED, Phase.LOST
+
+
+@pytest.mark.parametrize(
+    ("member", "words", "sentence"),
+    [
+        (MemberState(EXITED, 1, "exit code 1"), "", "rank 0 on n/0 ended with 1"),
+        (MemberState(EXITED, 1, "exit code 1"), "boom", 'rank 0 on n/0 ended with 1; its last line: "boom"'),
+        (MemberState(EXITED, 1, "exit code 1; left 2"), "", "rank 0 on n/0 ended with 1: left 2"),
+        (MemberState(EXITED, 126, "no such file"), "", "rank 0 on n/0 ended with 126: no such file"),
+        (MemberState(EXITED, -9, "killed by SIGKILL"), "", "rank 0 on n/0 was killed by SIGKILL"),
+        (
+            MemberState(EXITED, -15, "killed by SIGTERM; told to end"),
+            "",
+            "rank 0 on n/0 was killed by SIGTERM: told to end",
+        ),
+        (MemberState(LOST, None, "node x is gone"), "", "rank 0 on n/0 was lost: node x is gone"),
+        (MemberState(LOST), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
+    ],
+)
+def test_sentences(member: MemberState, words: str, sentence: str) -> None:
+    assert told(0, "n/0", member, words) == sentence
+
+
+def test_who_is_to_blame() -> None:
+    well, bad = MemberState(EXITED, 0), MemberState(EXITED, 1)
+    assert failed_rank(TeamState((well, well))) is None
+    assert failed_rank(TeamState((well, bad))) == 1
+    assert failed_rank(TeamState((bad, bad), first_failure=1)) == 1
+    assert failed_rank(TeamState((well, MemberState(LOST)))) == 1
+
+
+def test_who_is_to_blame_among_groups() -> None:
+    well, killed, saved = MemberState(EXITED, 0), MemberState(EXITED, -9), MemberState(EXITED, 75)
+    groups = groups_of({"MIMATRIX_GROUPS": "[[0, 1], [2]]"}, 3)
+    assert groups == ((0, 1), (2,))
+    assert failed_rank(TeamState((well, killed, well), 1), groups) is None
+    assert failed_rank(TeamState((well, killed, killed), 1), groups) == 1
+    assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
+    assert failed_rank(TeamState((killed, killed, killed), 1), groups, gone={0, 1}) == 2
+    ended = MemberState(EXITED, -15, "killed by SIGTERM; ended because rank 1 failed")
+    runs = MemberState(Phase.RUNNING)
+    assert lost_ranks(TeamState((ended, killed, runs), 1), groups) == {0: 1}
+    assert lost_ranks(TeamState((runs, runs, saved), 2), groups) == {}
+    assert lost_ranks(TeamState((ended, killed, runs), 1), ()) == {}
+
+
+@pytest.mark.parametrize("said", ["", "no", "[[0]]", "[[0], [0]]", "7", '[["a"], [1]]'])
+def test_what_is_no_list_of_groups(said: str) -> None:
+    assert groups_of({"MIMATRIX_GROUPS": said}, 2) == ()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("raise ValueError('no such layer')", "ValueError: no such layer"),
+        ("print('one\\ntwo\\n\\n  ')", "two"),
+        ("print('\\x1b[31mred\\x1b[0m\\tand\\x07 \\u202eplain\\x00')", "red and plain"),
+        ("print('10%\\r50%\\r')", "50%"),
+        ("print('x' * 9999)", "x" * 197 + "..."),
+        ("pass", ""),
+    ],
+)
+def test_last_words(tmp_path: Path, script: str, words: str) -> None:
+    launcher = LocalLauncher(tmp_path / "launcher", devices=cores(1))
+    (node,) = launcher.nodes()
+    packed = tmp_path / "code.tar.gz"
+    with tarfile.open(packed, mode="w:gz") as tar:
+        entry = tarfile.TarInfo("x.py")
+        entry.size = len(script.encode())
+        tar.addfile(entry, io.BytesIO(script.encode()))
+    launcher.start(Team("job-1.1", (sys.executable, "x.py"), (Member(node.name, 0),), packed, {"PYTHONUTF8": "1"}))
+    deadline = time.monotonic() + 30
+    while not launcher.states()["job-1.1"].has_ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert last_words(launcher, "job-1.1", 0) == words
+    assert last_words(launcher, "job-2.1", 0) == ""
