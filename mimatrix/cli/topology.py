@@ -12,7 +12,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_rate
 
 if TYPE_CHECKING:
-    from mimatrix.cluster.figures import Figures
+    from mimatrix.cluster.summary import Figures
 
 
 def topology(
@@ -31,7 +31,7 @@ def topology(
         check_file(picture, (".png", ".svg", ".pdf"))
     with progress("looking at the network"):
         from mimatrix.cluster import Fabric, load_cluster, write_cluster
-        from mimatrix.cluster.figures import figures
+        from mimatrix.cluster.summary import figures
 
         described = load_cluster(cluster)
         found = None if toml else figures(Fabric(described))

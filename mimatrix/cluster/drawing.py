@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from mimatrix.cluster.layout import Box, Layout, Strand, arrange
+from mimatrix.cluster.layout.boxes import Point
+from mimatrix.cluster.layout.scene import counted, text_width
 from mimatrix.cluster.model import Cluster
-from mimatrix.cluster.picture import Box, Layout, Strand, arrange
-from mimatrix.cluster.picture.boxes import Point
-from mimatrix.cluster.picture.scene import counted, text_width
 from mimatrix.core.units import format_rate
 
 _WIDEST, _TALLEST, _NARROWEST = 20.0, 10.0, 6.0

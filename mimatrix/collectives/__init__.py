@@ -5,10 +5,10 @@ from mimatrix.collectives.catalog import CATALOG, Algorithm, Request, build, fin
 from mimatrix.collectives.compose import relabelled
 from mimatrix.collectives.fitting import Fitted, Wishes, fit
 from mimatrix.collectives.hdrm import RankMapping, map_ranks
-from mimatrix.collectives.ordering import even_groups, natural_groups, nic_rates, ring_order
-from mimatrix.collectives.proof import verify
+from mimatrix.collectives.rank_order import even_groups, natural_groups, nic_rates, ring_order
 from mimatrix.collectives.schedule import Collective, Move, Round, Schedule
 from mimatrix.collectives.shares import Shares
+from mimatrix.collectives.verification import verify
 
 __all__ = [
     "CATALOG",

@@ -14,8 +14,8 @@ from mimatrix.collectives.double_tree import double_tree
 from mimatrix.collectives.gdraa import gdraa
 from mimatrix.collectives.halving_doubling import halving_doubling, largest_power_of_two
 from mimatrix.collectives.hierarchical import Groups, hierarchical
-from mimatrix.collectives.ordering import even_groups
 from mimatrix.collectives.parameter_server import parameter_server
+from mimatrix.collectives.rank_order import even_groups
 from mimatrix.collectives.ring import ring
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares

@@ -11,7 +11,7 @@ from mimatrix.cluster.routes import Ecmp, Routes
 from mimatrix.collectives.bandwidth_shares import shares_by_bandwidth
 from mimatrix.collectives.catalog import Request, admit, build, find
 from mimatrix.collectives.hdrm import RankMapping, map_ranks
-from mimatrix.collectives.ordering import natural_groups, nic_rates, ring_order
+from mimatrix.collectives.rank_order import natural_groups, nic_rates, ring_order
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UnsuitedError, UserError

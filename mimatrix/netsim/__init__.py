@@ -1,7 +1,7 @@
 """What it would cost: schedules replayed on clusters, flows sharing links max-min fairly."""
 
 from mimatrix.netsim.bounds import lower_bound_seconds
-from mimatrix.netsim.fairness import fair_rates
+from mimatrix.netsim.max_min_fairness import fair_rates
 from mimatrix.netsim.reports import Report, report, simulate
 from mimatrix.netsim.simulation import Costs, replay, run
 from mimatrix.netsim.timeline import Timeline

@@ -17,7 +17,7 @@ from mimatrix.cluster.model import Cluster
 from mimatrix.cluster.routes import Routes
 from mimatrix.collectives.schedule import Schedule
 from mimatrix.core.errors import UserError
-from mimatrix.netsim.fairness import fair_rates
+from mimatrix.netsim.max_min_fairness import fair_rates
 from mimatrix.netsim.timeline import Timeline
 from mimatrix.netsim.traffic import Traffic
 

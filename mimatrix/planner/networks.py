@@ -8,7 +8,7 @@ import numpy as np
 from mimatrix.cluster import Cluster, Fabric
 from mimatrix.collectives import Collective, Shares, nic_rates, shares_by_bandwidth
 from mimatrix.collectives.catalog import Request, build, find
-from mimatrix.collectives.ordering import natural_groups, ring_order
+from mimatrix.collectives.rank_order import natural_groups, ring_order
 from mimatrix.core.errors import UnsuitedError
 from mimatrix.core.units import format_bytes, format_seconds
 from mimatrix.netsim import Costs, Traffic, run

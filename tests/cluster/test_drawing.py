@@ -19,8 +19,8 @@ from matplotlib.transforms import Bbox
 
 from mimatrix.cluster import Cluster, Device, Link, Node, Switch, named
 from mimatrix.cluster.drawing import draw
-from mimatrix.cluster.picture import Box, Layout, arrange
-from mimatrix.cluster.picture.scene import SQUARE
+from mimatrix.cluster.layout import Box, Layout, arrange
+from mimatrix.cluster.layout.scene import SQUARE
 
 FAMILIES = [
     "star:1",

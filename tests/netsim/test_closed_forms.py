@@ -5,7 +5,7 @@ from math import log2
 import pytest
 
 from mimatrix.cluster import named
-from mimatrix.cluster.families import Server, star
+from mimatrix.cluster.topologies import Server, star
 from mimatrix.collectives import Collective, Request, build
 from mimatrix.netsim import Costs, replay
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mimatrix.cluster.picture.scene import GAP, NAME_HEIGHT, PADDING, SQUARE, Cord, Kind, Thing
+from mimatrix.cluster.layout.scene import GAP, NAME_HEIGHT, PADDING, SQUARE, Cord, Kind, Thing
 
 Point = tuple[float, float]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mimatrix.cluster.picture.boxes import Box, Layout, Point, Strand, put, rounded
-from mimatrix.cluster.picture.scene import SQUARE, Cord, Scene, counted
+from mimatrix.cluster.layout.boxes import Box, Layout, Point, Strand, put, rounded
+from mimatrix.cluster.layout.scene import SQUARE, Cord, Scene, counted
 
 _ROOM_FOR_NAMES = 40
 _WIDEST_NAMED = 31.5

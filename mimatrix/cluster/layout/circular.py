@@ -3,8 +3,8 @@
 import math
 from itertools import product
 
-from mimatrix.cluster.picture.boxes import Box, Layout, Point, Strand, put, rounded
-from mimatrix.cluster.picture.scene import Cord, Scene
+from mimatrix.cluster.layout.boxes import Box, Layout, Point, Strand, put, rounded
+from mimatrix.cluster.layout.scene import Cord, Scene
 
 _ROOM_FOR_NAMES = 40
 _ROOM_ON_A_GRID = 12

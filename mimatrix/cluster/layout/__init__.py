@@ -1,10 +1,10 @@
 """The picture of a cluster in numbers: what it shows (`scene`), as which boxes and strands, and where they go."""
 
+from mimatrix.cluster.layout.boxes import Box, Layout, Square, Strand
+from mimatrix.cluster.layout.circular import circle, grid, torus_sides
+from mimatrix.cluster.layout.layered import layers
+from mimatrix.cluster.layout.scene import compose
 from mimatrix.cluster.model import Cluster
-from mimatrix.cluster.picture.boxes import Box, Layout, Square, Strand
-from mimatrix.cluster.picture.layers import layers
-from mimatrix.cluster.picture.rounds import circle, grid, torus_sides
-from mimatrix.cluster.picture.scene import compose
 
 __all__ = ["Box", "Layout", "Square", "Strand", "arrange"]
 

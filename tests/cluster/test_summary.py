@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from mimatrix.cluster import Bus, Cluster, Device, Fabric, Link, Node, Switch, named
-from mimatrix.cluster.figures import Figures, figures
+from mimatrix.cluster.summary import Figures, figures
 
 RATE = 12.5e9
 GPU = (Device(),)

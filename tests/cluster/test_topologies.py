@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.cluster import FAMILIES, Bus, Cluster, Link, families, named
-from mimatrix.cluster.families import (
+from mimatrix.cluster.model import MOST_PARTS
+from mimatrix.cluster.topologies import (
     DEFAULT_LATENCY_S,
     DEFAULT_RATE,
     PCIE_BYTES_PER_S,
@@ -18,7 +19,6 @@ from mimatrix.cluster.families import (
     star,
     torus,
 )
-from mimatrix.cluster.model import MOST_PARTS
 from mimatrix.core.errors import UserError
 
 G = 1e9 / 8

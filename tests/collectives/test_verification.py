@@ -138,7 +138,7 @@ def test_objects_to_shares_that_do_not_fit_the_blocks() -> None:
 
 def test_fingerprints_catch_what_counting_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large schedules are fingerprinted instead of counted: the same sabotage must be seen."""
-    monkeypatch.setattr("mimatrix.collectives.proof._EXACT_CELLS", 0)
+    monkeypatch.setattr("mimatrix.collectives.verification._EXACT_CELLS", 0)
     for name in ("gdraa", "halving_doubling", "hierarchical", "double_tree"):
         schedule = built(name, Collective.ALL_REDUCE)
         verify(schedule)

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from itertools import groupby
 from pathlib import Path
 
-from mimatrix.cluster.families import named
 from mimatrix.cluster.model import MOST_PARTS, Bus, Cluster, Device, Link, Node, Switch
+from mimatrix.cluster.topologies import named
 from mimatrix.core.config import Table, read_table
 from mimatrix.core.errors import ConfigError, UserError, nearest
 from mimatrix.core.units import parse_bytes, parse_rate, parse_seconds
