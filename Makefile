@@ -41,7 +41,7 @@ bench: $(READY) ## how long the command takes to start, replays as ranks grow, p
 	$(BIN)/python -m bench.scheduler_speed
 
 study: $(READY) ## make docs/measurements/simulated.md with its pictures anew
-	$(BIN)/python -m bench.study
+	$(BIN)/python -m bench.simulation_study
 
 allreduce: $(READY) ## measure collectives on this host and in the lab (root): docs/measurements/allreduce.md
 	$(BIN)/python -m bench.allreduce

@@ -1,6 +1,6 @@
 """A thousand jobs, 500 devices, a week of history: how fast the server answers, how soon pages can be used, what it weighs.
 
-`python -m bench.scale [--keep]` fills a database as a week of use leaves it (`bench/server/week.py`) and starts the real
+`python -m bench.scale [--keep]` fills a database as a week of use leaves it (`bench/server/synthetic_history.py`) and starts the real
 server on it. So many devices are not to be had here: a launcher that only says that its teams run stands in for them,
 and connections that send what workers send report for the jobs that run.
 """
@@ -25,8 +25,8 @@ import typer
 from support.chromium import CHROMIUM
 
 from bench.markdown import MEASUREMENTS, machine, table
-from bench.server import browsing, load, viewers, week
-from bench.server.week import Size
+from bench.server import dashboard_load, load, page_load, synthetic_history
+from bench.server.synthetic_history import Size
 from mimatrix.server.database import DATABASE_FILE
 from mimatrix.server.live import Live
 from mimatrix.wire.messages import Report
@@ -59,21 +59,21 @@ def measured(size: Size, seconds: float, is_browsed: bool) -> dict[str, Any]:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mimatrix-scale-") as folder:
         data = Path(folder) / "data"
-        lives = week.fill(data, size, time.time())
+        lives = synthetic_history.fill(data, size, time.time())
         found: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
         found |= {"machine": machine(), "load_before": before, "nice": os.nice(0)}
         found["database"] = weighed(data / DATABASE_FILE)
         with _serving(Path(folder), size) as port, _reporting(Path(folder), port, lives) as reports:
             token = (data / "token").read_text().strip()
-            asked = viewers.Asked()
-            asyncio.run(viewers.look(port, token, lives, seconds, asked))
+            asked = dashboard_load.Asked()
+            asyncio.run(dashboard_load.look(port, token, lives, seconds, asked))
             assert not asked.refused, asked.refused[:3]
             found["seconds"] = seconds
             found["answers"] = {route: _spread(each, asked.sizes[route]) for route, each in asked.seconds.items()}
             found["answers"]["all"] = _spread([each for row in asked.seconds.values() for each in row], 0)
             if is_browsed:
                 lasting = next(each.number for each in lives if each.started_s and not each.ended_s)
-                found["pages"] = browsing.measured(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
+                found["pages"] = page_load.measured(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
         found["reports"] = {**_spread(reports.seconds, 0), "lost": reports.failed}
     return found
 
@@ -101,7 +101,16 @@ def _serving(folder: Path, size: Size) -> Iterator[int]:
     """The real server, as a process."""
     port, data = load.free_port(), folder / "data"
     (folder / "tokens").mkdir()
-    words = [sys.executable, "-m", "bench.server.week", "host", str(data), str(port), str(size.jobs), str(size.devices)]
+    words = [
+        sys.executable,
+        "-m",
+        "bench.server.synthetic_history",
+        "host",
+        str(data),
+        str(port),
+        str(size.jobs),
+        str(size.devices),
+    ]
     environment = {**os.environ, "LOAD_TOKENS": str(folder / "tokens")}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     try:
@@ -113,13 +122,13 @@ def _serving(folder: Path, size: Size) -> Iterator[int]:
 
 
 @contextmanager
-def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[load.Seen]:
+def _reporting(folder: Path, port: int, lives: Sequence[synthetic_history.Life]) -> Iterator[load.Seen]:
     """Workers of all that runs, in a thread of their own."""
     seen, over = load.Seen(), threading.Event()
     running = [each for each in lives if each.started_s and each.ended_s is None]
     secrets = [(folder / "tokens" / f"job-{each.number}.1").read_text() for each in running]
 
-    every_s = _every_s(len(running) * week.RANKS)
+    every_s = _every_s(len(running) * synthetic_history.RANKS)
 
     async def report() -> None:
         working = [
@@ -127,7 +136,7 @@ def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[
                 load.worker(port, life.number, rank, secret, every_s, float("inf"), seen, life.step_at(time.time()))
             )
             for life, secret in zip(running, secrets, strict=True)
-            for rank in range(week.RANKS)
+            for rank in range(synthetic_history.RANKS)
         ]
         await asyncio.to_thread(over.wait)
         for each in working:
@@ -137,7 +146,7 @@ def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[
     thread = threading.Thread(target=lambda: asyncio.run(report()))
     thread.start()
     try:
-        _wait(lambda: len(seen.seconds) >= len(running) * week.RANKS)
+        _wait(lambda: len(seen.seconds) >= len(running) * synthetic_history.RANKS)
         yield seen
     finally:
         over.set()
@@ -177,8 +186,8 @@ def section(found: dict[str, Any]) -> str:
     return f"""## A thousand jobs
 
 `python -m bench.scale --keep` fills a database as a week of use leaves it: {found["jobs"]:,} jobs, {found["running"]} of which run on
-{found["running"] * week.RANKS} of {found["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; so many devices are not to be had here, so a
-launcher that only says that its teams run stands in for them, and {found["running"] * week.RANKS} connections report every {_every_s(found["running"] * week.RANKS):.0f} s as workers would.
+{found["running"] * synthetic_history.RANKS} of {found["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; so many devices are not to be had here, so a
+launcher that only says that its teams run stands in for them, and {found["running"] * synthetic_history.RANKS} connections report every {_every_s(found["running"] * synthetic_history.RANKS):.0f} s as workers would.
 All of it, browser included, shares the cores of one machine: {found["machine"]}. Others used it, too: before
 it began, the load average was {found["load_before"]:.1f}; it ran at nice {found["nice"]}.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bench.heterogeneous.tasks import Task
-from bench.heterogeneous.work import Rows, loss_of, model_of, optimizer_of
+from bench.heterogeneous.workload import Rows, loss_of, model_of, optimizer_of
 
 ALONE = "ideal"
 TRIED = (64, 128, 256, 512)

@@ -18,8 +18,8 @@ def main(text: str, place: str) -> None:
 
     torch.set_num_threads(1)
     from bench.heterogeneous.alone import ALONE, alone
-    from bench.heterogeneous.ways import WAYS
-    from bench.heterogeneous.work import Rows
+    from bench.heterogeneous.baselines import WAYS
+    from bench.heterogeneous.workload import Rows
 
     rows = Rows(task)
     record = Record(time.monotonic(), warm_up=task.warm_up)

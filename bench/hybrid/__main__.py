@@ -1,6 +1,6 @@
 """`python -m bench.hybrid accuracy|stalls|page [--keep]`: figures are kept, and docs/measurements/hybrid.md is written.
 
-Two sites are measured by `python -m bench.hybrid.sites`, what `mode="auto"` chooses by `python -m bench.hybrid.choosing`.
+Two sites are measured by `python -m bench.hybrid.sites`, what `mode="auto"` chooses by `python -m bench.hybrid.auto_mode`.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.hybrid import accuracy, choosing, sites, stalls
+from bench.hybrid import accuracy, auto_mode, sites, stalls
 from bench.markdown import MEASUREMENTS, machine, write_page
 
 _KEPT = MEASUREMENTS / "hybrid"
@@ -18,7 +18,7 @@ _PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy.section,
     "stalls": stalls.section,
     "sites": sites.section,
-    "choosing": choosing.section,
+    "choosing": auto_mode.section,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from scipy.stats import t as student
 from support.hybrid_tasks import TASKS, train_together
 
-from bench.hybrid.town import Town, Wanted
+from bench.hybrid.group_processes import Town, Wanted
 from bench.markdown import table
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.markdown import table
-from bench.monitoring.house import serving
+from bench.monitoring.server_process import serving
 
 _AFTER_S = 0.02
 """How long after its end a report may still be felt: caches have to be filled again."""

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from bench.scale import measured, section
-from bench.server.week import WEEK_S, Size, lives, points
+from bench.server.synthetic_history import WEEK_S, Size, lives, points
 from mimatrix.monitor.thinning import TIERS
 
 

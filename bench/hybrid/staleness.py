@@ -1,7 +1,7 @@
 """What late pushes are worth: samples until an accuracy is reached, against how late pushes are. `planner.modes.LATE`.
 
 Every push has its gradient at parameters that are t pushes old, and counts as the rules of `large` say; nothing else
-differs. `python -m bench.hybrid.lateness`
+differs. `python -m bench.hybrid.staleness`
 """
 
 import math
@@ -103,7 +103,7 @@ def section(found: dict[str, Any]) -> str:
     rows.append(["formula", *(f"{worth(late):.2f}" for late in STALENESS)])
     headings = ["a sample is worth, of pushes that are late by", *map(str, STALENESS)]
     return f"""## What late pushes are worth
-`python -m bench.hybrid.lateness`
+`python -m bench.hybrid.staleness`
 
 Samples until 99 % of the accuracy that is there after half of the epochs if nobody is late, by those that late pushes need; medians of {found["seeds"]} seeds.
 The exponent that fits best is {found["exponent"]:.2f}; the planner has {LATE:g}.

@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.markdown import table
-from bench.study.common import MB, save, seconds
+from bench.simulation_study.common import MB, save, seconds
 from mimatrix.cluster import Fabric, named
 from mimatrix.collectives import Wishes, nic_rates, shares_by_bandwidth
 

@@ -3,8 +3,8 @@
 import time
 
 from bench.markdown import machine, write_page
-from bench.study import congestion, scaling, uneven
-from bench.study.common import COSTS
+from bench.simulation_study import congestion, scaling, uneven
+from bench.simulation_study.common import COSTS
 
 
 def main() -> None:

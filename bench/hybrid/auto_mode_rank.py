@@ -175,7 +175,7 @@ def _say(**found: Any) -> None:
 
 
 def main() -> None:
-    """`choosing_rank NET BATCH SECONDS`."""
+    """`auto_mode_rank NET BATCH SECONDS`."""
     words, batch, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)  # who waits, and where
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from bench.markdown import table
-from bench.study.common import GB, KB, MB, laid_out, save, seconds
+from bench.simulation_study.common import GB, KB, MB, laid_out, save, seconds
 from mimatrix.core.units import format_bytes, format_seconds
 
 ALGORITHMS = ("gdraa", "ring", "halving_doubling", "parameter_server")

@@ -1,4 +1,4 @@
-"""Whether `mode="auto"` chooses the faster mode: lab scenarios in which both are run. `python -m bench.hybrid.choosing`
+"""Whether `mode="auto"` chooses the faster mode: lab scenarios in which both are run. `python -m bench.hybrid.auto_mode`
 
 In each, ranks decide for themselves and train in what they chose until an accuracy is reached, then in the other mode.
 With --keep the figures are kept, for `python -m bench.hybrid page`.
@@ -59,7 +59,7 @@ def lab(scenario: Scenario) -> Iterator[None]:
 
 def tried(scenario: Scenario, seconds: float) -> dict[str, Any]:
     """What was chosen, and what both modes made."""
-    words = ["bench.hybrid.choosing_rank", scenario.net, str(scenario.batch), str(seconds)]
+    words = ["bench.hybrid.auto_mode_rank", scenario.net, str(scenario.batch), str(seconds)]
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
     with lab(scenario):
         inside = [sys.executable, "-m", *words]
@@ -132,7 +132,7 @@ def section(found: dict[str, Any]) -> str:
     right = sum(map(is_right, found["scenarios"]))
     reasons = "\n".join(f"{number}. {row['reason']}" for number, row in enumerate(found["scenarios"], 1))
     return f"""## Which mode `mode="auto"` chooses
-`python -m bench.hybrid.choosing --keep`, {found["took_s"] / 60:.0f} minutes
+`python -m bench.hybrid.auto_mode --keep`, {found["took_s"] / 60:.0f} minutes
 
 In each scenario ranks of the lab decide for themselves, and train in what they chose; then in the other mode, in the way of it that was priced. What is learned are ten clouds, as rows or
 as pictures, until 90 % of the best accuracy that is possible. Seconds from the end of the first step, in each mode for {found["patience_s"]:g} s at most. The faster mode was chosen in **{right} of

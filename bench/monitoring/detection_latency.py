@@ -14,7 +14,7 @@ from support.chromium import browser
 from support.workers import process_of
 
 from bench.markdown import table
-from bench.monitoring.house import House, serving
+from bench.monitoring.server_process import House, serving
 from mimatrix.launch.quotas import quotas
 
 SPEED = 0.5
@@ -58,7 +58,7 @@ def section(found: dict[str, Any]) -> str:
             [shown, *(f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (slow, hang))]
         )
     return f"""## How soon somebody is named
-`python -m bench.monitoring naming`
+`python -m bench.monitoring detection_latency`
 
 Two ranks of half a processor each (control groups); rank 1 gets a quarter in mid-run, and later is stopped (SIGSTOP) while the
 other one comes to its all-reduce. Seconds from that moment until the sentence that names it is to be read, median and range of

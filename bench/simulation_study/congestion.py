@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from bench.markdown import table
-from bench.study.common import MB, over_seeds, save, seconds
+from bench.simulation_study.common import MB, over_seeds, save, seconds
 from mimatrix.collectives import Wishes
 from mimatrix.core.units import format_seconds
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bench.server.load import whole_answer
-from bench.server.week import RANKS, Life
+from bench.server.synthetic_history import RANKS, Life
 
 EVERY_S = 2.0
 SELDOM_S = 10.0

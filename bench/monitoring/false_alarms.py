@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from support.workers import process_of
 
-from bench.monitoring.house import serving
+from bench.monitoring.server_process import serving
 from mimatrix.launch.quotas import quotas
 from mimatrix.monitor.figures import RankFigures
 from mimatrix.monitor.slowness import Slowness
@@ -80,7 +80,7 @@ def section(found: dict[str, Any]) -> str:
     """For the page."""
     said = "".join(f"\n- {sentence}" for sentence in found["sentences"])
     return f"""## Whether it cries wolf
-`python -m bench.monitoring calm`
+`python -m bench.monitoring false_alarms`
 
 Two ranks of {SPEED:g} processors each with the same work, for {found["seconds"] / 60:.0f} minutes ({found["steps"]:,} steps), looked at every second:
 somebody was named **{len(found["sentences"])}** times ({found["looks_with_a_name"]} of {found["looks"]:,} looks). The longest that one rank

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.heterogeneous.tasks import Meter, Task
-from bench.heterogeneous.work import Rows, collated, loss_of, model_of, optimizer_of
+from bench.heterogeneous.workload import Rows, collated, loss_of, model_of, optimizer_of
 
 FOREVER = 1 << 30
 Way = Callable[[Task, Rows, Meter], None]
