@@ -1,7 +1,4 @@
-"""What a cluster's network can do, in a few numbers.
-
-How far devices are apart, how much crosses the middle, and where it is narrower than what hangs on it.
-"""
+"""Summary of a cluster's network: distances between devices, bisection bandwidth, and what is oversubscribed."""
 
 import math
 from collections import defaultdict
@@ -26,16 +23,16 @@ class Oversubscribed:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """A cluster in numbers.
+class ClusterSummary:
+    """The figures of a cluster's network.
 
-    Hops are the switches, and the nodes that forward for others, on the shortest way between devices of different
-    nodes: 1 in a star, 0 between neighbours of a ring; infinite where some devices cannot reach one another, and
-    `unreachable` then names two such. 0 where there is but one node.
+    Hops are the switches, and the nodes that forward for others, on the shortest path between devices of different
+    nodes: 1 in a star, 0 between neighbours of a ring; infinite if some devices cannot reach one another, and
+    `unreachable` then names two of them. 0 in a cluster of one node.
 
-    The bisection is at most `bisection_bytes_per_s`: the narrowest split into halves of those tried, which `split`
-    names, with ideal routing. `full_bisection_bytes_per_s` is what would cross that split if NICs and buses alone set
-    limits, a shared NIC counted once.
+    The bisection bandwidth is at most `bisection_bytes_per_s`: that of the narrowest split into halves of those tried,
+    which `split` names, with ideal routing. `full_bisection_bytes_per_s` is what this split would have if NICs and
+    buses alone set limits, a shared NIC counted once.
     """
 
     nodes: int
@@ -55,19 +52,19 @@ class Figures:
 
     @property
     def bisection_ratio(self) -> float:
-        """The part of the full bisection that is there: 1 where the network sets no limit, 0 where nothing crosses."""
+        """The fraction of the full bisection bandwidth: 1 if the network sets no limit, 0 if it carries nothing."""
         if self.full_bisection_bytes_per_s == 0:
             return 0.0 if self.unreachable else 1.0
         return self.bisection_bytes_per_s / self.full_bisection_bytes_per_s
 
 
-def figures(fabric: Fabric) -> Figures:
-    """The figures of a cluster. Works by switches, not by pairs of devices: 4,096 devices take seconds."""
+def summarize(fabric: Fabric) -> ClusterSummary:
+    """Summarize a cluster's network. Works by switches, not by pairs of devices: 4,096 devices take seconds."""
     cluster = fabric.cluster
-    hops = _Hops(fabric)
+    hops = _HopStatistics(fabric)
     bisection = narrowest_bisection(fabric)
     trunks = len(fabric.core_channels) // 2
-    return Figures(
+    return ClusterSummary(
         nodes=len(cluster.nodes),
         devices=len(fabric.node_of),
         switches=len(cluster.switches),
@@ -87,7 +84,7 @@ _Place = tuple[tuple[int, ...], bool]
 """The cores that a device's exits lead to, and whether one of them is its own node."""
 
 
-class _Hops:
+class _HopStatistics:
     """Hops between devices of different nodes, by places: devices with the same exits are at the same place."""
 
     def __init__(self, fabric: Fabric) -> None:
@@ -110,18 +107,18 @@ class _Hops:
 
     @property
     def unreachable(self) -> tuple[str, str] | None:
-        """Two devices of different nodes with no way between them, if there are such."""
+        """Two devices of different nodes with no path between them, or None."""
         apart = np.argwhere(np.isinf(self._hops) & (self._pairs > 0))
         if not len(apart):
             return None
         node_of, names = self._fabric.node_of, self._fabric.cluster.device_names
         sources, targets = np.flatnonzero(self._place == apart[0, 0]), np.flatnonzero(self._place == apart[0, 1])
-        source = next(each for each in sources if (node_of[targets] != node_of[each]).any())
-        target = next(each for each in targets if node_of[each] != node_of[source])
+        source = next(device for device in sources if (node_of[targets] != node_of[device]).any())
+        target = next(device for device in targets if node_of[device] != node_of[source])
         return names[source], names[target]
 
     def _count_pairs(self, places: int) -> Ints:
-        """Ordered pairs of devices of different nodes, for each pair of places."""
+        """Count the ordered pairs of devices of different nodes, for each pair of places."""
         counts = np.bincount(self._place, minlength=places)
         pairs = np.multiply.outer(counts, counts)
         starts = np.flatnonzero(np.diff(self._fabric.node_of, prepend=-1))
@@ -138,7 +135,7 @@ def _places(fabric: Fabric) -> Iterator[_Place]:
 
 
 def _hops_between(fabric: Fabric, places: list[_Place]) -> Floats:
-    """Cores crossed on the shortest way between each two places, a device's own node left out."""
+    """Return the cores crossed on the shortest path between each two places, a device's own node left out."""
     reached = np.flatnonzero([bool(cores) for cores, _ in places])
     width = max(len(cores) for cores, _ in places)
     # Padded with the first core of each place: a minimum does not mind.
@@ -158,7 +155,7 @@ def _hops_between(fabric: Fabric, places: list[_Place]) -> Floats:
 
 
 def _narrow_switches(fabric: Fabric) -> Iterator[Oversubscribed]:
-    """Switches that take more from their nodes than they can pass on to other switches."""
+    """Yield switches that take more from their nodes than they can pass on to other switches."""
     switches = fabric.cluster.switches
     below, across = defaultdict[int, float](float), defaultdict[int, float](float)
     for channel, tail, head in fabric.core_channels:
@@ -175,7 +172,7 @@ def _narrow_switches(fabric: Fabric) -> Iterator[Oversubscribed]:
 
 
 def _narrow_nodes(fabric: Fabric) -> Iterator[Oversubscribed]:
-    """Nodes whose devices share NICs that are slower than the devices' buses together."""
+    """Yield nodes whose devices share NICs that are slower than the devices' buses together."""
     first = 0
     for node in fabric.cluster.nodes:
         devices = range(first, first + len(node.devices))
@@ -192,7 +189,7 @@ def _narrow_nodes(fabric: Fabric) -> Iterator[Oversubscribed]:
 
 
 def _shared_nics(fabric: Fabric, node: str, devices: range) -> set[int]:
-    """The channels out of the node that its devices share; for a node that forwards, all its cables."""
+    """Return the channels out of the node that its devices share; for a node that forwards, all its cables."""
     ways = [way for device in devices for way in fabric.exits[device]]
     standing = {way.core for way in ways if fabric.core_names[way.core] == node}
     if standing:
@@ -201,7 +198,7 @@ def _shared_nics(fabric: Fabric, node: str, devices: range) -> set[int]:
 
 
 def _rate_into_nics(fabric: Fabric, devices: range, nic_rate_bytes_per_s: float) -> float:
-    """What the buses bring to the NICs; without a bus each device counts as fast as all NICs, which it could fill."""
+    """Return the rate from the buses into the NICs; without a bus each device counts as fast as all NICs together."""
     node = fabric.cluster.nodes[int(fabric.node_of[devices.start])]
     if node.bus is None:
         return len(devices) * nic_rate_bytes_per_s

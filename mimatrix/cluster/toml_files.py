@@ -1,4 +1,4 @@
-"""Clusters as TOML files, in and out. Reading what was written gives an equal cluster."""
+"""Reading and writing clusters as TOML files. Reading a written file gives an equal cluster."""
 
 import dataclasses
 from collections.abc import Collection
@@ -6,22 +6,22 @@ from itertools import groupby
 from pathlib import Path
 
 from mimatrix.cluster.model import MOST_PARTS, Bus, Cluster, Device, Link, Node, Switch
-from mimatrix.cluster.topologies import named
+from mimatrix.cluster.topologies import topology_from_name
 from mimatrix.core.config import Table, read_table
 from mimatrix.core.errors import ConfigError, UserError, nearest
 from mimatrix.core.units import parse_bytes, parse_rate, parse_seconds
 
 
 def load_cluster(text: str) -> Cluster:
-    """What `--cluster` takes: a TOML file where one of that name exists, otherwise a family such as `star:8`."""
+    """Load the value of `--cluster`: a TOML file if one of that name exists, otherwise a topology such as `star:8`."""
     path = Path(text)
     if path.suffix == ".toml" or _is_file(path):
         return read_cluster(_read_text(path), name=str(path))
-    return named(text)
+    return topology_from_name(text)
 
 
 def read_cluster(text: str, name: str = "cluster.toml") -> Cluster:
-    """A cluster from TOML text; errors name the line, the key and the nearest match."""
+    """Read a cluster from TOML text; errors name the line, the key and the nearest match."""
     root = read_table(name, text)
     title = root.take("name", str, "cluster")
     nodes = tuple(node for table in root.tables("node") for node in _read_nodes(table))
@@ -38,7 +38,7 @@ def read_cluster(text: str, name: str = "cluster.toml") -> Cluster:
 
 
 def write_cluster(cluster: Cluster) -> str:
-    """The cluster as TOML text. Rates and times are written exactly, so that reading gives an equal cluster."""
+    """Return the cluster as TOML text. Rates and times are written exactly, so that reading gives an equal cluster."""
     # Only writing needs it: machines that train may do without.
     import tomli_w
 
@@ -46,8 +46,8 @@ def write_cluster(cluster: Cluster) -> str:
         {
             "name": cluster.name,
             "switch": [_without_defaults(switch) for switch in cluster.switches],
-            "node": [_written_node(node) for node in cluster.nodes],
-            "link": [_written_link(link) for link in cluster.links],
+            "node": [_node_table(node) for node in cluster.nodes],
+            "link": [_link_table(link) for link in cluster.links],
         }
     )
 
@@ -70,7 +70,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_nodes(table: Table) -> list[Node]:
-    """One node, or with `count = 3` three alike ones named `name0`, `name1`, `name2`."""
+    """Read one node, or with `count = 3` three equal ones named `name0`, `name1`, `name2`."""
     name = table.take("name", str)
     devices = tuple(device for entry in table.inline("devices") for device in _read_devices(entry))
     if not devices:
@@ -80,7 +80,7 @@ def _read_nodes(table: Table) -> list[Node]:
     count = _whole(table, "count")
     table.close()
     names = [name] if count == 1 else [f"{name}{index}" for index in range(count)]
-    return [Node(each, devices, bus, forwards) for each in names]
+    return [Node(node, devices, bus, forwards) for node in names]
 
 
 def _read_devices(entry: Table) -> list[Device]:
@@ -124,7 +124,7 @@ def _read_link(table: Table, known: Collection[str]) -> Link:
 
 
 def _whole(table: Table, key: str, least: int = 1) -> int:
-    """A number from `least`, which is also what a silent file means."""
+    """Read an integer that is at least `least`, the default of an absent key."""
     count = table.take(key, int, least)
     if count < least:
         raise table.fail(key, f"wanted {least} or more, got {count}; leave the key out for {least}")
@@ -133,25 +133,25 @@ def _whole(table: Table, key: str, least: int = 1) -> int:
     return count
 
 
-def _written_node(node: Node) -> dict[str, object]:
+def _node_table(node: Node) -> dict[str, object]:
     devices = []
     for device, alike in groupby(node.devices):
         count = len(list(alike))
         memory = {"memory": f"{device.memory_bytes}B"} if device.memory_bytes else {}
         devices.append({"kind": device.kind} | memory | ({"count": count} if count > 1 else {}))
-    written: dict[str, object] = {"name": node.name, "devices": devices}
+    table: dict[str, object] = {"name": node.name, "devices": devices}
     if node.bus:
         fanout = {"fanout": node.bus.fanout} if node.bus.fanout else {}
-        written["bus"] = _written_speed(node.bus.rate_bytes_per_s, node.bus.latency_s) | fanout
-    return written | ({"forwards": True} if node.forwards else {})
+        table["bus"] = _speed_entries(node.bus.rate_bytes_per_s, node.bus.latency_s) | fanout
+    return table | ({"forwards": True} if node.forwards else {})
 
 
-def _written_link(link: Link) -> dict[str, object]:
+def _link_table(link: Link) -> dict[str, object]:
     parallel = {"parallel": link.parallel} if link.parallel > 1 else {}
-    return {"between": [link.a, link.b]} | _written_speed(link.rate_bytes_per_s, link.latency_s) | parallel
+    return {"between": [link.a, link.b]} | _speed_entries(link.rate_bytes_per_s, link.latency_s) | parallel
 
 
-def _written_speed(rate_bytes_per_s: float, latency_s: float) -> dict[str, object]:
+def _speed_entries(rate_bytes_per_s: float, latency_s: float) -> dict[str, object]:
     """Whole bits per second where the rate is that; otherwise bytes per second with every digit."""
     bits = float(rate_bytes_per_s * 8)
     rate = f"{int(bits)}bit" if bits.is_integer() else f"{float(rate_bytes_per_s)!r}B"
@@ -159,11 +159,11 @@ def _written_speed(rate_bytes_per_s: float, latency_s: float) -> dict[str, objec
         if bits % scale == 0:
             rate = f"{int(bits // scale)}{unit}"
             break
-    latency = {"latency": _written_time(latency_s)} if latency_s else {}
+    latency = {"latency": _format_time(latency_s)} if latency_s else {}
     return {"rate": rate, **latency}
 
 
-def _written_time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     micro = f"{seconds * 1e6:.6g}us"
     return micro if parse_seconds(micro) == seconds else f"{float(seconds)!r}s"
 

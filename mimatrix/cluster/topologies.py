@@ -1,7 +1,7 @@
-"""Families of networks by parameters, nameable in one word: `star:8`, `bigraph:4x4,parallel=2`, `leaf_spine:4x8`.
+"""Families of topologies with parameters, named in one word: `star:8`, `bigraph:4x4,parallel=2`, `leaf_spine:4x8`.
 
-What hangs on the network's ports is a `Server`: one device by default, or several behind a shared NIC or with one NIC
-each. Rates may be uneven: `star:4,rate=2*40Gbit+2*10Gbit` gives the servers their NICs in that order.
+A `Server` is attached to each port of the network: one device by default, or several behind a shared NIC or with one
+NIC each. Rates may be uneven: `star:4,rate=2*40Gbit+2*10Gbit` gives the servers their NICs in that order.
 """
 
 import math
@@ -22,7 +22,7 @@ PCIE_BYTES_PER_S = 16e9
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What hangs on a port: devices, a bus between them, `shared` or `own` NICs; servers take the rates in turn."""
+    """A server on a port: devices, a bus between them, `shared` or `own` NICs; servers take the rates in turn."""
 
     devices: int = 1
     nic: Literal["shared", "own"] = "shared"
@@ -32,17 +32,17 @@ class Server:
 
     @property
     def ports(self) -> int:
-        """How many switch ports one server takes."""
+        """Number of switch ports that one server takes."""
         return self.devices if self.nic == "own" else 1
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """The fastest NIC: what links between switches are given."""
+        """Rate of the fastest NIC, which links between switches are given."""
         return max(self.rates_bytes_per_s)
 
 
 class _Builder:
-    """Collects nodes, switches and links; servers are numbered as they come."""
+    """Collects nodes, switches and links; numbers the servers in the order in which they are added."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -65,7 +65,7 @@ class _Builder:
         return self.nodes[-1]
 
     def plug(self, switches: Sequence[str]) -> None:
-        """One more server, its NICs into `switches` in turn."""
+        """Add a server and plug its NICs into `switches` in turn."""
         self._grow(self.server.ports)
         node = self.node()
         ends = list(node.device_names()) if self.server.nic == "own" else [node.name]
@@ -91,7 +91,7 @@ class _Builder:
 
 
 def star(nodes: int, server: Server = Server()) -> Cluster:
-    """One switch, `nodes` servers on it."""
+    """Build one switch with `nodes` servers on it."""
     build = _Builder(server)
     hub = build.switch("hub", "leaf")
     for _ in range(nodes):
@@ -102,7 +102,7 @@ def star(nodes: int, server: Server = Server()) -> Cluster:
 def leaf_spine(
     leaves: int, nodes_per_leaf: int, server: Server = Server(), *, oversubscription: float = 1.0, spines: int = 0
 ) -> Cluster:
-    """Every leaf joined to every spine. Spines as many as the NICs of a leaf, divided by `oversubscription`."""
+    """Build leaves that are each joined to every spine: as many spines as a leaf has NICs, over `oversubscription`."""
     ports = nodes_per_leaf * server.ports
     count = spines or max(1, round(ports / oversubscription))
     uplink = ports * server.rate_bytes_per_s / oversubscription / count
@@ -119,7 +119,7 @@ def leaf_spine(
 
 
 def fat_tree(k: int, server: Server = Server()) -> Cluster:
-    """The k-ary fat tree: k pods of k/2 edge and k/2 aggregation switches, k*k/4 cores, k/2 ports per edge switch."""
+    """Build the k-ary fat tree: k pods of k/2 edge and k/2 aggregation switches, k*k/4 cores, k/2 ports per edge."""
     if k % 2:
         raise UserError(f"fat_tree needs an even number of ports per switch, got {k}; use fat_tree:{k + 1}")
     half = k // 2
@@ -143,7 +143,7 @@ def fat_tree(k: int, server: Server = Server()) -> Cluster:
 
 
 def bigraph(switches: int, endpoints: int, server: Server = Server(), *, parallel: int = 1) -> Cluster:
-    """Two groups of `switches`; every switch of one joined to every switch of the other; `endpoints` ports on each.
+    """Build two groups of `switches`, each switch joined to every one of the other group, with `endpoints` ports each.
 
     A server with one NIC per device has them on successive switches of both groups in turn, as EFLOPS has.
     """
@@ -152,8 +152,8 @@ def bigraph(switches: int, endpoints: int, server: Server = Server(), *, paralle
     lower = [build.switch(f"lower{index}", "lower") for index in range(switches)]
     for top, bottom in product(upper, lower):
         build.cable(top, bottom, parallel=parallel)
-    turns = [each for pair in zip(upper, lower, strict=True) for each in pair]
-    ports = turns * endpoints if server.ports > 1 else [each for each in upper + lower for _ in range(endpoints)]
+    turns = [switch for pair in zip(upper, lower, strict=True) for switch in pair]
+    ports = turns * endpoints if server.ports > 1 else [switch for switch in upper + lower for _ in range(endpoints)]
     if len(ports) % server.ports:
         raise UserError(
             f"bigraph:{switches}x{endpoints} has {len(ports)} ports, which {server.ports} NICs per server do not "
@@ -165,12 +165,12 @@ def bigraph(switches: int, endpoints: int, server: Server = Server(), *, paralle
 
 
 def ring(nodes: int, server: Server = Server()) -> Cluster:
-    """Nodes cabled in a circle, each forwarding for the others."""
+    """Build nodes cabled in a circle, each forwarding for the others."""
     return torus((nodes,), server, name=f"ring:{nodes}")
 
 
 def torus(sides: Sequence[int], server: Server = Server(), name: str = "") -> Cluster:
-    """Nodes on a grid of any dimension, each cabled to its neighbours, the ends joined."""
+    """Build nodes on a grid of any dimension, each cabled to its neighbours, the ends joined."""
     if server.nic == "own":
         raise UserError("nodes of a ring or torus are cabled to one another as wholes; leave nic=own out")
     if len(set(server.rates_bytes_per_s)) > 1:
@@ -188,7 +188,7 @@ def torus(sides: Sequence[int], server: Server = Server(), name: str = "") -> Cl
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One word of the command line: how its dimensions read, which settings it has of its own, how it is built."""
+    """A family as the command line knows it: how its dimensions read, which settings are its own, how it is built."""
 
     dimensions: str
     build: Callable[[Sequence[int], Server, dict[str, float]], Cluster]
@@ -217,8 +217,8 @@ FAMILIES: dict[str, Family] = {
 _SERVER_SETTINGS = ("rate", "latency", "devices", "nic", "bus", "fanout")
 
 
-def named(text: str) -> Cluster:
-    """The cluster of a word such as `star:8` or `leaf_spine:4x8,oversubscription=2,rate=25Gbit`."""
+def topology_from_name(text: str) -> Cluster:
+    """Build the cluster of a name such as `star:8` or `leaf_spine:4x8,oversubscription=2,rate=25Gbit`."""
     head, *rest = text.split(",")
     word, _, sizes = head.partition(":")
     family = FAMILIES.get(word)
@@ -285,7 +285,7 @@ def _server(settings: dict[str, str]) -> Server:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    """`2*40Gbit+2*10Gbit`: the NICs of the servers, in order, repeated when there are more servers."""
+    """Read NIC rates such as `2*40Gbit+2*10Gbit`: one per server, in order, repeated if there are more servers."""
     rates: list[float] = []
     for part in text.split("+"):
         times, star_, rate = part.rpartition("*")

@@ -14,14 +14,14 @@ _MOST_UNCROSSED = 512
 
 
 def ring_order(fabric: Fabric, placement: Sequence[int]) -> tuple[int, ...]:
-    """A walk over all ranks, always to the nearest one left; of equally near ones to the one with the fastest NIC.
+    """Walk over all ranks, always to the nearest one left; among equally near ones, to the one with the fastest NIC.
 
     Since ranks of a node are nearer than those of a rack, and those nearer than others, each node and rack is left only
-    when all of it was visited. The walk starts at the fastest NIC; then detours are taken out of the closed circle.
+    when all of it was visited. The walk starts at the fastest NIC; then detours are removed from the closed circle.
     """
     devices = np.asarray(placement)
     rates = nic_rates(fabric, placement)
-    hops = _Hops(fabric, devices)
+    hops = _RankHops(fabric, devices)
     left = np.lexsort((np.arange(len(devices)), -rates))
     order: list[int] = []
     nearest = 0
@@ -33,8 +33,8 @@ def ring_order(fabric: Fabric, placement: Sequence[int]) -> tuple[int, ...]:
     return tuple(_uncrossed(order, hops) if len(order) <= _MOST_UNCROSSED else order)
 
 
-def _uncrossed(order: list[int], hops: "_Hops") -> list[int]:
-    """Turn stretches of the circle round while that makes it shorter: a greedy walk may end far from its start."""
+def _uncrossed(order: list[int], hops: "_RankHops") -> list[int]:
+    """Reverse stretches of the circle while that makes it shorter: a greedy walk may end far from its start."""
     circle = np.array(order)
     apart = np.array([hops.between(rank, np.arange(len(order))) for rank in range(len(order))])
     if not np.isfinite(apart).all():
@@ -55,7 +55,7 @@ def _uncrossed(order: list[int], hops: "_Hops") -> list[int]:
 
 
 def natural_groups(fabric: Fabric, placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Ranks by node; where every node holds one, by the switch that they hang on; failing that, by number.
+    """Group ranks by node; if every node holds one, by the switch that they are attached to; otherwise by number.
 
     Groups come in the order of a ring over them: the one with the fastest NIC first, racks one after another.
     """
@@ -70,14 +70,14 @@ def natural_groups(fabric: Fabric, placement: Sequence[int]) -> tuple[tuple[int,
 
 
 def even_groups(ranks: int, size: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Ranks in order, in groups of `size`, the last smaller. By default a divisor near the square root."""
+    """Group ranks in order, `size` in each, the last smaller. The default size is a divisor near the square root."""
     divisors = [count for count in range(2, isqrt(ranks) + 1) if ranks % count == 0]
     size = size or max(divisors, default=largest_power_of_two(max(1, isqrt(ranks))))
     return tuple(tuple(range(first, min(first + size, ranks))) for first in range(0, ranks, size))
 
 
 def nic_rates(fabric: Fabric, placement: Sequence[int]) -> Floats:
-    """Bytes per second that each rank can send out of its node; what is shared is divided among those placed there."""
+    """Return the bytes per second that each rank can send out of its node; shared NICs are divided among users."""
     users: dict[int, int] = defaultdict(int)
     for device in placement:
         for way in fabric.exits[device]:
@@ -90,7 +90,7 @@ def nic_rates(fabric: Fabric, placement: Sequence[int]) -> Floats:
     return rates
 
 
-class _Hops:
+class _RankHops:
     """Distances between ranks: -1 within a node, otherwise the hops between the nearest switches of both."""
 
     def __init__(self, fabric: Fabric, devices: Ints) -> None:
@@ -100,7 +100,7 @@ class _Hops:
         self._cores = np.array([row + [-1] * (most - len(row)) for row in rows], dtype=np.int64)
 
     def between(self, rank: int, others: Ints) -> Floats:
-        """From one rank to each of the others; infinite where there is no way."""
+        """Return the distances from one rank to each of the others; infinite if no path joins them."""
         hops = np.where(self._node[others] == self._node[rank], -1.0, np.inf)
         for a, b in product(self._cores[rank], self._cores[others].T):
             if a >= 0:

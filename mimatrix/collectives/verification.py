@@ -1,4 +1,4 @@
-"""Proof that a schedule does what its collective promises, and that ranks which do not wait for one another never race.
+"""Verification of schedules: they do what their collective promises, and ranks never race.
 
 Contents: every contribution is counted on its way, so a doubled gradient is caught as well as a lost one.
 Order: each rank's knowledge of the others' progress is a vector clock that grows by the wait rule (see `schedule`).
@@ -63,18 +63,18 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _refuse_mixed_writes(schedule: Schedule, number: int) -> None:
-    """Additions of one round may land in any order, but a replacement beside another write may not."""
+    """Refuse a replacement next to another write of the block in one round; additions may land in any order."""
     for rank, moves in schedule.moves_of(number).items():
         writes = Counter(block for move in moves for block in move.blocks)
-        again = [block for move in moves if not move.adds for block in move.blocks if writes[block] > 1]
-        if again:
+        doubled = [block for move in moves if not move.adds for block in move.blocks if writes[block] > 1]
+        if doubled:
             raise ScheduleError(
-                f"{schedule.algorithm}: rank {rank} replaces block {again[0]} in round {number} and writes it once more"
+                f"{schedule.algorithm}: rank {rank} replaces block {doubled[0]} in round {number} and writes it again"
             )
 
 
 def _knowledge_on_entry(schedule: Schedule, number: int, done: Counts) -> Counts:
-    """What each rank knows when it has waited for the peers that it reads from in this round."""
+    """Return what each rank knows once it has waited for the peers that it reads from in this round."""
     entering = done.copy()
     for rank, moves in schedule.moves_of(number).items():
         peers = list({move.src for move in moves})
@@ -100,29 +100,29 @@ def _check_contents(schedule: Schedule) -> None:
                 held[move.dst, cut] += held[move.src, cut]
             else:
                 held[move.dst, cut] = held[move.src, cut]
-    wanted = _wanted_at_end(schedule, given)
-    everyone, blocks = np.arange(schedule.ranks)[:, None], np.arange(schedule.blocks)[None, :]
+    expected = _expected_at_end(schedule, given)
+    ranks, blocks = np.arange(schedule.ranks)[:, None], np.arange(schedule.blocks)[None, :]
     if schedule.collective is Collective.REDUCE_SCATTER:
-        everyone, blocks = np.array(schedule.owners), np.arange(schedule.blocks)
-    wrong = (held[everyone, blocks] != wanted[blocks]).any(axis=-1)
+        ranks, blocks = np.array(schedule.owners), np.arange(schedule.blocks)
+    wrong = (held[ranks, blocks] != expected[blocks]).any(axis=-1)
     if wrong.any():
         place = tuple(np.argwhere(wrong)[0])
-        rank = int(np.broadcast_to(everyone, wrong.shape)[place])
+        rank = int(np.broadcast_to(ranks, wrong.shape)[place])
         block = int(np.broadcast_to(blocks, wrong.shape)[place])
         raise ScheduleError(_disagreement(schedule, rank, block, held[rank, block]))
 
 
 def _contributions(schedule: Schedule) -> Counts:
-    """A row for each rank that stands for its data: unit vectors, which count exactly, or random fingerprints."""
+    """Return a row for each rank that stands for its data: unit vectors, which count exactly, or fingerprints."""
     exact = schedule.ranks * schedule.ranks * schedule.blocks <= _EXACT_CELLS
     prints = np.random.default_rng(20180207).integers(1 << 20, 1 << 40, (schedule.ranks, 2))
     rows: Counts = np.eye(schedule.ranks, dtype=np.int64) if exact else prints
-    # The last column counts garbage, of which nobody's data have any: adding to it must not pass for replacing it.
+    # The last column counts garbage, of which no rank's data have any: adding to it must not pass for replacing it.
     return np.column_stack([rows, np.zeros(schedule.ranks, dtype=np.int64)])
 
 
 def _held_at_start(schedule: Schedule, given: Counts) -> Counts:
-    """held[rank, block] before the first round; garbage where a rank has no valid data yet."""
+    """Return held[rank, block] before the first round; garbage if a rank has no valid data yet."""
     held = np.zeros((schedule.ranks, schedule.blocks, given.shape[1]), dtype=np.int64)
     held[:, :, -1] = 1
     match schedule.collective:
@@ -136,8 +136,8 @@ def _held_at_start(schedule: Schedule, given: Counts) -> Counts:
     return held
 
 
-def _wanted_at_end(schedule: Schedule, given: Counts) -> Counts:
-    """wanted[block], the same for every rank that must have it."""
+def _expected_at_end(schedule: Schedule, given: Counts) -> Counts:
+    """Return expected[block], the same for every rank that must have it."""
     match schedule.collective:
         case Collective.ALL_REDUCE | Collective.REDUCE_SCATTER:
             return np.tile(given.sum(axis=0), (schedule.blocks, 1))
@@ -148,14 +148,14 @@ def _wanted_at_end(schedule: Schedule, given: Counts) -> Counts:
             return np.tile(given[schedule.root], (schedule.blocks, 1))
 
 
-def _disagreement(schedule: Schedule, rank: int, block: int, found: Counts) -> str:
-    wanted = {
+def _disagreement(schedule: Schedule, rank: int, block: int, counts: Counts) -> str:
+    expected = {
         Collective.ALL_GATHER: f"the block of its owner, rank {schedule.owners[block]}",
         Collective.BROADCAST: f"the block of the root, rank {schedule.root}",
     }.get(schedule.collective, f"one of each of {schedule.ranks} ranks")
     what = "something else"
-    if len(found) == schedule.ranks + 1:
-        what = str({int(peer): int(found[peer]) for peer in np.flatnonzero(found[:-1])})
-    if found[-1]:
+    if len(counts) == schedule.ranks + 1:
+        what = str({int(peer): int(counts[peer]) for peer in np.flatnonzero(counts[:-1])})
+    if counts[-1]:
         what += " and what was in memory before"
-    return f"{schedule.algorithm}: rank {rank} ends with block {block} = {what}, wanted {wanted}"
+    return f"{schedule.algorithm}: rank {rank} ends with block {block} = {what}, expected {expected}"

@@ -1,4 +1,4 @@
-"""Max-min fair rates of flows over channels: nobody can get more without someone who has no more getting less."""
+"""Max-min fair rates of flows over channels: no flow can get more unless one with no more than that gets less."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ _SAME = 1e-12
 
 
 def fair_rates(paths: Ints, capacities: Floats) -> Floats:
-    """The rate of each flow. `paths` has a row of channel numbers for each flow; padding points at an infinite channel.
+    """Return the rate of each flow. `paths` has a row of channel numbers per flow, padded with an infinite channel.
 
     Progressive filling, many bottlenecks at a time: a channel whose equal share is the smallest that any of its flows
     meets anywhere is full at that share, whatever happens elsewhere, so all such channels are settled in one sweep.

@@ -1,4 +1,4 @@
-"""Figures against closed forms, and on small clusters against counting everything."""
+"""ClusterSummary against closed forms, and on small clusters against counting everything."""
 
 import math
 from collections import deque
@@ -6,8 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from mimatrix.cluster import Bus, Cluster, Device, Fabric, Link, Node, Switch, named
-from mimatrix.cluster.summary import Figures, figures
+from mimatrix.cluster import Bus, Cluster, Device, Fabric, Link, Node, Switch, topology_from_name
+from mimatrix.cluster.summary import ClusterSummary, summarize
 
 RATE = 12.5e9
 GPU = (Device(),)
@@ -33,8 +33,8 @@ OF_MANY_DEVICES = [
 ]
 
 
-def of(word: str) -> Figures:
-    return figures(Fabric(named(word)))
+def of(word: str) -> ClusterSummary:
+    return summarize(Fabric(topology_from_name(word)))
 
 
 def two_racks(*trunks: Link) -> Cluster:
@@ -119,8 +119,8 @@ def test_torus_is_cut_across_its_longer_side(rows: int, columns: int) -> None:
 
 @pytest.mark.parametrize("word", SMALL)
 def test_bisection_of_small_clusters_is_the_true_one(word: str) -> None:
-    cluster = named(word)
-    assert figures(Fabric(cluster)).bisection_bytes_per_s == pytest.approx(true_bisection(cluster))
+    cluster = topology_from_name(word)
+    assert summarize(Fabric(cluster)).bisection_bytes_per_s == pytest.approx(true_bisection(cluster))
 
 
 def true_bisection(cluster: Cluster) -> float:
@@ -137,9 +137,9 @@ def true_bisection(cluster: Cluster) -> float:
 
 @pytest.mark.parametrize("word", OF_MANY_DEVICES)
 def test_hops_are_those_of_a_search_from_every_device(word: str) -> None:
-    cluster = named(word)
+    cluster = topology_from_name(word)
     counted = hops_by_search(cluster)
-    found = figures(Fabric(cluster))
+    found = summarize(Fabric(cluster))
     assert found.most_hops == max(counted, default=0)
     assert found.mean_hops == pytest.approx(sum(counted) / max(1, len(counted)))
 
@@ -195,7 +195,7 @@ def test_cables_of_a_forwarding_node_are_its_nics() -> None:
 def test_devices_without_a_bus_could_each_fill_the_nic() -> None:
     nodes = (Node("n0", GPU * 3), Node("n1", GPU))
     cluster = Cluster("no bus", nodes, (Switch("s"),), (Link("n0", "s", RATE), Link("n1", "s", RATE)))
-    found = figures(Fabric(cluster))
+    found = summarize(Fabric(cluster))
     assert [(each.name, each.ratio) for each in found.oversubscribed] == [("n0", 3.0)]
 
 
@@ -209,7 +209,7 @@ def test_half_a_node_sends_over_its_bus_and_its_nic() -> None:
     # The middle one of three nodes is cut: 3 GB/s cross on its bus, and 1 GB/s to the node that is whole.
     nodes = tuple(Node(f"n{index}", GPU * 2, Bus(3e9)) for index in range(3))
     cluster = Cluster("cut", nodes, (Switch("s"),), tuple(Link(f"n{index}", "s", 1e9) for index in range(3)))
-    assert figures(Fabric(cluster)).bisection_bytes_per_s == 4e9
+    assert summarize(Fabric(cluster)).bisection_bytes_per_s == 4e9
 
 
 def test_one_device_has_nothing_to_bisect() -> None:
@@ -218,7 +218,7 @@ def test_one_device_has_nothing_to_bisect() -> None:
 
 
 def test_parallel_cables_are_counted_and_carry() -> None:
-    found = figures(Fabric(two_racks(Link("a", "b", RATE / 4, parallel=3))))
+    found = summarize(Fabric(two_racks(Link("a", "b", RATE / 4, parallel=3))))
     assert (found.nic_cables, found.trunk_cables) == (4, 3)
     assert found.bisection_bytes_per_s == pytest.approx(0.75 * RATE)
     assert found.oversubscribed[0].reason == "200Gbit to its devices, 75Gbit to other switches: 2.67 to 1"
@@ -226,11 +226,11 @@ def test_parallel_cables_are_counted_and_carry() -> None:
 
 def test_slow_cable_beside_uneven_fast_ones_is_exact() -> None:
     slow = 1e6 / 3
-    assert figures(Fabric(two_racks(Link("a", "b", slow)))).bisection_bytes_per_s == pytest.approx(slow, rel=1e-12)
+    assert summarize(Fabric(two_racks(Link("a", "b", slow)))).bisection_bytes_per_s == pytest.approx(slow, rel=1e-12)
 
 
 def test_cluster_in_two_parts() -> None:
-    found = figures(Fabric(two_racks()))
+    found = summarize(Fabric(two_racks()))
     assert (found.most_hops, found.mean_hops) == (math.inf, math.inf)
     assert found.unreachable == ("n0/0", "n2/0")
     assert (found.bisection_bytes_per_s, found.bisection_ratio) == (0, 0)
@@ -239,7 +239,7 @@ def test_cluster_in_two_parts() -> None:
 
 
 def test_nodes_with_no_link_at_all() -> None:
-    found = figures(Fabric(Cluster("loose", (Node("n0", GPU), Node("n1", GPU)), (), ())))
+    found = summarize(Fabric(Cluster("loose", (Node("n0", GPU), Node("n1", GPU)), (), ())))
     assert found.unreachable == ("n0/0", "n1/0")
     assert found.bisection_ratio == 0
 
@@ -247,7 +247,7 @@ def test_nodes_with_no_link_at_all() -> None:
 def test_devices_of_one_node_need_not_reach_one_another() -> None:
     links = (Link("n0/0", "s", RATE), Link("n1", "s", RATE))
     cluster = Cluster("part", (Node("n0", GPU * 2), Node("n1", GPU)), (Switch("s"),), links)
-    assert figures(Fabric(cluster)).unreachable in (("n0/1", "n1/0"), ("n1/0", "n0/1"))
+    assert summarize(Fabric(cluster)).unreachable in (("n0/1", "n1/0"), ("n1/0", "n0/1"))
 
 
 @pytest.mark.timeout(40)

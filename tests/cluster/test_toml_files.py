@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimatrix.cluster import Bus, Cluster, Device, Link, Node, Switch, load_cluster, named, read_cluster, write_cluster
+from mimatrix.cluster import (
+    Bus,
+    Cluster,
+    Device,
+    Link,
+    Node,
+    Switch,
+    load_cluster,
+    read_cluster,
+    topology_from_name,
+    write_cluster,
+)
 from mimatrix.cluster.model import MOST_PARTS
 from mimatrix.core.errors import ConfigError, UserError
 
@@ -142,8 +153,8 @@ def test_written_twice_is_written_the_same(cluster: Cluster) -> None:
 )
 def test_families_written_and_read(word: str, tmp_path: Path) -> None:
     path = tmp_path / "some.toml"
-    path.write_text(write_cluster(named(word)), encoding="utf-8")
-    assert load_cluster(str(path)) == named(word)
+    path.write_text(write_cluster(topology_from_name(word)), encoding="utf-8")
+    assert load_cluster(str(path)) == topology_from_name(word)
 
 
 def test_a_person_can_read_what_is_written() -> None:

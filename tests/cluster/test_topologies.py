@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimatrix.cluster import FAMILIES, Bus, Cluster, Link, families, named
+from mimatrix.cluster import FAMILIES, Bus, Cluster, Link, topologies, topology_from_name
 from mimatrix.cluster.model import MOST_PARTS
 from mimatrix.cluster.topologies import (
     DEFAULT_LATENCY_S,
@@ -44,7 +44,7 @@ def rate_on(links: list[Link], end: str) -> float:
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 100])
 def test_star(nodes: int) -> None:
-    cluster = named(f"star:{nodes}")
+    cluster = topology_from_name(f"star:{nodes}")
     assert groups(cluster) == {"leaf": 1}
     assert [node.name for node in cluster.nodes] == [f"n{index}" for index in range(nodes)]
     assert [(link.a, link.b) for link in cluster.links] == [(f"n{index}", "hub") for index in range(nodes)]
@@ -52,7 +52,7 @@ def test_star(nodes: int) -> None:
 
 @pytest.mark.parametrize(("leaves", "nodes"), [(1, 1), (2, 3), (4, 8), (5, 2)])
 def test_leaf_spine(leaves: int, nodes: int) -> None:
-    cluster = named(f"leaf_spine:{leaves}x{nodes}")
+    cluster = topology_from_name(f"leaf_spine:{leaves}x{nodes}")
     assert groups(cluster) == {"leaf": leaves, "spine": nodes}
     assert len(cluster.nodes) == leaves * nodes
     assert Counter(link.b for link in cables(cluster, "leaf")) == {f"leaf{index}": nodes for index in range(leaves)}
@@ -65,7 +65,7 @@ def test_leaf_spine(leaves: int, nodes: int) -> None:
 @pytest.mark.parametrize("spines", [None, 1, 3])
 def test_leaf_spine_carries_up_what_oversubscription_says(over: float, spines: int | None) -> None:
     word = f"leaf_spine:3x8,rate=40Gbit,oversubscription={over}" + (f",spines={spines}" if spines else "")
-    cluster = named(word)
+    cluster = topology_from_name(word)
     ups = cables(cluster, "leaf", "spine")
     assert groups(cluster)["spine"] == (spines or max(1, round(8 / over)))
     for leaf in ("leaf0", "leaf1", "leaf2"):
@@ -74,7 +74,7 @@ def test_leaf_spine_carries_up_what_oversubscription_says(over: float, spines: i
 
 @pytest.mark.parametrize("k", [2, 4, 6, 8])
 def test_fat_tree(k: int) -> None:
-    cluster = named(f"fat_tree:{k}")
+    cluster = topology_from_name(f"fat_tree:{k}")
     assert groups(cluster) == {"core": k * k // 4, "aggregation": k * k // 2, "edge": k * k // 2}
     assert len(cluster.nodes) == len(cables(cluster, "edge")) == k**3 // 4
     assert len(cables(cluster, "edge", "aggregation")) == len(cables(cluster, "aggregation", "core")) == k**3 // 4
@@ -89,7 +89,7 @@ def test_fat_tree(k: int) -> None:
 
 @pytest.mark.parametrize(("switches", "endpoints", "parallel"), [(1, 1, 1), (2, 3, 1), (4, 4, 2), (3, 1, 5)])
 def test_bigraph(switches: int, endpoints: int, parallel: int) -> None:
-    cluster = named(f"bigraph:{switches}x{endpoints},parallel={parallel}")
+    cluster = topology_from_name(f"bigraph:{switches}x{endpoints},parallel={parallel}")
     assert groups(cluster) == {"upper": switches, "lower": switches}
     assert len(cluster.nodes) == 2 * switches * endpoints
     across = cables(cluster, "upper", "lower")
@@ -104,7 +104,7 @@ def test_bigraph(switches: int, endpoints: int, parallel: int) -> None:
 
 
 def test_bigraph_with_a_nic_for_each_device() -> None:
-    cluster = named("bigraph:2x4,devices=4,nic=own")
+    cluster = topology_from_name("bigraph:2x4,devices=4,nic=own")
     assert len(cluster.nodes) == 2 * 2 * 4 // 4
     for node in cluster.nodes:
         plugged = [link.b for link in cluster.links for name in node.device_names() if link.a == name]
@@ -128,7 +128,7 @@ def test_bigraph_with_a_nic_for_each_device() -> None:
     ],
 )
 def test_torus(sides: tuple[int, ...], links: int) -> None:
-    cluster = named("torus:" + "x".join(map(str, sides)))
+    cluster = topology_from_name("torus:" + "x".join(map(str, sides)))
     assert len(cluster.nodes) == prod(sides)
     assert cluster.switches == ()
     assert all(node.forwards for node in cluster.nodes)
@@ -140,7 +140,7 @@ def test_torus(sides: tuple[int, ...], links: int) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 9])
 def test_ring_is_a_torus_of_one_side(nodes: int) -> None:
-    circle, line = named(f"ring:{nodes}"), named(f"torus:{nodes}")
+    circle, line = topology_from_name(f"ring:{nodes}"), topology_from_name(f"torus:{nodes}")
     assert (circle.nodes, circle.switches, circle.links) == (line.nodes, line.switches, line.links)
 
 
@@ -153,8 +153,8 @@ def test_torus_of_any_sides(sides: list[int]) -> None:
 
 
 def test_defaults() -> None:
-    assert {link.parallel for link in named("bigraph:2x2").links} == {1}
-    cluster = named("star:2")
+    assert {link.parallel for link in topology_from_name("bigraph:2x2").links} == {1}
+    cluster = topology_from_name("star:2")
     assert cluster.name == "star:2"
     assert all(len(node.devices) == 1 and node.bus is None and not node.forwards for node in cluster.nodes)
     assert {(link.rate_bytes_per_s, link.latency_s) for link in cluster.links} == {(DEFAULT_RATE, DEFAULT_LATENCY_S)}
@@ -165,33 +165,38 @@ def test_defaults() -> None:
 class TestSettings:
     def test_the_name_is_the_word(self, head: str) -> None:
         word = f"{head},rate=10Gbit,latency=2us"
-        assert named(word).name == word
+        assert topology_from_name(word).name == word
 
     def test_rate_and_latency(self, head: str) -> None:
-        cluster = named(f"{head},rate=10Gbit,latency=2us")
+        cluster = topology_from_name(f"{head},rate=10Gbit,latency=2us")
         assert {link.rate_bytes_per_s for link in cluster.links} == {10 * G}
         assert {link.latency_s for link in cluster.links} == {2e-6}
 
     @pytest.mark.parametrize("devices", [2, 3])
     def test_devices_behind_a_shared_nic(self, head: str, devices: int) -> None:
-        cluster = named(f"{head},devices={devices}")
+        cluster = topology_from_name(f"{head},devices={devices}")
         assert {len(node.devices) for node in cluster.nodes} == {devices}
         assert {node.bus for node in cluster.nodes} == {Bus(PCIE_BYTES_PER_S)}
-        assert len(cluster.links) == len(named(head).links)
+        assert len(cluster.links) == len(topology_from_name(head).links)
 
     def test_bus(self, head: str) -> None:
-        assert {node.bus for node in named(f"{head},bus=12GB").nodes} == {Bus(12e9)}
-        assert {node.bus for node in named(f"{head},devices=4,bus=96Gbit,fanout=2").nodes} == {Bus(12e9, fanout=2)}
-        assert {node.bus for node in named(f"{head},fanout=0").nodes} == {Bus(PCIE_BYTES_PER_S)}
+        assert {node.bus for node in topology_from_name(f"{head},bus=12GB").nodes} == {Bus(12e9)}
+        assert {node.bus for node in topology_from_name(f"{head},devices=4,bus=96Gbit,fanout=2").nodes} == {
+            Bus(12e9, fanout=2)
+        }
+        assert {node.bus for node in topology_from_name(f"{head},fanout=0").nodes} == {Bus(PCIE_BYTES_PER_S)}
 
     def test_every_order_of_settings(self, head: str) -> None:
-        one, other = named(f"{head},latency=1ms,devices=2"), named(f"{head},devices=2,latency=1ms")
+        one, other = (
+            topology_from_name(f"{head},latency=1ms,devices=2"),
+            topology_from_name(f"{head},devices=2,latency=1ms"),
+        )
         assert (one.nodes, one.links) == (other.nodes, other.links)
 
 
 @pytest.mark.parametrize("head", ["star:4", "leaf_spine:2x4", "fat_tree:4", "bigraph:2x2"])
 def test_devices_with_nics_of_their_own(head: str) -> None:
-    cluster = named(f"{head},devices=2,nic=own")
+    cluster = topology_from_name(f"{head},devices=2,nic=own")
     own = [link for link in cluster.links if "/" in link.a]
     assert [link.a for link in own] == list(cluster.device_names)
     kinds = {cluster.kind_of[link.a] for link in cluster.links} | {cluster.kind_of[link.b] for link in cluster.links}
@@ -199,8 +204,8 @@ def test_devices_with_nics_of_their_own(head: str) -> None:
 
 
 def test_own_nics_take_ports() -> None:
-    assert len(named("fat_tree:4,devices=2,nic=own").nodes) == 4**3 // 4 // 2
-    assert groups(named("leaf_spine:2x4,devices=2,nic=own"))["spine"] == 8
+    assert len(topology_from_name("fat_tree:4,devices=2,nic=own").nodes) == 4**3 // 4 // 2
+    assert groups(topology_from_name("leaf_spine:2x4,devices=2,nic=own"))["spine"] == 8
 
 
 @pytest.mark.parametrize(
@@ -214,22 +219,26 @@ def test_own_nics_take_ports() -> None:
     ],
 )
 def test_uneven_rates(rate: str, gbits: list[int]) -> None:
-    assert [link.rate_bytes_per_s for link in named(f"star:5,rate={rate}").links] == [gbit * G for gbit in gbits]
+    assert [link.rate_bytes_per_s for link in topology_from_name(f"star:5,rate={rate}").links] == [
+        gbit * G for gbit in gbits
+    ]
 
 
 def test_uneven_rates_with_own_nics_go_by_server() -> None:
-    links = named("star:2,rate=40Gbit+10Gbit,devices=2,nic=own").links
+    links = topology_from_name("star:2,rate=40Gbit+10Gbit,devices=2,nic=own").links
     assert [link.rate_bytes_per_s for link in links] == [40 * G, 40 * G, 10 * G, 10 * G]
 
 
 def test_between_switches_the_fastest_nic_counts() -> None:
-    cluster = named("bigraph:2x2,rate=10Gbit+40Gbit")
+    cluster = topology_from_name("bigraph:2x2,rate=10Gbit+40Gbit")
     assert {link.rate_bytes_per_s for link in cables(cluster, "upper", "lower")} == {40 * G}
 
 
 def test_the_functions_and_the_words_agree() -> None:
     server = Server(2, "own", (10 * G,), 2e-6, Bus(12e9))
-    by_word = named("leaf_spine:2x3,devices=2,nic=own,rate=10Gbit,latency=2us,bus=12GB,oversubscription=2,spines=1")
+    by_word = topology_from_name(
+        "leaf_spine:2x3,devices=2,nic=own,rate=10Gbit,latency=2us,bus=12GB,oversubscription=2,spines=1"
+    )
     by_call = leaf_spine(2, 3, server, oversubscription=2, spines=1)
     assert (by_call.nodes, by_call.switches, by_call.links) == (by_word.nodes, by_word.switches, by_word.links)
 
@@ -239,12 +248,15 @@ def test_the_functions_name_what_they_build() -> None:
     assert ring(5).name == "ring:5"
     plain = leaf_spine(2, 4)
     assert plain.name == "leaf_spine:2x4"
-    assert (plain.switches, plain.links) == (named("leaf_spine:2x4").switches, named("leaf_spine:2x4").links)
+    assert (plain.switches, plain.links) == (
+        topology_from_name("leaf_spine:2x4").switches,
+        topology_from_name("leaf_spine:2x4").links,
+    )
 
 
 def test_large_ones_are_possible() -> None:
-    assert len(named("star:4096").nodes) == 4096
-    assert len(named("fat_tree:24").nodes) == 24**3 // 4
+    assert len(topology_from_name("star:4096").nodes) == 4096
+    assert len(topology_from_name("fat_tree:24").nodes) == 24**3 // 4
 
 
 SIZE = " is not a size; write "
@@ -262,7 +274,7 @@ TOO_FEW_SIZES = {"leaf_spine": "4", "bigraph": "4"}
 
 def refused(word: str) -> str:
     with pytest.raises(UserError) as caught:
-        named(word)
+        topology_from_name(word)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -270,7 +282,7 @@ def refused(word: str) -> str:
 def test_every_family_has_an_example_that_works() -> None:
     assert set(EXAMPLES) == set(FAMILIES)
     for said in EXAMPLES.values():
-        assert named(said.rpartition(" ")[2]).nodes
+        assert topology_from_name(said.rpartition(" ")[2]).nodes
 
 
 @pytest.mark.parametrize("family", list(EXAMPLES))
@@ -413,13 +425,13 @@ def test_sizes_that_are_too_large(word: str) -> None:
 )
 def test_what_grows_too_large(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused on the way, not when all of it is there; with a lower limit, since the real one takes seconds."""
-    monkeypatch.setattr(families, "MOST_PARTS", 10_000)
+    monkeypatch.setattr(topologies, "MOST_PARTS", 10_000)
     assert "more than 10000 devices, switches and cables in all; use smaller numbers" in refused(word)
 
 
 def test_what_just_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "MOST_PARTS", 21)
-    assert len(named("star:10").nodes) == 10
+    monkeypatch.setattr(topologies, "MOST_PARTS", 21)
+    assert len(topology_from_name("star:10").nodes) == 10
     assert "more than 21 " in refused("star:11")
 
 
@@ -433,8 +445,8 @@ def test_the_fix_for_ports_that_do_not_divide_works(word: str) -> None:
     assert "NICs per server do not divide; use " in said
     assert said.endswith(", or nic=shared")
     fixed = said.rpartition("; use ")[2].partition(",")[0]
-    assert named(f"{fixed},{settings_}").nodes
-    assert named(word.replace("nic=own", "nic=shared")).nodes
+    assert topology_from_name(f"{fixed},{settings_}").nodes
+    assert topology_from_name(word.replace("nic=own", "nic=shared")).nodes
 
 
 def test_no_servers() -> None:
@@ -448,7 +460,7 @@ def test_no_servers() -> None:
 @given(st.text("staring:x0149=,*+ GMbitus.-e²", max_size=30).map(lambda tail: f"star:4{tail}") | st.text(max_size=20))
 def test_any_word_gives_a_cluster_or_a_sentence(word: str) -> None:
     try:
-        found: Cluster | str = named(word)
+        found: Cluster | str = topology_from_name(word)
     except UserError as error:
         found = str(error)
     assert found.name == word if isinstance(found, Cluster) else ";" in found

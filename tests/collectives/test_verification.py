@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from mimatrix.collectives import CATALOG, Collective, Move, Request, Schedule, Shares, build, even_groups, verify
+from mimatrix.collectives import (
+    CATALOG,
+    AlgorithmRequest,
+    Collective,
+    Move,
+    Schedule,
+    Shares,
+    build,
+    even_groups,
+    verify,
+)
 from mimatrix.core.errors import ScheduleError
 
 CASES = [(entry.name, collective) for entry in CATALOG.values() for collective in entry.collectives]
@@ -13,7 +23,7 @@ CASES = [(entry.name, collective) for entry in CATALOG.values() for collective i
 
 def built(name: str, collective: Collective) -> Schedule:
     segments = 2 if "segments" in CATALOG[name].options else 1
-    return build(name, Request(collective, 8, segments=segments, groups=even_groups(8, 4)))
+    return build(name, AlgorithmRequest(collective, 8, segments=segments, groups=even_groups(8, 4)))
 
 
 def with_round(schedule: Schedule, number: int, moves: tuple[Move, ...]) -> Schedule:
@@ -55,22 +65,22 @@ def test_objects_to_adding_what_should_replace_and_the_reverse(name: str, collec
 @pytest.mark.parametrize("wrong", [{"owners": (0, 1, 2, 9)}, {"owners": (0, -1, 2, 3)}, {"root": 4}, {"root": -1}])
 def test_objects_to_owners_that_are_no_ranks(wrong: dict[str, Any]) -> None:
     with pytest.raises(ScheduleError, match="an owner or the root is none of the 4 ranks"):
-        verify(replace(build("gdraa", Request(Collective.ALL_REDUCE, 4)), **wrong))
+        verify(replace(build("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 4)), **wrong))
 
 
 def test_objects_to_replacing_beside_another_write() -> None:
     """Which of the two lands last is up to chance, even where the sum would come out right."""
     block = range(1)
     both = (Move(1, 0, block, adds=False), Move(2, 0, block, adds=True))
-    with pytest.raises(ScheduleError, match="rank 0 replaces block 0 in round 0 and writes it once more"):
+    with pytest.raises(ScheduleError, match="rank 0 replaces block 0 in round 0 and writes it again"):
         verify(one_block((both,)))
 
 
 def test_names_rank_block_and_contributions() -> None:
-    schedule = build("ring", Request(Collective.ALL_REDUCE, 4))
+    schedule = build("ring", AlgorithmRequest(Collective.ALL_REDUCE, 4))
     doubled = with_round(schedule, 0, schedule.rounds[0] + schedule.rounds[0][:1])
     with pytest.raises(
-        ScheduleError, match=r"ring: rank \d ends with block \d = \{.*2.*\}, wanted one of each of 4 ranks"
+        ScheduleError, match=r"ring: rank \d ends with block \d = \{.*2.*\}, expected one of each of 4 ranks"
     ):
         verify(doubled)
 
@@ -131,7 +141,7 @@ def test_objects_to_moves_that_cannot_be(move: Move) -> None:
 
 
 def test_objects_to_shares_that_do_not_fit_the_blocks() -> None:
-    schedule = replace(build("gdraa", Request(Collective.ALL_REDUCE, 4)), shares=Shares.equal(3))
+    schedule = replace(build("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 4)), shares=Shares.equal(3))
     with pytest.raises(ScheduleError, match="3 shares for 4 blocks"):
         verify(schedule)
 
@@ -149,4 +159,4 @@ def test_fingerprints_catch_what_counting_catches(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.long
 def test_large_schedules_verify() -> None:
-    verify(build("halving_doubling", Request(Collective.ALL_REDUCE, 1000)))
+    verify(build("halving_doubling", AlgorithmRequest(Collective.ALL_REDUCE, 1000)))

@@ -1,6 +1,6 @@
-"""What the picture of a cluster shows: things (switches, nodes, bundles of nodes) and the cords between them.
+"""The graph that the picture of a cluster shows: vertices (switches, nodes, bundles of nodes) and edges.
 
-Crowds of nodes become bundles, one for each set of switches that they hang on, so that a picture stays one.
+Many nodes become bundles, one for each set of switches that they are attached to, so that a picture stays readable.
 """
 
 from collections import Counter, defaultdict
@@ -22,8 +22,11 @@ _SQUARES_PER_ROW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
-    """What becomes one box. Devices stand in rows of `columns`; those in `below` have their network below them."""
+class Vertex:
+    """A node of the graph, drawn as one box.
+
+    Devices stand in rows of `columns`; those in `below` have their network below them.
+    """
 
     name: str
     kind: Kind
@@ -34,7 +37,7 @@ class Thing:
 
     @property
     def text(self) -> str:
-        """What a person reads in the box, shortened where a name is long."""
+        """The label of the box, shortened if a name is long."""
         if self.kind == "bundle":
             nodes, devices = counted(len(self.nodes), "node"), counted(self.devices, "device")
             return nodes if self.devices == len(self.nodes) else f"{nodes}\n{devices}"
@@ -42,11 +45,11 @@ class Thing:
 
     @property
     def devices(self) -> int:
-        """How many devices the box holds."""
+        """Number of devices in the box."""
         return sum(len(node.devices) for node in self.nodes)
 
     def size(self, named: bool) -> tuple[float, float]:
-        """Width and height in inches, with room for the text where it is `named`."""
+        """Return width and height in inches, with room for the text if it is `named`."""
         if self.kind == "node":
             rows = 2 if self.below else -(-self.devices // self.columns)
             width, height = (count * (SQUARE + GAP) - GAP + 2 * PADDING for count in (self.columns, rows))
@@ -57,8 +60,8 @@ class Thing:
 
 
 @dataclass(frozen=True, slots=True)
-class Cord:
-    """Alike cables between two things. A device's own NIC ends at square number `square` of `a`."""
+class Edge:
+    """Equal cables between two vertices. A device's own NIC ends at square number `square` of `a`."""
 
     a: str
     b: str
@@ -69,88 +72,88 @@ class Cord:
 
 @dataclass(frozen=True)
 class Scene:
-    """The things by name, in the order of the cluster, and the cords between them."""
+    """The vertices by name, in the order of the cluster, and the edges between them."""
 
-    things: dict[str, Thing]
-    cords: tuple[Cord, ...]
+    vertices: dict[str, Vertex]
+    edges: tuple[Edge, ...]
 
     @cached_property
     def neighbours(self) -> dict[str, list[str]]:
-        """The things that each thing has cords to, each once."""
-        found: dict[str, dict[str, None]] = {name: {} for name in self.things}
-        for cord in self.cords:
-            found[cord.a][cord.b] = found[cord.b][cord.a] = None
-        return {name: list(others) for name, others in found.items()}
+        """The vertices that each vertex has edges to, each once."""
+        adjacent: dict[str, dict[str, None]] = {name: {} for name in self.vertices}
+        for edge in self.edges:
+            adjacent[edge.a][edge.b] = adjacent[edge.b][edge.a] = None
+        return {name: list(others) for name, others in adjacent.items()}
 
     def of_kind(self, *kinds: Kind) -> list[str]:
-        """Names of all things of these kinds."""
-        return [thing.name for thing in self.things.values() if thing.kind in kinds]
+        """Return the names of all vertices of these kinds."""
+        return [vertex.name for vertex in self.vertices.values() if vertex.kind in kinds]
 
 
 def compose(cluster: Cluster) -> Scene:
-    """The scene of a cluster; nodes become bundles where a row of them would be too long."""
-    switches = [Thing(switch.name, "switch", switch.group) for switch in cluster.switches]
+    """Return the scene of a cluster; nodes become bundles if a row of them would be too long."""
+    switches = [Vertex(switch.name, "switch", switch.group) for switch in cluster.switches]
     nics = _own_nics(cluster)
     nodes = [_node(node, nics.get(node.name, {})) for node in cluster.nodes]
     sides = len({switch.group for switch in cluster.switches} & {"upper", "lower"}) or 1
-    if switches and sum(thing.size(named=False)[0] + GAP for thing in nodes) > sides * _CROWDED_ROW:
+    if switches and sum(vertex.size(named=False)[0] + GAP for vertex in nodes) > sides * _CROWDED_ROW:
         nodes = _bundles(cluster)
-    things = {thing.name: thing for thing in switches + nodes}
-    return Scene(things, tuple(_cords(cluster, things)))
+    vertices = {vertex.name: vertex for vertex in switches + nodes}
+    return Scene(vertices, tuple(_edges(cluster, vertices)))
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 node`, `2 nodes`, `2 switches`."""
+    """Return a count with its noun: `1 node`, `2 nodes`, `2 switches`."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{count:,} {noun if count == 1 else plural}"
 
 
 def text_width(text: str, points: float) -> float:
-    """About how many inches a text takes; rather too many."""
+    """Estimate how many inches a text takes, rather too many."""
     return max(map(len, text.split("\n"))) * points * 0.62 / 72
 
 
 def _own_nics(cluster: Cluster) -> dict[str, dict[int, str]]:
-    """The groups of the switches that devices' own NICs lead to, by node and number of the device."""
+    """Return the groups of the switches that devices' own NICs lead to, by node and number of the device."""
     group_of = {switch.name: switch.group for switch in cluster.switches}
-    found: dict[str, dict[int, str]] = defaultdict(dict)
+    nics: dict[str, dict[int, str]] = defaultdict(dict)
     for link in cluster.links:
         for near, far in ((link.a, link.b), (link.b, link.a)):
             node, _, local = near.partition("/")
             if local:
-                found[node][int(local)] = group_of.get(far, "")
-    return found
+                nics[node][int(local)] = group_of.get(far, "")
+    return nics
 
 
-def _node(node: Node, own: dict[int, str]) -> Thing:
-    """A node whose devices can be reached: with NICs of their own they stand in one row, and in two in a BiGraph."""
+def _node(node: Node, own: dict[int, str]) -> Vertex:
+    """Return a node as a vertex whose devices can be reached: with own NICs in one row, in a BiGraph in two."""
     count = len(node.devices)
     if set(own.values()) == {"upper", "lower"}:
         below = frozenset(number for number, group in own.items() if group == "lower")
-        return Thing(node.name, "node", "", (node,), max(len(below), count - len(below)), below)
-    return Thing(node.name, "node", "", (node,), count if own else min(count, _SQUARES_PER_ROW))
+        return Vertex(node.name, "node", "", (node,), max(len(below), count - len(below)), below)
+    return Vertex(node.name, "node", "", (node,), count if own else min(count, _SQUARES_PER_ROW))
 
 
-def _bundles(cluster: Cluster) -> list[Thing]:
-    hangs_on: dict[str, set[str]] = defaultdict(set)
+def _bundles(cluster: Cluster) -> list[Vertex]:
+    switches_of: dict[str, set[str]] = defaultdict(set)
     for link in cluster.links:
-        hangs_on[link.a.partition("/")[0]].add(link.b)
-        hangs_on[link.b.partition("/")[0]].add(link.a)
+        switches_of[link.a.partition("/")[0]].add(link.b)
+        switches_of[link.b.partition("/")[0]].add(link.a)
     alike: dict[tuple[str, ...], list[Node]] = defaultdict(list)
     for node in cluster.nodes:
-        alike[tuple(sorted(hangs_on[node.name]))].append(node)
-    return [Thing(f"{nodes[0].name}...", "bundle", "", tuple(nodes)) for nodes in alike.values()]
+        alike[tuple(sorted(switches_of[node.name]))].append(node)
+    return [Vertex(f"{nodes[0].name}...", "bundle", "", tuple(nodes)) for nodes in alike.values()]
 
 
-def _cords(cluster: Cluster, things: dict[str, Thing]) -> list[Cord]:
-    thing_of = {node.name: thing.name for thing in things.values() for node in thing.nodes}
+def _edges(cluster: Cluster, vertices: dict[str, Vertex]) -> list[Edge]:
+    vertex_of = {node.name: vertex.name for vertex in vertices.values() for node in vertex.nodes}
     counts: Counter[tuple[str, str, float, int | None]] = Counter()
     for link in cluster.links:
-        # A device's end comes first: that is the end where a cord may have a square.
+        # A device's end comes first: that is the end where a edge may have a square.
         a, b = (link.b, link.a) if "/" in link.b else (link.a, link.b)
         near, _, local = a.partition("/")
-        box = thing_of.get(near, near)
-        square = int(local) if local and things[box].kind == "node" else None
+        box = vertex_of.get(near, near)
+        square = int(local) if local and vertices[box].kind == "node" else None
         far = b.partition("/")[0]
-        counts[box, thing_of.get(far, far), link.rate_bytes_per_s, square] += link.parallel
-    return [Cord(*key, cables) for key, cables in counts.items() if key[0] != key[1]]
+        counts[box, vertex_of.get(far, far), link.rate_bytes_per_s, square] += link.parallel
+    return [Edge(*key, cables) for key, cables in counts.items() if key[0] != key[1]]
