@@ -1,6 +1,6 @@
 """Make docs/measurements/engine.md: `python -m bench.engine [speed] [memory] [losses]`, all of them without a word.
 
-Figures are kept beside the page, so that one part can be measured anew alone. The part with the GPU is measured on another
+Figures are stored next to the page, so that one part can be measured again alone. The part with the GPU is measured on another
 machine by `python -m bench.engine.gpu docs/measurements/engine/gpu.json`, and exactness there by tests/engine/test_engine_gpu.py.
 """
 
@@ -27,16 +27,16 @@ PEERS = {"stage 0": "DDP, Gloo", "stage 3": "FSDP2, Gloo"}
 
 
 def main() -> None:
-    """Measure what is asked for, then write the page from all that is kept."""
+    """Measure the given parts, then write the page from all stored figures."""
     parts = {"speed": speed, "memory": memory, "losses": losses}
     for name in sys.argv[1:] or parts:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / f"{name}.json").write_text(json.dumps(parts[name](), indent=1) + "\n")
     sections = [
-        _losses(_kept("losses")),
-        _memory(_kept("memory")),
-        _speed(_kept("speed")),
-        _gpu(_kept("gpu")),
+        _losses(_load("losses")),
+        _memory(_load("memory")),
+        _speed(_load("speed")),
+        _gpu(_load("gpu")),
         CHECKPOINTS,
     ]
     write_page(
@@ -57,13 +57,13 @@ transformer with tied weights, padded tokens and clipping.
 
 
 def speed() -> Any:
-    """Steps side by side."""
+    """Measure steps side by side."""
     done = _done([sys.executable, "-m", "bench.engine.speed"])
     return json.loads(done.splitlines()[-1])
 
 
 def memory() -> Any:
-    """What ranks measured of themselves, by stage."""
+    """Measure the memory of ranks, by stage."""
     script = str(ROOT / "tests" / "engine" / "scripts" / "memory.py")
     found = {}
     for stage in range(4):
@@ -75,7 +75,7 @@ def memory() -> Any:
 
 
 def losses() -> Any:
-    """The same script in three ways, by stage: the largest difference between their losses."""
+    """Train the same script in three ways, by stage: the largest difference between their losses."""
     script, torchrun = (
         str(ROOT / "examples" / "train.py"),
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -117,7 +117,7 @@ def _done(words: list[str], **variables: str) -> str:
     return done.stdout
 
 
-def _kept(name: str) -> Any:
+def _load(name: str) -> Any:
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
@@ -157,7 +157,7 @@ that each rank may have (stage 0 fails there).
 
 
 def _wanted(stage: int, share: float, model: int) -> float:
-    """Parameters, gradients and Adam's two moments, each cut from its stage on."""
+    """Return the expected bytes of parameters, gradients and Adam's two moments, each cut from its stage on."""
     return model * ((share if stage == 3 else 1) + (share if stage >= 2 else 1) + 2 * (share if stage >= 1 else 1))
 
 

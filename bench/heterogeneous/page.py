@@ -1,4 +1,4 @@
-"""docs/measurements/heterogeneous.md, from the figures that are kept beside it."""
+"""docs/measurements/heterogeneous.md, written from the figures that are stored next to it."""
 
 import json
 import statistics
@@ -7,43 +7,43 @@ from typing import Any
 
 from bench.heterogeneous.pictures import drift_line, fraction_bars
 from bench.heterogeneous.rounds import Rows
-from bench.heterogeneous.tasks import Task
+from bench.heterogeneous.tasks import TrainingTask
 from bench.markdown import MEASUREMENTS, machine, table, write_page
 
 FOLDER = MEASUREMENTS / "heterogeneous"
 SPEEDS, DRIFT, MEMORY, GPU = "speeds", "drift", "memory", "gpu"
 _STEADY = 20
-"""So many steps at the end of a run that was disturbed are those of its last plan."""
+"""This many steps at the end of a run with a drop are those of its last plan."""
 _HOUR_S, _SHARE = 3600.0, 0.02
-"""What measuring and planning take is told as a share of a run so long, and as how long a run it is this share of."""
+"""Planning time is given as a share of a run of this length, and as the length of a run of which it is this share."""
 
 
 def keep(name: str, value: object) -> None:
-    """Figures of one part, for the page."""
+    """Store the figures of one part, for the page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
 
 
 def keep_speeds(rows: Rows) -> None:
-    """Rows of these speeds, in the place of earlier ones of the same; others stay."""
+    """Replace the stored rows of these speeds; others stay."""
     ours = {row["speeds"] for row in rows}
     others = [row for row in _kept(SPEEDS) or [] if row["speeds"] not in ours]
     keep(SPEEDS, sorted([*others, *rows], key=lambda row: len(row["speeds"])))
 
 
 def keep_cases(rows: Rows) -> None:
-    """Rows of these cases of little memory, in the place of earlier ones; others stay."""
+    """Replace the stored rows of these cases of little memory; others stay."""
     ours = {row["case"] for row in rows}
     keep(MEMORY, [*rows, *(row for row in _kept(MEMORY) or [] if row["case"] not in ours)])
 
 
 def write() -> None:
-    """The page and its pictures anew, from all that is kept."""
+    """Write the page and its pictures from all stored figures."""
     parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory, GPU: _gpu}
     found = {name: _kept(name) for name in parts}
     sections = [part(found[name]) for name, part in parts.items() if found[name]]
     sections += [_predictions(found), _planning(found)]
-    task = Task("", (1.0,))
+    task = TrainingTask("", (1.0,))
     write_page(
         "heterogeneous.md",
         f"""# Workers of unlike speed
@@ -107,7 +107,7 @@ def _drift(found: dict[str, Any]) -> str:
 
 Made by `python -m bench.drift --keep`. Two workers of full speed; the quota of the second is rewritten to 0.3 of a processor while they train (float64).
 It dropped at step {found["dropped_at"]} and the throughput was back at 0.9 of the new ideal {said} (the median of five steps from there on). The
-ideals are measured as above, with both sets of quotas. Losses differ from those of a run that nobody disturbed by {found["loss_apart"]:.1e} at the most.
+ideals are measured as above, with both sets of quotas. Losses differ from those of a run without the drop by {found["loss_apart"]:.1e} at the most.
 
 ![Samples a second of every step](heterogeneous/drift.png)
 
@@ -171,7 +171,7 @@ sizes; their sum is the ideal. *Even*: the same engine with equal batches, in mi
 
 
 def _predictions(found: dict[str, Any]) -> str:
-    """Every predicted step beside the measured one."""
+    """Return every predicted step next to the measured one."""
     pairs = {
         f"speeds {row['speeds']}": row.get("steps_s") or [[row["predicted_step_s"], row["measured_step_s"]]]
         for row in found[SPEEDS] or []
@@ -194,7 +194,7 @@ def _predictions(found: dict[str, Any]) -> str:
         [name, ", ".join(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in steps)]
         for name, steps in pairs.items()
     ]
-    return f"""## 5. Predicted beside measured
+    return f"""## 5. Predicted and measured
 
 Steps in seconds, predicted / measured, of every run above with a plan (one pair for several rounds: their medians): what the plan in force at the end said, and what its steady steps took. The
 median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(errors):.1f} %, over {len(errors)} runs.
@@ -204,7 +204,7 @@ median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(
 
 
 def _planning(found: dict[str, Any]) -> str:
-    """What measuring and planning take, of how long a run."""
+    """Return the time that measuring and planning take, as a share of a run."""
     took = {f"speeds {row['speeds']}": row["planning_s"] for row in found[SPEEDS] or [] if row["planning_s"]}
     took |= {row["case"]: row["planning_s"] for row in found[MEMORY] or [] if not row["died"]}
     took |= {row["name"]: row["planning_s"] for row in (found[GPU] or {"models": []})["models"]}

@@ -10,7 +10,7 @@ OURS_COLOUR, EVEN_COLOUR, PEER_COLOUR = "#1f5fbf", "#7fb2f0", "#d8743b"
 
 
 def fraction_bars(rows: Rows) -> Figure:
-    """The fraction of the ideal that each reached, a panel for each set of speeds; the spread as a line."""
+    """Draw the fraction of the ideal that each reached, a panel for each set of speeds; the spread as a line."""
     settings = list(dict.fromkeys(row["speeds"] for row in rows))
     figure = Figure(figsize=(5.2 * len(settings), 3.9), layout="constrained")
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
@@ -27,7 +27,7 @@ def fraction_bars(rows: Rows) -> Figure:
 
 
 def drift_line(found: dict[str, Any]) -> Figure:
-    """Samples a second of every step, with the drop, the recovery and the ideals before and after."""
+    """Draw samples per second of every step, with the drop, the recovery and the ideals before and after."""
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.subplots()
     rates = found["samples_per_s"]

@@ -1,7 +1,7 @@
-"""Whether `mode="auto"` chooses the faster mode: lab scenarios in which both are run. `python -m bench.hybrid.auto_mode`
+"""Whether `mode="auto"` chooses the faster mode: lab scenarios in which both are run.
 
 In each, ranks decide for themselves and train in what they chose until an accuracy is reached, then in the other mode.
-With --keep the figures are kept, for `python -m bench.hybrid page`.
+Run by `python -m bench.hybrid.auto_mode`; with --keep the figures are stored, for `python -m bench.hybrid page`.
 """
 
 import json
@@ -49,7 +49,7 @@ SCENARIOS = (
 
 @contextmanager
 def lab(scenario: Scenario) -> Iterator[None]:
-    """A lab that is gone afterwards."""
+    """Run a lab, and remove it afterwards."""
     command("lab", "up", scenario.cluster, "--cpus", scenario.cpus, "--name", NAME)
     try:
         yield
@@ -57,8 +57,8 @@ def lab(scenario: Scenario) -> Iterator[None]:
         command("lab", "down", "--name", NAME)
 
 
-def tried(scenario: Scenario, seconds: float) -> dict[str, Any]:
-    """What was chosen, and what both modes made."""
+def run_scenario(scenario: Scenario, seconds: float) -> dict[str, Any]:
+    """Run a scenario; return what was chosen, and the figures of both modes."""
     words = ["bench.hybrid.auto_mode_rank", scenario.net, str(scenario.batch), str(seconds)]
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
     with lab(scenario):
@@ -80,24 +80,26 @@ def tried(scenario: Scenario, seconds: float) -> dict[str, Any]:
     }
 
 
-def took(row: dict[str, Any], mode: str) -> float:
-    """Seconds to the target; one that has not come there takes longer than it had."""
+def seconds_to_target(row: dict[str, Any], mode: str) -> float:
+    """Return the seconds to the target, infinite if it was not reached."""
     return float(row["to_target_s"][mode] or inf)
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    """Whether the faster mode was chosen; where neither has come to the target, that is not known."""
+    """Return whether the faster mode was chosen; False if neither has reached the target."""
     other = "sync" if row["chosen"] == "hybrid" else "hybrid"
-    return took(row, row["chosen"]) < inf and took(row, row["chosen"]) <= took(row, other)
+    return seconds_to_target(row, row["chosen"]) < inf and seconds_to_target(row, row["chosen"]) <= seconds_to_target(
+        row, other
+    )
 
 
-def measured(seconds: float, only: int | None = None) -> dict[str, Any]:
-    """All scenarios, or one."""
+def measure(seconds: float, only: int | None = None) -> dict[str, Any]:
+    """Run all scenarios, or one."""
     began, rows = time.monotonic(), []
     for number, scenario in enumerate(SCENARIOS):
         if only in (None, number):
             started = time.monotonic()
-            rows.append(tried(scenario, seconds))
+            rows.append(run_scenario(scenario, seconds))
             shown = {key: value for key, value in rows[-1].items() if key not in ("curves", "figures")}
             right = "right" if is_right(rows[-1]) else "wrong"
             print(f"{number}: {time.monotonic() - started:.0f} s, {right}\n{json.dumps(shown)}", flush=True)
@@ -105,15 +107,15 @@ def measured(seconds: float, only: int | None = None) -> dict[str, Any]:
 
 
 def section(found: dict[str, Any]) -> str:
-    """For the page."""
+    """Return this part of the page."""
     rows = [
         [
             f"`{row['cluster']}`, CPUs {row['cpus']}, {row['net']}, batch {row['batch']}",
             f"{row['predicted']['sync']:.0f} / {row['measured']['sync']:.0f}",
             f"{row['predicted']['hybrid']:.0f} / {row['measured']['hybrid']:.0f}",
             f"{row['worth']:.0f}",
-            _shown(row, "sync"),
-            _shown(row, "hybrid"),
+            _format_seconds(row, "sync"),
+            _format_seconds(row, "hybrid"),
             row["chosen"],
             "yes" if is_right(row) else "**no**",
         ]
@@ -145,7 +147,7 @@ Its reasons, in the same order:
 """
 
 
-def _shown(row: dict[str, Any], mode: str) -> str:
+def _format_seconds(row: dict[str, Any], mode: str) -> str:
     at_s = row["to_target_s"][mode]
     part = row["curves"][mode][-1][1] / row["target"]
     return f"{at_s:.1f}" if at_s else f"not in {row['seconds'][mode]:.0f}, {part:.0%} of it"
@@ -156,8 +158,8 @@ def main(
     only: Annotated[int | None, typer.Option(help="One scenario, by its number from 0.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures.")] = False,
 ) -> None:
-    """Run all scenarios; root, as every lab."""
-    found = measured(seconds, only)
+    """Run all scenarios (root, as every lab)."""
+    found = measure(seconds, only)
     if keep:
         (MEASUREMENTS / "hybrid" / "choosing.json").write_text(json.dumps(found, indent=1) + "\n")
     print(section(found))

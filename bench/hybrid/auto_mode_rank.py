@@ -1,6 +1,6 @@
-"""One rank of a scenario: `mode="auto"` first, until some accuracy is reached, then the mode that it did not choose.
+"""One rank of a scenario: `mode="auto"` first, until an accuracy is reached, then the mode that it did not choose.
 
-Says in JSON what was chosen, and how long each mode took.
+Prints as JSON what was chosen, and how long each mode took.
 """
 
 import faulthandler
@@ -24,31 +24,31 @@ _CLASSES, _TRAIN, _TEST = 10, 8192, 1000
 _TARGET = 0.9
 """Of the best accuracy that is possible."""
 _TRIED, _LOOKS = 4, 20
-"""Steps after which it is known how long a step takes, and how often parameters are noted."""
+"""Steps after which it is known how long a step takes, and how many snapshots of the parameters are taken."""
 _MOST_SAMPLES = 40_000
 """Of each group: more would change nothing."""
 _PATIENCE_S = 240.0
-Noted = list[tuple[float, dict[str, torch.Tensor]]]
+Snapshots = list[tuple[float, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
-class Task:
+class CloudTask:
     """Ten clouds that overlap, as rows or as pictures, and a net for them."""
 
     net: nn.Module
     train: TensorDataset
     test: tuple[torch.Tensor, torch.Tensor]
     best: float
-    """What nobody can beat."""
+    """The best possible accuracy."""
 
     def accuracy(self) -> float:
-        """Of the net as it is."""
+        """Return the accuracy of the net as it is."""
         with torch.no_grad():
             return float((self.net(self.test[0]).argmax(1) == self.test[1]).double().mean())
 
 
-def made(words: str) -> Task:
-    """`mlp:512x5`: width and depth; `conv:16x3`: channels and depth, on pictures of 16 x 16."""
+def build_task(words: str) -> CloudTask:
+    """Build the task of `mlp:512x5` (width and depth) or `conv:16x3` (channels and depth, pictures of 16 x 16)."""
     kind, _, sizes = words.partition(":")
     width, depth = map(int, sizes.split("x"))
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def made(words: str) -> Task:
     best = float((torch.cdist(rows[_TRAIN:], middles).argmin(1) == targets[_TRAIN:]).double().mean())
     inputs = rows / spread if kind == "mlp" else (rows / spread).view(-1, 1, 16, 16)
     train = TensorDataset(inputs[:_TRAIN], targets[:_TRAIN])
-    return Task(net, train, (inputs[_TRAIN:], targets[_TRAIN:]), best)
+    return CloudTask(net, train, (inputs[_TRAIN:], targets[_TRAIN:]), best)
 
 
 def _rows_net(width: int, depth: int) -> nn.Sequential:
@@ -85,19 +85,19 @@ def _pictures_net(width: int, depth: int) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy."""
+    """Return the cross entropy of a batch."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def learned(run: Run, words: str, seconds: float) -> None:
-    """Train for about so long, and say when the target was reached, and how many samples a second that made."""
-    task = made(words)
+def train(run: Run, words: str, seconds: float) -> None:
+    """Train for about `seconds`; print when the target was reached, and the samples per second."""
+    task = build_task(words)
     sgd = torch.optim.SGD(task.net.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = run.prepare(task.net, sgd, task.train, loss=loss_of)
     if run.mode_choice:
-        _say_choice(run)
+        _print_choice(run)
     batch_size = run.settings.global_batch or 0
-    noted: Noted = []
+    snapshots: Snapshots = []
     began, done, last, every = 0.0, 0, 0, 1
     while not last or done < last:
         for batch in loader:
@@ -110,28 +110,30 @@ def learned(run: Run, words: str, seconds: float) -> None:
             began = began or time.perf_counter()
             if not last and done > _TRIED:
                 steps = round(seconds * _TRIED / (time.perf_counter() - began))
-                steps = _agreed(run, max(5, min(steps, _MOST_SAMPLES // batch_size)))
+                steps = _agree_on_steps(run, max(5, min(steps, _MOST_SAMPLES // batch_size)))
                 last, every = 1 + _TRIED + steps, max(1, steps // _LOOKS)
             if run.rank == run.status.group == 0 and done % every == 0:
                 now = {name: value.detach().clone() for name, value in task.net.state_dict().items()}
-                noted.append((time.perf_counter() - began, now))
+                snapshots.append((time.perf_counter() - began, now))
             if done == last:
                 break  # all ranks here, and the others are told
     took = time.perf_counter() - began
     if run.rank == 0:
         late = run.status.pushes.staleness if run.status.pushes else 0.0
         rate = (done - 1) * batch_size / took
-        reached = _reached(task, noted) if run.status.group == 0 else {}
-        _say(mode=run.status.mode, group=run.status.group, seconds=took, samples_per_s=rate, staleness=late, **reached)
+        reached = _evaluate(task, snapshots) if run.status.group == 0 else {}
+        _print_json(
+            mode=run.status.mode, group=run.status.group, seconds=took, samples_per_s=rate, staleness=late, **reached
+        )
     run.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _reached(task: Task, noted: Noted) -> dict[str, Any]:
-    """When the target was, if it was; looked at afterwards, since looking takes time."""
+def _evaluate(task: CloudTask, snapshots: Snapshots) -> dict[str, Any]:
+    """Return when the target was reached, if it was. Evaluated afterwards, because evaluating takes time."""
     curve = []
-    for at_s, state in noted:
+    for at_s, state in snapshots:
         task.net.load_state_dict(state)
         curve.append((round(at_s, 2), round(100 * task.accuracy(), 1)))
     wanted = 100 * _TARGET * task.best
@@ -139,8 +141,8 @@ def _reached(task: Task, noted: Noted) -> dict[str, Any]:
     return {"to_target_s": reached, "target": wanted, "curve": curve}
 
 
-def _agreed(run: Run, steps: int) -> int:
-    """As many as the first rank of the run says."""
+def _agree_on_steps(run: Run, steps: int) -> int:
+    """Return the number of steps of the first rank of the run."""
     if run.world_size == 1:
         return steps
     store = dist.distributed_c10d._get_default_store()
@@ -149,7 +151,7 @@ def _agreed(run: Run, steps: int) -> int:
     return int(store.get("bench/steps"))
 
 
-def _say_choice(run: Run) -> None:
+def _print_choice(run: Run) -> None:
     choice = run.mode_choice
     assert choice
     if int(os.environ["RANK"]) == 0:
@@ -166,30 +168,32 @@ def _say_choice(run: Run) -> None:
             "step_s": choice.together.step_s,
             "communication_s": choice.together.communication_s,
         }
-        _say(chosen=choice.mode, reason=choice.reason, predicted=predicted, worth=apart.worth_per_s, figures=figures)
+        _print_json(
+            chosen=choice.mode, reason=choice.reason, predicted=predicted, worth=apart.worth_per_s, figures=figures
+        )
 
 
-def _say(**found: Any) -> None:
+def _print_json(**found: Any) -> None:
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """`auto_mode_rank NET BATCH SECONDS`."""
+    """Run `auto_mode_rank NET BATCH SECONDS`."""
     words, batch, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)  # who waits, and where
+    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)  # shows where a rank waits
     torch.set_num_threads(1)
     auto = mimatrix.init(batch, mode="auto", quiet=True)
-    learned(auto, words, seconds)
+    train(auto, words, seconds)
     assert auto.mode_choice
     assert auto.mode_choice.apart
-    # Below what the kernel gives away: nobody else of the namespace listens there.
+    # Below the ports that the kernel assigns: no other process of the namespace listens there.
     os.environ["MASTER_PORT"] = "29600"
     if auto.mode_choice.mode == "sync":
         other = mimatrix.init(batch, mode=hybrid_mode(auto.mode_choice.apart), quiet=True)
     else:
         other = mimatrix.init(batch, plan=auto.mode_choice.together, quiet=True)
-    learned(other, words, seconds)
+    train(other, words, seconds)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Groups as processes under quotas, and a service for each of their runs, all on this machine.
 
-Processes stay for many runs, since each takes seconds to import torch. The service is in the process that asks.
+Processes stay for many runs, since each takes seconds to import torch. The service is in the calling process.
 """
 
 import multiprocessing
@@ -35,8 +35,8 @@ _READY_S, _RUN_S = 120.0, 180.0
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One run."""
+class RunSetup:
+    """The settings of one run."""
 
     task: str
     seed: int
@@ -49,8 +49,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What became of it in one group."""
+class GroupResult:
+    """The result of one run in one group."""
 
     ended_s: float
     accuracy: float
@@ -60,71 +60,71 @@ class Trained:
     pushes: int
 
 
-class Town:
-    """So many processors for each group; `with` it."""
+class GroupProcesses:
+    """One process for each group, under a CPU quota, as a context manager."""
 
     def __init__(self, cpus: tuple[float, ...]) -> None:
         self._cpus, self._stack = cpus, ExitStack()
-        self._lines: list[Connection] = []
+        self._pipes: list[Connection] = []
 
-    def __enter__(self) -> "Town":
+    def __enter__(self) -> "GroupProcesses":
         joins = self._stack.enter_context(quotas(dict(enumerate(self._cpus))))
         context = multiprocessing.get_context("spawn")
         for number in range(len(self._cpus)):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(number, len(self._cpus), theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve_runs, args=(number, len(self._cpus), theirs), daemon=True)
             process.start()
             self._stack.callback(process.kill)
-            self._lines.append(mine)
-            joins[number].write_text(str(_heard(mine, _READY_S)))
+            self._pipes.append(ours)
+            joins[number].write_text(str(_receive(ours, _READY_S)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def trained(self, wanted: Wanted) -> list[Trained]:
-        """All groups train; in the order in which they ended."""
-        for line in self._lines:
-            line.send(wanted)
-        shards, *_ = [_heard(line, _READY_S) for line in self._lines]
-        rules = make_policy(wanted.policy, wanted.batch, wanted.options).scaling
+    def train(self, setup: RunSetup) -> list[GroupResult]:
+        """Train in all groups; return their results in the order in which they ended."""
+        for pipe in self._pipes:
+            pipe.send(setup)
+        shards, *_ = [_receive(pipe, _READY_S) for pipe in self._pipes]
+        rules = make_policy(setup.policy, setup.batch, setup.options).scaling
         made = {number: Shard(torch.from_numpy(values), how, rules) for number, (values, how) in shards.items()}
         service = ShardServer.open(made, _TOKEN)
         try:
-            for line in self._lines:
-                line.send(service.address)
-            return sorted((_heard(line, _RUN_S) for line in self._lines), key=lambda each: each.ended_s)
+            for pipe in self._pipes:
+                pipe.send(service.address)
+            return sorted((_receive(pipe, _RUN_S) for pipe in self._pipes), key=lambda each: each.ended_s)
         finally:
             service.close()
 
 
-def _heard(line: Connection, within_s: float) -> Any:
-    if not line.poll(within_s):
+def _receive(pipe: Connection, within_s: float) -> Any:
+    if not pipe.poll(within_s):
         raise TimeoutError(f"a group has said nothing for {within_s:g} s")
-    found = line.recv()
+    found = pipe.recv()
     if isinstance(found, BaseException):
         raise found
     return found
 
 
-def _live(number: int, groups: int, line: Connection) -> None:
-    """A group: trains whatever is wanted, until nobody wants anything."""
+def _serve_runs(number: int, groups: int, pipe: Connection) -> None:
+    """Train as one group, run after run, until the pipe is closed."""
     torch.set_num_threads(1)
-    line.send(multiprocessing.current_process().pid)
+    pipe.send(multiprocessing.current_process().pid)
     while True:
         try:
-            wanted: Wanted = line.recv()
+            setup: RunSetup = pipe.recv()
         except EOFError:
             return
         try:
-            line.send(_trained(wanted, number, groups, line))
+            pipe.send(_train(setup, number, groups, pipe))
         except Exception as error:  # noqa: BLE001 (raised where it was asked for)
-            line.send(error)
+            pipe.send(error)
 
 
-def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trained:
-    task = TASKS[wanted.task](wanted.seed)
-    chosen = make_policy(wanted.policy, wanted.batch, wanted.options)
+def _train(setup: RunSetup, number: int, groups: int, pipe: Connection) -> GroupResult:
+    task = TASKS[setup.task](setup.seed)
+    chosen = make_policy(setup.policy, setup.batch, setup.options)
 
     def connect(layout: FlatLayout, row: torch.Tensor) -> ShardsClient:
         shares = Shares.equal(groups)
@@ -133,14 +133,14 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
             layout.optimizer_specs(shares, chosen.outer),
         )
         # As arrays: tensors would be sent by descriptors.
-        line.send({each: (parts[each].numpy(), steppings[each]) for each in range(groups)} if number == 0 else {})
-        place: Address = _heard(line, _READY_S)
+        pipe.send({each: (parts[each].numpy(), steppings[each]) for each in range(groups)} if number == 0 else {})
+        place: Address = _receive(pipe, _READY_S)
         return ShardsClient(number, layout.numel, shares, [[place]] * groups, _TOKEN)
 
-    member = GroupOptimizer(connect, chosen, group=number, overlaps=wanted.overlaps)
-    settings = Settings(global_batch=wanted.batch, seed=wanted.seed * 100 + number, quiet=True)
+    member = GroupOptimizer(connect, chosen, group=number, overlaps=setup.overlaps)
+    settings = Settings(global_batch=setup.batch, seed=setup.seed * 100 + number, quiet=True)
     run = Run(Membership(World.join(settings, outer=member)))
-    net = task.model(wanted.seed)
+    net = task.model(setup.seed)
     sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
     model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train))
     late: list[float] = []
@@ -152,4 +152,4 @@ def _trained(wanted: Wanted, number: int, groups: int, line: Connection) -> Trai
             late.append(member.stats.staleness)
     run.close()
     ended_s = time.monotonic()
-    return Trained(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.stats.waited_s, len(late))
+    return GroupResult(ended_s, task.accuracy(model), statistics.mean(late or [0.0]), member.stats.waited_s, len(late))

@@ -1,4 +1,4 @@
-"""What late pushes are worth: samples until an accuracy is reached, against how late pushes are. `planner.modes.LATE`.
+"""What late pushes are worth: samples until an accuracy is reached, by staleness. `planner.modes.LATE`.
 
 Every push has its gradient at parameters that are t pushes old, and counts as the rules of `large` say; nothing else
 differs. `python -m bench.hybrid.staleness`
@@ -26,13 +26,13 @@ STALENESS = (0, 1, 3, 7)
 _LOOKS = 10
 """Pushes between two looks at the accuracy."""
 _WANTED = 0.99
-"""Of the accuracy that is there after half of the epochs if nobody is late."""
+"""Of the accuracy that is there after half of the epochs without staleness."""
 _MOST = 12
 """Times the epochs of a task, after which it counts as not reached."""
 
 
-def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
-    """(samples, accuracy) again and again, of pushes that are all so late."""
+def training_curve(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
+    """Yield (samples, accuracy) from time to time, of pushes that all have the staleness `late`."""
     model = task.model(seed)
     values = [parameter.detach().flatten() for parameter in model.parameters()]
     pieces = tuple(ParamSpan(number, 0, part.numel()) for number, part in enumerate(values))
@@ -56,15 +56,17 @@ def course(task: Task, seed: int, late: int) -> Iterator[tuple[int, float]]:
                 yield number * BATCH, task.accuracy(model)
 
 
-def samples_until(task: Task, seed: int, late: int, wanted: float) -> float:
-    """Of pushes that are all so late."""
-    return next((samples for samples, accuracy in course(task, seed, late) if accuracy >= wanted), math.inf)
+def samples_until(task: Task, seed: int, late: int, target: float) -> float:
+    """Return the samples until an accuracy is reached, of pushes that all have the staleness `late`."""
+    return next((samples for samples, accuracy in training_curve(task, seed, late) if accuracy >= target), math.inf)
 
 
-def wanted_of(task: Task, seed: int) -> float:
-    """What the others are to reach."""
+def target_of(task: Task, seed: int) -> float:
+    """Return the accuracy that stale pushes are to reach."""
     half = task.epochs * len(task.train[0]) // 2
-    return _WANTED * max(accuracy for _, accuracy in takewhile(lambda each: each[0] <= half, course(task, seed, 0)))
+    return _WANTED * max(
+        accuracy for _, accuracy in takewhile(lambda each: each[0] <= half, training_curve(task, seed, 0))
+    )
 
 
 def _write(model: nn.Module, row: torch.Tensor) -> None:
@@ -74,8 +76,8 @@ def _write(model: nn.Module, row: torch.Tensor) -> None:
             parameter.copy_(part.view_as(parameter))
 
 
-def measured(seeds: int = 10) -> dict[str, Any]:
-    """By task and staleness: what a sample is worth, and the exponent that fits all of them best."""
+def measure(seeds: int = 10) -> dict[str, Any]:
+    """Return by task and staleness what a sample is worth, and the exponent that fits all of them best."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"seeds": seeds, "tasks": {}}
     points = []
@@ -83,8 +85,8 @@ def measured(seeds: int = 10) -> dict[str, Any]:
         rows: dict[str, list[float]] = {str(late): [] for late in STALENESS}
         for seed in range(seeds):
             task = make(seed)
-            wanted = wanted_of(task, seed)
-            needed = {late: samples_until(task, seed, late, wanted) for late in STALENESS}
+            target = target_of(task, seed)
+            needed = {late: samples_until(task, seed, late, target) for late in STALENESS}
             for late, samples in needed.items():
                 rows[str(late)].append(needed[0] / samples)
         usual = {late: statistics.median(each) for late, each in rows.items()}
@@ -98,18 +100,18 @@ def measured(seeds: int = 10) -> dict[str, Any]:
 
 
 def section(found: dict[str, Any]) -> str:
-    """For the page."""
+    """Return this part of the page."""
     rows = [[name, *(f"{usual[str(late)]:.2f}" for late in STALENESS)] for name, usual in found["tasks"].items()]
     rows.append(["formula", *(f"{worth(late):.2f}" for late in STALENESS)])
     headings = ["a sample is worth, of pushes that are late by", *map(str, STALENESS)]
     return f"""## What late pushes are worth
 `python -m bench.hybrid.staleness`
 
-Samples until 99 % of the accuracy that is there after half of the epochs if nobody is late, by those that late pushes need; medians of {found["seeds"]} seeds.
+Samples until 99 % of the accuracy that is there after half of the epochs without staleness, by those that late pushes need; medians of {found["seeds"]} seeds.
 The exponent that fits best is {found["exponent"]:.2f}; the planner has {LATE:g}.
 
 {table(headings, rows)}"""
 
 
 if __name__ == "__main__":
-    print(section(measured()))
+    print(section(measure()))

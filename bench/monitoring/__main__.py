@@ -24,7 +24,7 @@ _FILES = {"detection_latency": "naming", "false_alarms": "calm"}
 
 def main(
     what: Annotated[str, typer.Argument(help="cost, detection_latency, false_alarms, scale or page.")],
-    turns: Annotated[int, typer.Option(help="Of cost: with and without, so many times.")] = 60,
+    turns: Annotated[int, typer.Option(help="Of cost: turns with reports, and as many without.")] = 60,
     rounds: Annotated[int, typer.Option(help="Of detection_latency.")] = 10,
     seconds: Annotated[float, typer.Option(help="Of false_alarms.")] = 3600.0,
     record: Annotated[
@@ -34,10 +34,10 @@ def main(
 ) -> None:
     """Measure one thing, or only write the page."""
     measures: dict[str, Callable[[], dict[str, Any]]] = {
-        "cost": lambda: cost.measured(turns),
-        "detection_latency": lambda: detection_latency.measured(rounds),
-        "false_alarms": lambda: false_alarms.measured(seconds, record),
-        "scale": lambda: scale.measured(scale.Size(), 90.0, True),
+        "cost": lambda: cost.measure(turns),
+        "detection_latency": lambda: detection_latency.measure(rounds),
+        "false_alarms": lambda: false_alarms.measure(seconds, record),
+        "scale": lambda: scale.measure(scale.HistorySize(), 90.0, True),
     }
     if what != "page":
         found = measures[what]()
@@ -50,7 +50,7 @@ def main(
 
 
 def write() -> None:
-    """The page, of what was kept."""
+    """Write the page from the stored figures."""
     parts = [
         section(json.loads(path.read_text())) for name, section in _PARTS.items() if (path := _file(name)).is_file()
     ]

@@ -1,4 +1,4 @@
-"""Whether anybody is named while nobody is slow: even ranks for an hour."""
+"""Whether a rank is named as slow although none is: even ranks for an hour."""
 
 import time
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from support.workers import process_of
 
-from bench.monitoring.server_process import serving
+from bench.monitoring.server_process import run_server
 from mimatrix.launch.quotas import quotas
 from mimatrix.monitor.figures import RankFigures
 from mimatrix.monitor.slowness import Slowness
@@ -15,16 +15,16 @@ from mimatrix.wire.messages import Ranks
 SPEED = 0.3
 
 
-def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
-    """How often somebody was named, and how even the two were; what was seen goes to `record`, a line a second."""
-    with serving() as house, quotas({0: SPEED, 1: SPEED}) as groups:
-        number = house.submit("even.py")
-        house.until(number, lambda job: job.progress.step > 50, 120)
+def measure(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
+    """Return how often a rank was named, and how even the two were; reports go to `record`, a line per second."""
+    with run_server() as server, quotas({0: SPEED, 1: SPEED}) as groups:
+        number = server.submit("even.py")
+        server.wait_until(number, lambda job: job.progress.step > 50, 120)
         for rank in (0, 1):
-            groups[rank].write_text(str(process_of(house.address, number, rank)))
+            groups[rank].write_text(str(process_of(server.address, number, rank)))
         started, named, looks = time.monotonic(), 0, 0
         largest = 1.0
-        with house.client() as client:
+        with server.client() as client:
             first = client.job(number).progress.step
             while time.monotonic() - started < seconds:
                 time.sleep(1.0)
@@ -53,8 +53,8 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
     }
 
 
-def again(record: Iterable[str]) -> list[str]:
-    """Who would be named by the rules as they are now, from what was seen."""
+def replay_record(record: Iterable[str]) -> list[str]:
+    """Return which ranks the rules of today would name, from recorded reports."""
     following, said = Slowness(), []
     for second, line in enumerate(record):
         figures = [
@@ -77,12 +77,12 @@ def again(record: Iterable[str]) -> list[str]:
 
 
 def section(found: dict[str, Any]) -> str:
-    """For the page."""
+    """Return this part of the page."""
     said = "".join(f"\n- {sentence}" for sentence in found["sentences"])
-    return f"""## Whether it cries wolf
+    return f"""## False alarms
 `python -m bench.monitoring false_alarms`
 
 Two ranks of {SPEED:g} processors each with the same work, for {found["seconds"] / 60:.0f} minutes ({found["steps"]:,} steps), looked at every second:
-somebody was named **{len(found["sentences"])}** times ({found["looks_with_a_name"]} of {found["looks"]:,} looks). The longest that one rank
+a rank was named **{len(found["sentences"])}** times ({found["looks_with_a_name"]} of {found["looks"]:,} looks). The longest that one rank
 took in a report, of the time of the other, was {found["largest_ratio"]:.2f} times as long.{found.get("remark", "")}{said}
 """

@@ -19,8 +19,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @dataclass(frozen=True)
-class House:
-    """One that runs."""
+class MonitoredServer:
+    """A running server, with its data and its log."""
 
     data: Path
     log: Path
@@ -28,33 +28,33 @@ class House:
 
     @property
     def address(self) -> str:
-        """Where it is."""
+        """Address of the server."""
         return (self.data / "address").read_text().strip()
 
     @property
     def token(self) -> str:
-        """Of its admin."""
+        """Token of its admin."""
         return (self.data / "token").read_text().strip()
 
     def client(self) -> Client:
-        """Of its admin."""
+        """Return a client with the admin's token."""
         return Client(self.address, self.token)
 
     def command(self, *words: str) -> str:
-        """What the command prints."""
+        """Return what `mimatrix WORDS` prints."""
         known = {**os.environ, "MIMATRIX_DATA": str(self.data), "COLUMNS": "250"}
         return subprocess.run(
             [*COMMAND, *words], env=known, check=True, timeout=120, capture_output=True, text=True
         ).stdout
 
     def submit(self, script: str, *words: str) -> int:
-        """A script of this folder on two devices; the number of its job."""
+        """Submit a script of this folder on two devices; return the number of its job."""
         self.command("submit", "--devices", "2", str(SCRIPTS / script), "--", *words)
         with self.client() as client:
             return client.jobs(most=1).jobs[0].id
 
-    def until(self, number: int, wanted: Callable[[Job], bool], within_s: float) -> Job:
-        """How a job is once it is as wanted."""
+    def wait_until(self, number: int, wanted: Callable[[Job], bool], within_s: float) -> Job:
+        """Wait until a job is as wanted, and return it."""
         deadline = time.monotonic() + within_s
         with self.client() as client:
             while not wanted(job := client.job(number)):
@@ -64,38 +64,38 @@ class House:
 
 
 @contextmanager
-def serving() -> Iterator[House]:
-    """A server, until the end."""
+def run_server() -> Iterator[MonitoredServer]:
+    """Run a server, and end it and its jobs afterwards."""
     with tempfile.TemporaryDirectory(prefix="mimatrix-monitoring-") as folder:
-        house = House(Path(folder) / "data", Path(folder) / "said")
-        words = ["up", "--data", str(house.data), "--port", str(free_port("127.0.0.1")), "--devices", "2"]
-        with house.log.open("w") as said:
-            server = subprocess.Popen([*COMMAND, *words], stdout=said, stderr=said)
+        server = MonitoredServer(Path(folder) / "data", Path(folder) / "said")
+        words = ["up", "--data", str(server.data), "--port", str(free_port("127.0.0.1")), "--devices", "2"]
+        with server.log.open("w") as said:
+            process = subprocess.Popen([*COMMAND, *words], stdout=said, stderr=said)
         try:
             deadline = time.monotonic() + 60
-            while not (house.data / "token").is_file() or not _answers(house):
-                assert time.monotonic() < deadline, f"the server did not come up: {house.log.read_text()}"
+            while not (server.data / "token").is_file() or not _answers(server):
+                assert time.monotonic() < deadline, f"the server did not come up: {server.log.read_text()}"
                 time.sleep(0.1)
-            yield house
+            yield server
         finally:
-            _end_jobs(house)
-            server.terminate()
-            server.wait(timeout=30)
+            _end_jobs(server)
+            process.terminate()
+            process.wait(timeout=30)
 
 
-def _answers(house: House) -> bool:
+def _answers(server: MonitoredServer) -> bool:
     try:
-        with house.client() as client:
+        with server.client() as client:
             client.nodes()
     except Exception:  # noqa: BLE001 (it is about to come up)
         return False
     return True
 
 
-def _end_jobs(house: House) -> None:
-    with house.client() as client:
+def _end_jobs(server: MonitoredServer) -> None:
+    with server.client() as client:
         running = [job.id for job in client.jobs(states=("starting", "profiling", "training", "saving")).jobs]
         for number in running:
             client.act(number, "cancel")
     for number in running:
-        house.until(number, lambda job: job.state in ("cancelled", "failed", "done"), 60)
+        server.wait_until(number, lambda job: job.state in ("cancelled", "failed", "done"), 60)

@@ -26,12 +26,12 @@ def main(
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     found: dict[str, Any] = json.loads(_FIGURES.read_text()) if _FIGURES.is_file() else {}
     if only in ("", "traffic"):
-        found["traffic"] = traffic.measured()
+        found["traffic"] = traffic.measure()
     if only in ("", "sqlite"):
-        found[f"sqlite {workers}"] = load.measured(workers, seconds, every, "")
+        found[f"sqlite {workers}"] = load.measure(workers, seconds, every, "")
     if only in ("", "postgresql") and postgresql.is_there():
         with postgresql.running() as address:
-            found[f"postgresql {workers}"] = load.measured(workers, seconds, every, f"{address}/postgres")
+            found[f"postgresql {workers}"] = load.measure(workers, seconds, every, f"{address}/postgres")
     print(json.dumps(found, indent=1))
     if keep:
         _FIGURES.write_text(json.dumps(found, indent=1) + "\n")
@@ -39,7 +39,7 @@ def main(
 
 
 def write(found: dict[str, Any]) -> None:
-    """The page."""
+    """Write the page."""
     crossed = [
         [
             row["model"],
@@ -93,7 +93,7 @@ does not depend on the model, nor does the server's memory.
 ## Load
 
 Simulated workers that report every few seconds, from one process on the same {os.cpu_count()} cores: each is a connection that sends what a worker sends.
-The server is real; a launcher that only says that its teams run takes the place of the real one, since so many processes do not fit here.
+The server is real; a launcher that only says that its teams run takes the place of the real one, since 2,000 processes do not fit here.
 *Processors*: what the server itself used; it answers in one thread. *Memory*: of the server, before and after.
 
 {table([*headings, "processors", "memory [MB]"], loads)}

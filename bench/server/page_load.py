@@ -1,4 +1,4 @@
-"""How long pages of the dashboard take in a real browser until somebody can use them."""
+"""How long pages of the dashboard take in a real browser until they can be used."""
 
 import statistics
 import time
@@ -24,8 +24,8 @@ look();
 """
 
 
-def measured(address: str, token: str, job: int, loads: int) -> dict[str, Any]:
-    """Each page by itself: the first time, with nothing known, and then again and again."""
+def measure(address: str, token: str, job: int, loads: int) -> dict[str, Any]:
+    """Load each page: the first time, with an empty cache, and then again and again."""
     routes = {"overview": "#/", "cluster": "#/cluster", "job": f"#/jobs/{job}"}
     with browser() as chromium:
         return {name: _page(chromium, address, token, name, route, loads) for name, route in routes.items()}
@@ -33,16 +33,16 @@ def measured(address: str, token: str, job: int, loads: int) -> dict[str, Any]:
 
 def _page(chromium: Browser, address: str, token: str, name: str, route: str, loads: int) -> dict[str, Any]:
     context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    # A first visit with nothing in the cache, by somebody whose browser has the token.
+    # A first visit with nothing in the cache, in a browser that has the token.
     context.add_init_script(f"sessionStorage.setItem('mimatrix-token', '{token}')")
     context.add_init_script(f"{{ const SHOWN = {_SHOWN[name]!r}; {_WATCH} }}")
     page = context.new_page()
     page.goto(f"{address}/{route}")
-    cold = _seen(page, name)
+    cold = _watch_page(page, name)
     warm = []
     for _ in range(loads):
         page.reload()
-        warm.append(_seen(page, name))
+        warm.append(_watch_page(page, name))
     context.close()
     return {
         "cold_ms": cold["ready"],
@@ -54,8 +54,8 @@ def _page(chromium: Browser, address: str, token: str, name: str, route: str, lo
     }
 
 
-def _seen(page: Page, name: str) -> dict[str, Any]:
-    """What was watched, with some words typed where there is a place for them, and for some refreshes."""
+def _watch_page(page: Page, name: str) -> dict[str, Any]:
+    """Return the timings of a page, with words typed into the overview's filter, and for several refreshes."""
     _wait(page, "watched.ready > 0")
     if name == "overview":
         before = page.locator(".jobs li").count()
@@ -67,7 +67,7 @@ def _seen(page: Page, name: str) -> dict[str, Any]:
 
 
 def _wait(page: Page, is_so: str) -> None:
-    """Asked from outside: what the page is given to run by itself, its policy forbids."""
+    """Wait for a condition, evaluated from outside: the page's policy forbids what it would run by itself."""
     deadline = time.monotonic() + 20
     while not page.evaluate(is_so):
         assert time.monotonic() < deadline, f"it never was that {is_so}"

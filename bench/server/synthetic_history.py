@@ -1,7 +1,7 @@
-"""A server's folder as a week of use leaves it: jobs, what happened to them, who had which device, figures in all tiers.
+"""A server's folder as a week of use leaves it: jobs, their events, which job had which device, figures in all tiers.
 
-Nodes have eight devices. On most of them one job follows the other: those that hold them now have waiting behind them
-what asks for the same kind, so that nothing starts while somebody measures.
+Nodes have eight devices. On most of them one job follows the other; the waiting jobs ask for the kind of device that the
+running ones hold, so that nothing starts during the measurement.
 """
 
 import json
@@ -17,7 +17,7 @@ from sqlalchemy import insert
 from sqlalchemy.orm import Session
 
 from bench.planner_speed import CASES, MODEL, problem
-from bench.server.load import StandingLauncher
+from bench.server.load import FakeLauncher
 from mimatrix.launch.launcher import DeviceFacts, NodeFacts
 from mimatrix.monitor.thinning import DAY_S, TIERS
 from mimatrix.planner.planning import make_plan
@@ -40,31 +40,31 @@ _MANY = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How much there is."""
+class HistorySize:
+    """The size of the history."""
 
     jobs: int = 1000
     devices: int = 500
 
     @property
     def running(self) -> int:
-        """Each has a node; a few devices are free."""
+        """Jobs that run: each has a node, and a few devices are free."""
         return max(1, int(0.96 * self.devices) // RANKS)
 
     @property
     def waiting(self) -> int:
-        """In line."""
+        """Jobs in the queue."""
         return int(0.14 * self.jobs)
 
     @property
     def lasting(self) -> int:
-        """Of those that run, since the week began."""
+        """Running jobs that started when the week began."""
         return min(4, self.running // 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One job: from when to when it was where. One that waits is nowhere."""
+class SyntheticJob:
+    """One job: when it was on which node. A job that waits has none."""
 
     number: int
     created_s: float
@@ -79,17 +79,17 @@ class Life:
 
     @property
     def user(self) -> str:
-        """Whose it is."""
+        """Its user."""
         return USERS[self.number * 7 % len(USERS)]
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Its display name."""
         return f"{_NAMES[self.number % len(_NAMES)]} {self.number}"
 
     @property
     def state(self) -> JobState:
-        """Where in its life it is."""
+        """Its state in the end."""
         if self.started_s is None:
             return JobState.QUEUED
         if self.ended_s is None:
@@ -97,42 +97,42 @@ class Life:
         return (*[JobState.DONE] * 7, JobState.FAILED, JobState.FAILED, JobState.CANCELLED)[self.number % 10]
 
     def step_at(self, at_s: float) -> int:
-        """How far it was, or is."""
+        """Return the step that it had reached."""
         return int((at_s - self.started_s) / _STEP_S) if self.started_s else 0
 
 
-def nodes(size: Size) -> tuple[NodeFacts, ...]:
-    """The machines; what nobody runs on is of a kind that nobody asks for."""
-    found = []
+def nodes(size: HistorySize) -> tuple[NodeFacts, ...]:
+    """Return the machines; those without jobs are of a kind that no job asks for."""
+    machines = []
     for node, first in enumerate(range(0, size.devices, RANKS)):
         kind = "NVIDIA H100" if node < size.running else "NVIDIA A10"
         devices = (DeviceFacts(kind, 80 << 30),) * min(RANKS, size.devices - first)
         address = f"10.0.{node // 250}.{node % 250 + 1}"
-        found.append(NodeFacts(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
-    return tuple(found)
+        machines.append(NodeFacts(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
+    return tuple(machines)
 
 
-def fill(data: Path, size: Size, now_s: float) -> list[Life]:
-    """Write all of it; the jobs, the oldest first."""
+def fill(data: Path, size: HistorySize, now_s: float) -> list[SyntheticJob]:
+    """Write the history; return the jobs, the oldest first."""
     (data / "snapshots").mkdir(parents=True)
     (data / "snapshots" / f"{sha256(_ARCHIVE).hexdigest()}.tar.gz").write_bytes(_ARCHIVE)
-    found = lives(size, now_s)
+    jobs = synthetic_jobs(size, now_s)
     engine, sessions = opened(address_in(data))
     with sessions.begin() as session:
-        _add(session, JobRow, [_job(each, now_s) for each in found])
-        _add(session, EventRow, [event for each in found for event in _events(each, now_s)])
-        _add(session, StintRow, [stint for each in found for stint in _stints(each)])
-        _add(session, TokenRow, [_token(each) for each in found if each.started_s])
-        _add(session, AuditRow, [entry for each in found for entry in _audit(each)])
+        _add(session, JobRow, [_job_row(job, now_s) for job in jobs])
+        _add(session, EventRow, [event for job in jobs for event in _events(job, now_s)])
+        _add(session, StintRow, [stint for job in jobs for stint in _stints(job)])
+        _add(session, TokenRow, [_token(job) for job in jobs if job.started_s])
+        _add(session, AuditRow, [entry for job in jobs for entry in _audit(job)])
         _add(session, UsageRow, [{"user": user, "amount": 1e6, "at": now_s} for user in USERS])
     with sessions.begin() as session:
-        _write_samples(session, found, size, now_s)
+        _write_samples(session, jobs, size, now_s)
     engine.dispose()
-    return found
+    return jobs
 
 
-def lives(size: Size, now_s: float) -> list[Life]:
-    """One after the other on each node that is used; then who waits."""
+def synthetic_jobs(size: HistorySize, now_s: float) -> list[SyntheticJob]:
+    """Return jobs one after the other on each node in use, then the waiting ones."""
     draw, began_s = random.Random(1), now_s - WEEK_S
     spans: list[tuple[float, float | None, int]] = [(began_s, None, place) for place in range(size.lasting)]
     changing = range(size.lasting, size.running)
@@ -145,114 +145,114 @@ def lives(size: Size, now_s: float) -> list[Life]:
         spans += [(start, end, place) for start, end in zip(starts, ends, strict=True)]
     spans.sort(key=lambda span: span[0])
     ran = [
-        Life(number + 1, start - draw.uniform(0, 3600), place, start, end)
+        SyntheticJob(number + 1, start - draw.uniform(0, 3600), place, start, end)
         for number, (start, end, place) in enumerate(spans)
     ]
     waits = sorted(draw.uniform(now_s - DAY_S, now_s) for _ in range(size.waiting))
-    return [*ran, *(Life(len(ran) + 1 + number, at) for number, at in enumerate(waits))]
+    return [*ran, *(SyntheticJob(len(ran) + 1 + number, at) for number, at in enumerate(waits))]
 
 
-def _job(life: Life, now_s: float) -> dict[str, Any]:
-    plan, profile = _PLANS[life.number % len(_PLANS)] if life.started_s else (None, None)
+def _job_row(job: SyntheticJob, now_s: float) -> dict[str, Any]:
+    plan, profile = _PLANS[job.number % len(_PLANS)] if job.started_s else (None, None)
     progress = Progress(
-        step=life.step_at(life.ended_s or now_s),
+        step=job.step_at(job.ended_s or now_s),
         epoch=3,
         samples_per_s=1234.5,
         step_s=_STEP_S,
         metrics={"loss": 1.25, "lr": 3e-4},
     )
     return {
-        "id": life.number,
-        "name": life.name,
-        "user": life.user,
-        "state": life.state,
-        "reason": _reason(life),
+        "id": job.number,
+        "name": job.name,
+        "user": job.user,
+        "state": job.state,
+        "reason": _reason(job),
         "script": "train.py",
-        "arguments": ["--width", "2048", "--depth", "24", "--seed", str(life.number)],
+        "arguments": ["--width", "2048", "--depth", "24", "--seed", str(job.number)],
         "environment": {"WANDB_MODE": "offline", "DATA": "shared/data"},
         "snapshot": sha256(_ARCHIVE).hexdigest(),
-        "devices": f"NVIDIA H100:{RANKS if life.started_s else 2 * RANKS}",
-        "priority": 40 + life.number % 20,
+        "devices": f"NVIDIA H100:{RANKS if job.started_s else 2 * RANKS}",
+        "priority": 40 + job.number % 20,
         "preemptible": False,
         "max_time_s": None,
         "retries": 1,
         "retried": 0,
-        "generation": 1 if life.started_s else 0,
-        "seats": life.seats if life.ended_s is None else [],
+        "generation": 1 if job.started_s else 0,
+        "seats": job.seats if job.ended_s is None else [],
         "leaving": "",
-        "exit_code": {JobState.DONE: 0, JobState.FAILED: 1}.get(life.state),
-        "created_at": life.created_s,
-        "waiting_since": life.created_s,
-        "started_at": life.started_s,
-        "ended_at": life.ended_s,
-        "progress": progress.model_dump(mode="json") if life.started_s else {},
+        "exit_code": {JobState.DONE: 0, JobState.FAILED: 1}.get(job.state),
+        "created_at": job.created_s,
+        "waiting_since": job.created_s,
+        "started_at": job.started_s,
+        "ended_at": job.ended_s,
+        "progress": progress.model_dump(mode="json") if job.started_s else {},
         "profile": profile,
         "plan": plan,
     }
 
 
-def _reason(life: Life) -> str:
+def _reason(job: SyntheticJob) -> str:
     return {
         JobState.QUEUED: f"needs {2 * RANKS} x NVIDIA H100, 0 of 480 free",
         JobState.TRAINING: "training",
         JobState.DONE: "all ranks ended well",
-        JobState.FAILED: f"rank 3 on {(life.seats or ['?'])[-1]} ended with exit code 1: RuntimeError: loss is not finite",
+        JobState.FAILED: f"rank 3 on {(job.seats or ['?'])[-1]} ended with exit code 1: RuntimeError: loss is not finite",
         JobState.CANCELLED: "cancelled",
-    }[life.state]
+    }[job.state]
 
 
-def _events(life: Life, now_s: float) -> Iterator[dict[str, Any]]:
-    """What each went through; a job that lasts is split anew every quarter of an hour."""
+def _events(job: SyntheticJob, now_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of a job; a long one is split again every quarter of an hour."""
 
     def event(at_s: float, state: JobState, reason: str) -> dict[str, Any]:
         generation = 0 if state is JobState.QUEUED else 1
-        return {"job": life.number, "at": at_s, "state": state, "generation": generation, "reason": reason}
+        return {"job": job.number, "at": at_s, "state": state, "generation": generation, "reason": reason}
 
-    yield event(life.created_s, JobState.QUEUED, f"handed in by {life.user}")
-    yield event(life.created_s + 1, JobState.QUEUED, f"needs {RANKS} x NVIDIA H100, 0 of 480 free")
-    if life.started_s is None:
+    yield event(job.created_s, JobState.QUEUED, f"handed in by {job.user}")
+    yield event(job.created_s + 1, JobState.QUEUED, f"needs {RANKS} x NVIDIA H100, 0 of 480 free")
+    if job.started_s is None:
         return
-    yield event(life.started_s, JobState.STARTING, f"{RANKS} x NVIDIA H100 on one node are free")
-    yield event(life.started_s + 20, JobState.PROFILING, "measuring its devices")
-    yield event(life.started_s + 60, JobState.TRAINING, "training")
-    at_s, until_s = life.started_s + 900, life.ended_s or now_s
+    yield event(job.started_s, JobState.STARTING, f"{RANKS} x NVIDIA H100 on one node are free")
+    yield event(job.started_s + 20, JobState.PROFILING, "measuring its devices")
+    yield event(job.started_s + 60, JobState.TRAINING, "training")
+    at_s, until_s = job.started_s + 900, job.ended_s or now_s
     while at_s < until_s:
         yield event(
             at_s, JobState.TRAINING, f"another split: rank 5 takes {at_s % 7 + 20:.0f} % longer than a minute ago"
         )
         at_s += 900
-    if life.ended_s:
-        yield event(life.ended_s, life.state, _reason(life))
+    if job.ended_s:
+        yield event(job.ended_s, job.state, _reason(job))
 
 
-def _stints(life: Life) -> Iterator[dict[str, Any]]:
-    for seat in life.seats:
+def _stints(job: SyntheticJob) -> Iterator[dict[str, Any]]:
+    for seat in job.seats:
         yield {
             "seat": seat,
-            "job": life.number,
+            "job": job.number,
             "generation": 1,
-            "started_at": life.started_s,
-            "ended_at": life.ended_s,
+            "started_at": job.started_s,
+            "ended_at": job.ended_s,
         }
 
 
-def _token(life: Life) -> dict[str, Any]:
-    """That its workers had; those that run get another one when the server starts."""
+def _token(job: SyntheticJob) -> dict[str, Any]:
+    """Return the token that its workers had; running ones get another when the server starts."""
     return {
-        "user": life.user,
+        "user": job.user,
         "role": Role.WORKER,
-        "digest": digest_of(f"of {life.number}"),
-        "job": life.number,
-        "created_at": life.started_s,
-        "ended_at": life.ended_s,
+        "digest": digest_of(f"of {job.number}"),
+        "job": job.number,
+        "created_at": job.started_s,
+        "ended_at": job.ended_s,
     }
 
 
-def _audit(life: Life) -> Iterator[dict[str, Any]]:
+def _audit(job: SyntheticJob) -> Iterator[dict[str, Any]]:
     for action in (f"PUT /api/snapshots/{sha256(_ARCHIVE).hexdigest()}", "POST /api/jobs"):
         yield {
-            "at": life.created_s,
-            "user": life.user,
+            "at": job.created_s,
+            "user": job.user,
             "role": Role.USER,
             "action": action,
             "status": 201,
@@ -260,10 +260,10 @@ def _audit(life: Life) -> Iterator[dict[str, Any]]:
         }
 
 
-def points(found: list[Life], now_s: float) -> list[tuple[float, int, int]]:
-    """When, in which tier and of whom: every tier has what its time holds, in the order in which it was written."""
+def points(jobs: list[SyntheticJob], now_s: float) -> list[tuple[float, int, int]]:
+    """Return time, tier and job of every sample: every tier has what its time holds, in the order of writing."""
     spans = [(CLUSTER, now_s - WEEK_S, now_s)]
-    spans += [(each.number, each.started_s, each.ended_s or now_s) for each in found if each.started_s]
+    spans += [(job.number, job.started_s, job.ended_s or now_s) for job in jobs if job.started_s]
     wanted = []
     for number, tier in enumerate(TIERS):
         oldest_s = now_s - min(tier.kept_s, WEEK_S)
@@ -274,10 +274,10 @@ def points(found: list[Life], now_s: float) -> list[tuple[float, int, int]]:
     return sorted(wanted)
 
 
-def _write_samples(session: Session, found: list[Life], size: Size, now_s: float) -> None:
-    by_number = {each.number: each for each in found}
+def _write_samples(session: Session, jobs: list[SyntheticJob], size: HistorySize, now_s: float) -> None:
+    by_number = {job.number: job for job in jobs}
     drawn, rows = _figures(), list[dict[str, Any]]()
-    for at_s, tier, job in points(found, now_s):
+    for at_s, tier, job in points(jobs, now_s):
         if job == CLUSTER:
             figures: dict[str, Any] = {"devices": size.devices, "used": RANKS * size.running, "queued": size.waiting}
         else:
@@ -292,13 +292,13 @@ def _write_samples(session: Session, found: list[Life], size: Size, now_s: float
 
 
 def _figures() -> list[dict[str, Any]]:
-    """Points of a job of eight ranks, made from reports as the server makes them."""
-    draw, found = random.Random(2), []
+    """Return samples of a job of eight ranks, made from reports as the server makes them."""
+    draw, samples = random.Random(2), []
     for _ in range(200):
         live = LiveJob(1, tuple(f"n/{rank}" for rank in range(RANKS)))
         live.reports = {rank: _report(draw, rank) for rank in range(RANKS)}
-        found.append(point_of(live))
-    return found
+        samples.append(point_of(live))
+    return samples
 
 
 def _report(draw: random.Random, rank: int) -> Report:
@@ -330,22 +330,22 @@ def _add(session: Session, table: Any, rows: list[dict[str, Any]]) -> None:
         session.execute(insert(table), rows)
 
 
-def _planned(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A plan of eight devices, and the curves that it was made from."""
-    asked = problem(CASES[0], seed)
-    profile: dict[str, Any] = json.loads(Measurements(MODEL, asked.profiles).to_text())
-    return make_plan(asked).to_json(), profile
+def _plan_and_profile(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a plan of eight devices, and the curves that it was made from."""
+    devices = problem(CASES[0], seed)
+    profile: dict[str, Any] = json.loads(Measurements(MODEL, devices.profiles).to_text())
+    return make_plan(devices).to_json(), profile
 
 
-_PLANS = [_planned(seed) for seed in range(3)]
+_PLANS = [_plan_and_profile(seed) for seed in range(3)]
 
 
 def host(data: str, port: str, jobs: str, devices: str) -> None:
-    """The server."""
+    """Run the server."""
     from mimatrix.server import Settings, serve
 
-    size = Size(int(jobs), int(devices))
-    serve(Settings(Path(data), port=int(port)), lambda _: StandingLauncher(nodes(size), LOG), print)
+    size = HistorySize(int(jobs), int(devices))
+    serve(Settings(Path(data), port=int(port)), lambda _: FakeLauncher(nodes(size), LOG), print)
 
 
 if __name__ == "__main__":

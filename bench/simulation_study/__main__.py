@@ -8,7 +8,7 @@ from bench.simulation_study.common import COSTS
 
 
 def main() -> None:
-    """All three parts, then the page."""
+    """Write all three parts, then the page."""
     started = time.perf_counter()
     parts = [part.section() for part in (scaling, congestion, uneven)]
     took = time.perf_counter() - started
@@ -18,7 +18,7 @@ def main() -> None:
 
 Made by `make study` in {took:.0f} s ({machine()}). Every figure on this page is simulated, none is measured on a network:
 flows share every link max-min fairly, a transfer's data arrive one path latency after they were sent, every
-synchronisation costs {COSTS.sync_s * 1e6:.0f} µs, a rank keeps {COSTS.in_flight} reads in flight, adding is free. Beside each published figure
+synchronisation costs {COSTS.sync_s * 1e6:.0f} µs, a rank keeps {COSTS.in_flight} reads in flight, adding is free. Next to each published figure
 stands what this model gives, and why the two differ. Algorithms that are our reconstruction are named so.
 
 {"".join(parts)}""",

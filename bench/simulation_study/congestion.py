@@ -4,18 +4,18 @@ from matplotlib.figure import Figure
 
 from bench.markdown import table
 from bench.simulation_study.common import MB, over_seeds, save, seconds
-from mimatrix.collectives import Wishes
+from mimatrix.collectives import FitOptions
 from mimatrix.core.units import format_seconds
 
 SIZE = 100 * MB
 SEEDS = 5
 DEVICES = (1, 2, 4, 8, 16)
 INSIDE = {
-    "gdraa": ("gdraa", Wishes()),
-    "halving_doubling": ("halving_doubling", Wishes()),
-    "hierarchical": ("hierarchical", Wishes()),
-    "ring, cluster's order": ("ring", Wishes()),
-    "ring, random order": ("ring", Wishes(placement="random", order="rank")),
+    "gdraa": ("gdraa", FitOptions()),
+    "halving_doubling": ("halving_doubling", FitOptions()),
+    "hierarchical": ("hierarchical", FitOptions()),
+    "ring, cluster's order": ("ring", FitOptions()),
+    "ring, random order": ("ring", FitOptions(placement="random", order="rank")),
 }
 NETWORK = {
     "fat-tree, ring, random order": ("fat_tree:8", "ring", {"placement": "random", "order": "rank"}),
@@ -29,7 +29,7 @@ NETWORK = {
 
 
 def section() -> str:
-    """The part's text, its pictures written."""
+    """Return the part's text, and write its pictures."""
     return f"""## 2. EFLOPS: congestion in the server, then in the network
 
 ### Inside the server: one NIC for all devices, or one for each

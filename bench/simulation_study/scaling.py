@@ -4,7 +4,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from bench.markdown import table
-from bench.simulation_study.common import GB, KB, MB, laid_out, save, seconds
+from bench.simulation_study.common import GB, KB, MB, lay_out, save, seconds
 from mimatrix.core.units import format_bytes, format_seconds
 
 ALGORITHMS = ("gdraa", "ring", "halving_doubling", "parameter_server")
@@ -14,13 +14,13 @@ Times = dict[tuple[str, int, int], float]
 
 
 def section() -> str:
-    """The part's text, its pictures written."""
+    """Return the part's text, and write its pictures."""
     times: Times = {}
     rounds: dict[tuple[str, int], int] = {}
     for name in ALGORITHMS:
         for ranks in RANKS:
             print(f"scaling: {name}, {ranks} ranks", flush=True)
-            fitted, _ = laid_out(name, f"star:{ranks}")
+            fitted, _ = lay_out(name, f"star:{ranks}")
             rounds[name, ranks] = len(fitted.schedule.rounds)
             times |= {(name, ranks, size): seconds(name, f"star:{ranks}", size) for size in SIZES}
     curves, map_ = save(_curves(times, rounds), "scaling.png"), save(_advantage(times), "advantage.png")
@@ -80,7 +80,7 @@ def _curves(times: Times, rounds: dict[tuple[str, int], int]) -> Figure:
 
 
 def _advantage(times: Times) -> Figure:
-    """How many times longer the others take than GDRAA, for every number of ranks and size."""
+    """Return how many times longer the others take than GDRAA, for every number of ranks and size."""
     others = [name for name in ALGORITHMS if name != "gdraa"]
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     panels = figure.subplots(1, len(others), sharey=True)

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 from bench.markdown import table
 from bench.simulation_study.common import MB, save, seconds
-from mimatrix.cluster import Fabric, named
-from mimatrix.collectives import Wishes, nic_rates, shares_by_bandwidth
+from mimatrix.cluster import Fabric, topology_from_name
+from mimatrix.collectives import FitOptions, nic_rates, shares_by_bandwidth
 
 SIZE = 64 * MB
 SLOW_GBIT = 10
@@ -15,21 +15,21 @@ RATIOS = (1, 2, 4, 8, 16)
 MIXES = ((2, 2), (4, 4), (6, 2), (1, 7))
 SEGMENTS = 16
 WAYS = {
-    "ring": ("ring", Wishes()),
-    "equal, 1 segment": ("gdraa", Wishes()),
-    f"equal, {SEGMENTS} segments": ("gdraa", Wishes(segments=SEGMENTS)),
-    f"by bandwidth, {SEGMENTS} segments": ("gdraa", Wishes(segments=SEGMENTS, shares="bandwidth")),
+    "ring": ("ring", FitOptions()),
+    "equal, 1 segment": ("gdraa", FitOptions()),
+    f"equal, {SEGMENTS} segments": ("gdraa", FitOptions(segments=SEGMENTS)),
+    f"by bandwidth, {SEGMENTS} segments": ("gdraa", FitOptions(segments=SEGMENTS, shares="bandwidth")),
 }
 
 
 def section() -> str:
-    """The part's text, its picture written."""
+    """Return the part's text, and write its picture."""
     parts, lines = [], {}
     for fast, slow in MIXES:
         print(f"uneven: {fast} fast, {slow} slow", flush=True)
         lines[fast, slow] = _mix(fast, slow)
         parts.append(f"{fast} fast and {slow} slow NICs:\n\n{_rows(lines[fast, slow])}")
-    picture = save(_drawn(lines), "uneven.png")
+    picture = save(_draw(lines), "uneven.png")
     ours = lines[2, 2][f"by bandwidth, {SEGMENTS} segments"][RATIOS.index(4)]
     gain = lines[2, 2]["ring"][RATIOS.index(4)] / ours
     return f"""## 3. Uneven networks: shares by bandwidth
@@ -45,9 +45,9 @@ figure for the shares it chose, *bound* the least that any algorithm needs.
 - With one segment nothing is gained: in two bare rounds the slow NIC first only sends, then only receives.
 - The programme's figure is not always reached: it counts bytes on each NIC and assumes that each is busy in both directions
   to the end of a round. With one fast NIC among seven slow ones (2:1 and 4:1) the many small reads between the slow
-  ranks take an equal share of each slow link beside the one large read of the fast rank, which comes too late to fill
+  ranks take an equal share of each slow link next to the one large read of the fast rank, which comes too late to fill
   its own NIC; a ring is then better. At 2:1 the same costs six fast and two slow NICs, and four and four, a part of their
-  gain. So whoever plans has to ask the simulator and not only the programme.
+  gain. So a planner has to ask the simulator and not only the programme.
 """
 
 
@@ -55,7 +55,7 @@ def _mix(fast: int, slow: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {label: [] for label in (*WAYS, "predicted", "bound")}
     for ratio in RATIOS:
         cluster = f"star:{fast + slow},rate={fast}*{SLOW_GBIT * ratio}Gbit+{slow}*{SLOW_GBIT}Gbit"
-        rates = nic_rates(Fabric(named(cluster)), range(fast + slow))
+        rates = nic_rates(Fabric(topology_from_name(cluster)), range(fast + slow))
         unit = SIZE / rates.min()
         for label, (name, wishes) in WAYS.items():
             found[label].append(seconds(name, cluster, SIZE, wishes) / unit)
@@ -70,7 +70,7 @@ def _rows(found: dict[str, list[float]]) -> str:
     return table(["fast : slow", *(f"{ratio}:1" for ratio in RATIOS)], rows) + "\n"
 
 
-def _drawn(lines: dict[tuple[int, int], dict[str, list[float]]]) -> Figure:
+def _draw(lines: dict[tuple[int, int], dict[str, list[float]]]) -> Figure:
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     panels = figure.subplots(1, len(lines), sharey=True)
     styles: dict[str, dict[str, Any]] = {
