@@ -41,15 +41,15 @@ def main(
     console = Console(stderr=True)
     with console.status("starting") as status:
         task = TrainingTask(OURS, (1.0, FULL), double=True, warm_up=BEFORE, most=AFTER, seconds=1e9)
-        found = measure(task, status.update)
+        figures = measure(task, status.update)
     if kept:
-        keep(DRIFT, found)
+        keep(DRIFT, figures)
         write()
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
     else:
-        _print(found)
-    sys.exit(_failure(found))
+        _print(figures)
+    sys.exit(_failure(figures))
 
 
 def measure(task: TrainingTask, show: Callable[[str], None]) -> dict[str, Any]:
@@ -123,21 +123,21 @@ def _watch(told: Path, drops: list[float], over: threading.Event) -> None:
             return
 
 
-def _failure(found: dict[str, Any]) -> str | int:
-    drop, back = found["dropped_at"], found["recovered_at"]
+def _failure(figures: dict[str, Any]) -> str | int:
+    drop, back = figures["dropped_at"], figures["recovered_at"]
     if back is None or back - drop > WITHIN:
         return f"throughput was not back at {PART} of the new ideal within {WITHIN} steps of step {drop}"
-    return f"losses differ by {found['loss_apart']:.1e}" if found["loss_apart"] > 1e-10 else 0
+    return f"losses differ by {figures['loss_apart']:.1e}" if figures["loss_apart"] > 1e-10 else 0
 
 
-def _print(found: dict[str, Any]) -> None:
-    drop, back = found["dropped_at"], found["recovered_at"]
-    for number, rate in enumerate(found["samples_per_s"]):
-        ideal = found["ideal_before"] if number < drop else found["ideal_after"]
+def _print(figures: dict[str, Any]) -> None:
+    drop, back = figures["dropped_at"], figures["recovered_at"]
+    for number, rate in enumerate(figures["samples_per_s"]):
+        ideal = figures["ideal_before"] if number < drop else figures["ideal_after"]
         mark = {drop: "  the drop", back: "  recovered"}.get(number, "")
         print(f"step {number:3}  {rate:7.0f} samples/s  {rate / ideal:.2f} of the ideal{mark}")
     later = f"{back - drop} steps later" if back is not None else "never"
-    print(f"dropped at step {drop}, recovered {later}; losses differ by {found['loss_apart']:.1e} at the most")
+    print(f"dropped at step {drop}, recovered {later}; losses differ by {figures['loss_apart']:.1e} at the most")
 
 
 if __name__ == "__main__":

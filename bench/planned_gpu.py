@@ -87,7 +87,7 @@ def rank_alone(model: str, way: str) -> dict[str, Any]:
     made, loss, collate = {"resnet": resnet, "gpt": gpt}[model]()
     if way == "alone":
         return plain(model, made, loss, collate)
-    return trained(model, way, made, loss, collate)
+    return train_planned(model, way, made, loss, collate)
 
 
 def plain(model: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def rate(step: Callable[[], None], settle: Callable[[], None]) -> float:
     return steps / (time.perf_counter() - started)
 
 
-def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
+def train_planned(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
     """Train with the engine, evenly or planned; batch norm over the samples of a rank, as in other systems."""
     import torch
 

@@ -46,12 +46,12 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures in docs/measurements/monitoring.")] = False,
 ) -> None:
     """Measure the server and its dashboard with a large state."""
-    found = measure(HistorySize(jobs, devices), seconds, is_browsed and CHROMIUM is not None)
-    print(json.dumps(found, indent=1))
-    print(section(found))
+    figures = measure(HistorySize(jobs, devices), seconds, is_browsed and CHROMIUM is not None)
+    print(json.dumps(figures, indent=1))
+    print(section(figures))
     if keep:
         _FIGURES.parent.mkdir(parents=True, exist_ok=True)
-        _FIGURES.write_text(json.dumps(found, indent=1) + "\n")
+        _FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def measure(size: HistorySize, seconds: float, is_browsed: bool) -> dict[str, Any]:
@@ -60,22 +60,22 @@ def measure(size: HistorySize, seconds: float, is_browsed: bool) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="mimatrix-scale-") as folder:
         data = Path(folder) / "data"
         lives = synthetic_history.fill(data, size, time.time())
-        found: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
-        found |= {"machine": machine(), "load_before": before, "nice": os.nice(0)}
-        found["database"] = weigh_database(data / DATABASE_FILE)
+        figures: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
+        figures |= {"machine": machine(), "load_before": before, "nice": os.nice(0)}
+        figures["database"] = weigh_database(data / DATABASE_FILE)
         with _run_server(Path(folder), size) as port, _run_workers(Path(folder), port, lives) as reports:
             token = (data / "token").read_text().strip()
             asked = dashboard_load.RequestStats()
             asyncio.run(dashboard_load.open_dashboards(port, token, lives, seconds, asked))
             assert not asked.refused, asked.refused[:3]
-            found["seconds"] = seconds
-            found["answers"] = {route: _spread(each, asked.sizes[route]) for route, each in asked.seconds.items()}
-            found["answers"]["all"] = _spread([each for row in asked.seconds.values() for each in row], 0)
+            figures["seconds"] = seconds
+            figures["answers"] = {route: _spread(each, asked.sizes[route]) for route, each in asked.seconds.items()}
+            figures["answers"]["all"] = _spread([each for row in asked.seconds.values() for each in row], 0)
             if is_browsed:
                 lasting = next(each.number for each in lives if each.started_s and not each.ended_s)
-                found["pages"] = page_load.measure(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
-        found["reports"] = {**_spread(reports.seconds, 0), "lost": reports.failed}
-    return found
+                figures["pages"] = page_load.measure(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
+        figures["reports"] = {**_spread(reports.seconds, 0), "lost": reports.failed}
+    return figures
 
 
 def weigh_database(file: Path) -> dict[str, Any]:
@@ -182,25 +182,25 @@ def _spread(seconds: Sequence[float], size: int) -> dict[str, float]:
     }
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of docs/measurements/monitoring.md."""
-    answers, database = found["answers"], found["database"]
+    answers, database = figures["answers"], figures["database"]
     return f"""## A thousand jobs
 
-`python -m bench.scale --keep` fills a database as a week of use leaves it: {found["jobs"]:,} jobs, {found["running"]} of which run on
-{found["running"] * synthetic_history.RANKS} of {found["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; the devices are not, so a
-launcher that only says that its teams run stands in for them, and {found["running"] * synthetic_history.RANKS} connections report every {_every_s(found["running"] * synthetic_history.RANKS):.0f} s as workers would.
-All of it, browser included, shares the cores of one machine: {found["machine"]}. Others used it, too: before
-it began, the load average was {found["load_before"]:.1f}; it ran at nice {found["nice"]}.
+`python -m bench.scale --keep` fills a database as a week of use leaves it: {figures["jobs"]:,} jobs, {figures["running"]} of which run on
+{figures["running"] * synthetic_history.RANKS} of {figures["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; the devices are not, so a
+launcher that only says that its teams run stands in for them, and {figures["running"] * synthetic_history.RANKS} connections report every {_every_s(figures["running"] * synthetic_history.RANKS):.0f} s as workers would.
+All of it, browser included, shares the cores of one machine: {figures["machine"]}. Others used it, too: before
+it began, the load average was {figures["load_before"]:.1f}; it ran at nice {figures["nice"]}.
 
 ### Answers
 
-Ten dashboards look for {found["seconds"]:.0f} s, five at all jobs, four at a job, one at the cluster, each asking as its page does; in addition a
-Prometheus, and a client that asks for something large every other second. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {found["reports"]["count"]:,} reports, none of which may be
-lost ({found["reports"]["lost"]} were), {found["reports"]["p99_ms"]:.0f} ms.
+Ten dashboards look for {figures["seconds"]:.0f} s, five at all jobs, four at a job, one at the cluster, each asking as its page does; in addition a
+Prometheus, and a client that asks for something large every other second. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {figures["reports"]["count"]:,} reports, none of which may be
+lost ({figures["reports"]["lost"]} were), {figures["reports"]["p99_ms"]:.0f} ms.
 
 {table(["route", "requests", "p50 [ms]", "p99 [ms]", "worst [ms]", "largest [kB]"], _answer_rows(answers))}
-{_pages(found["pages"]) if "pages" in found else ""}### What it weighs
+{_pages(figures["pages"]) if "pages" in figures else ""}### What it weighs
 
 {database["bytes"] / 1e6:,.0f} MB. By [what is kept](../monitoring.md), {_POINT_BYTES:,} bytes a point, figures alone should be {database["documented_bytes"] / 1e6:,.0f} MB.
 

@@ -202,7 +202,7 @@ def measure_training(measurements: TurnTimes, nccl: tuple[Any, Any], name: str, 
     import torch
     from torch import nn
 
-    def trained(process_group: Any) -> tuple[Any, Call]:
+    def build_step(process_group: Any) -> tuple[Any, Call]:
         torch.manual_seed(3)
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
         model = wrap(layers, process_group)
@@ -216,7 +216,11 @@ def measure_training(measurements: TurnTimes, nccl: tuple[Any, Any], name: str, 
 
         return model, step
 
-    (ours, our_step), (theirs, their_step), (_, control_step) = trained(None), trained(nccl[0]), trained(nccl[1])
+    (ours, our_step), (theirs, their_step), (_, control_step) = (
+        build_step(None),
+        build_step(nccl[0]),
+        build_step(nccl[1]),
+    )
     steps = {"NCCL": their_step, "mimatrix": our_step, CONTROL: control_step}
     measurements.compare(f"{name} step", steps, STEPS)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)

@@ -41,13 +41,13 @@ def lab(cluster: str, name: str = NAME) -> Iterator[None]:
 def measure(only: str = "") -> None:
     """Measure all networks and HDRM's bytes, or the networks whose description has a word. Writes `lab.json`, `links.json`."""
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
-    found = load_figures("lab") if only else {}
+    figures = load_figures("lab") if only else {}
     for cluster, (sizes, plans) in NETWORKS.items():
         if only in cluster:
             print(f"lab: {cluster}", flush=True)
             with lab(cluster):
-                found[cluster] = _rows(sizes, plans)
-    keep("lab", found)
+                figures[cluster] = _rows(sizes, plans)
+    keep("lab", figures)
     if not only:
         keep("links", _links())
         keep("remarks", "")
@@ -98,17 +98,17 @@ def _predict(cluster: str, size: int) -> dict[str, float]:
     return dict(zip(names, (float(count) for count in timeline.channel_bytes), strict=True))
 
 
-def errors(found: dict[str, Rows]) -> list[tuple[str, str, int, float, float]]:
+def errors(figures: dict[str, Rows]) -> list[tuple[str, str, int, float, float]]:
     """Return (network, plan, bytes, predicted, measured) of every plan that was predicted."""
     return [
         (cluster, row["who"], row["bytes"], row["predicted_s"], row["median_s"])
-        for cluster, rows in found.items()
+        for cluster, rows in figures.items()
         for row in rows
         if row["predicted_s"] and row["who"].startswith("send_recv")
     ]
 
 
-def summary(found: dict[str, Rows]) -> tuple[int, float, float]:
+def summary(figures: dict[str, Rows]) -> tuple[int, float, float]:
     """Return the number of combinations, and the median and worst error of the predictions."""
-    off = [abs(measured / predicted - 1) for *_, predicted, measured in errors(found)]
+    off = [abs(measured / predicted - 1) for *_, predicted, measured in errors(figures)]
     return len(off), statistics.median(off), max(off)

@@ -52,11 +52,11 @@ def predictions(points: list[tuple[str, str, int, float, float]]) -> Figure:
     return figure
 
 
-def lab_bars(found: dict[str, Rows]) -> Figure:
+def lab_bars(figures: dict[str, Rows]) -> Figure:
     """Draw the times of all competitors at the largest size of each network."""
-    figure = Figure(figsize=(12, 1.4 + 0.24 * max(len(rows) for rows in found.values())), layout="constrained")
-    panels = figure.subplots(1, len(found))
-    for panel, (network, rows) in zip(panels, found.items(), strict=True):
+    figure = Figure(figsize=(12, 1.4 + 0.24 * max(len(rows) for rows in figures.values())), layout="constrained")
+    panels = figure.subplots(1, len(figures))
+    for panel, (network, rows) in zip(panels, figures.items(), strict=True):
         largest = max(row["bytes"] for row in rows)
         shown = [row for row in rows if row["bytes"] == largest and row["who"] != "mimatrix arena"]
         colours = [COLOURS.get(row["who"], "#b9d4f5") for row in shown]

@@ -18,12 +18,12 @@ LEAST_RATIO = 0.97
 
 def measure(only: str = "") -> None:
     """Measure all networks, or those whose description has a word, each with an empty tuner cache. Writes `shares.json`."""
-    found: dict[str, Rows] = (only and load_figures("shares")) or {}
+    figures: dict[str, Rows] = (only and load_figures("shares")) or {}
     for cluster in NETWORKS:
         if only in cluster:
             with lab(cluster, NAME):
-                found[cluster] = [row for collective in COLLECTIVES for row in _measure_fresh(cluster, collective)]
-            keep("shares", found)
+                figures[cluster] = [row for collective in COLLECTIVES for row in _measure_fresh(cluster, collective)]
+            keep("shares", figures)
 
 
 def _measure_fresh(cluster: str, collective: str) -> Rows:

@@ -23,11 +23,11 @@ COUNTED_BYTES, REPEATS = 16 * MIB, 5
 
 def measure() -> None:
     """Measure all networks with an empty tuner cache. Writes `two_level.json`."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for cluster, (sizes, parts) in NETWORKS.items():
         with lab(cluster, NAME):
-            found[cluster] = {"rows": _sums(sizes) + _shards(parts), "bytes": _bytes_between(cluster)}
-        keep("two_level", found)
+            figures[cluster] = {"rows": _sums(sizes) + _shards(parts), "bytes": _bytes_between(cluster)}
+        keep("two_level", figures)
 
 
 def _sums(sizes: str) -> Rows:

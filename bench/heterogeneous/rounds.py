@@ -51,34 +51,34 @@ def compare(
     peer_rounds: int | None = None,
 ) -> Comparison:
     """Run each competitor in turn, in another order in every round; one that fails is left out of later rounds."""
-    found = Comparison(base.speeds, notes=_missing(names))
+    comparison = Comparison(base.speeds, notes=_missing(names))
     for number in range(rounds):
         for who in _rotate([IDEAL, *names], number):
             late = peer_rounds is not None and number >= peer_rounds and who not in MEASURED
-            if who in found.notes or late:
+            if who in comparison.notes or late:
                 continue
             show(f"speeds {_text(base.speeds)}, round {number + 1} of {rounds}: {who}")
             task = replace(base, who=who)
             try:
-                found.turns.append(_turn(task, number, start(task)))
+                comparison.turns.append(_turn(task, number, start(task)))
             except RanksFailedError as failure:
-                found.notes[who] = f"failed: {failure}"
-                show(f"{who} {found.notes[who]}")
-    return found
+                comparison.notes[who] = f"failed: {failure}"
+                show(f"{who} {comparison.notes[who]}")
+    return comparison
 
 
-def rows_of(found: Comparison, names: Iterable[str] = NAMES) -> Rows:
+def rows_of(comparison: Comparison, names: Iterable[str] = NAMES) -> Rows:
     """Return a row for the ideal and each competitor: medians over the rounds, with minimum and maximum.
 
     Fractions and speed-ups are taken within a round, where both ran under the same conditions.
     """
-    return [_row(found, who) for who in (IDEAL, *names)]
+    return [_row(comparison, who) for who in (IDEAL, *names)]
 
 
-def _row(found: Comparison, who: str) -> dict[str, Any]:
-    turns = [turn for turn in found.turns if turn.who == who]
-    row = {"who": who, "speeds": _text(found.speeds), "rounds": len(turns), "note": found.notes.get(who, "")}
-    fractions, over_ddp = _against(found, turns, IDEAL), _against(found, turns, BASE)
+def _row(comparison: Comparison, who: str) -> dict[str, Any]:
+    turns = [turn for turn in comparison.turns if turn.who == who]
+    row = {"who": who, "speeds": _text(comparison.speeds), "rounds": len(turns), "note": comparison.notes.get(who, "")}
+    fractions, over_ddp = _against(comparison, turns, IDEAL), _against(comparison, turns, BASE)
     return row | {
         "samples_per_s": _median([turn.samples_per_s for turn in turns]),
         "spread": _ends([turn.samples_per_s for turn in turns]),
@@ -89,7 +89,7 @@ def _row(found: Comparison, who: str) -> dict[str, Any]:
         "predicted_step_s": _median([turn.plan["step_s"] for turn in turns if turn.plan]),
         "planning_s": _median([turn.planning_s for turn in turns if turn.plan]),
         "batches": [[sum(micro) for micro in turn.plan["micro"]] for turn in turns if turn.plan],
-        "loss_apart": _loss_difference(found, turns),
+        "loss_apart": _loss_difference(comparison, turns),
         "steps_s": [[turn.plan["step_s"], turn.step_s] for turn in turns if turn.plan],
     }
 
@@ -103,15 +103,15 @@ def _turn(task: TrainingTask, number: int, records: Sequence[RankRecord]) -> Com
     return CompetitorTurn(task.who, number, rate, first.steady_s, first.before_s, first.plan, curve)
 
 
-def _against(found: Comparison, turns: Sequence[CompetitorTurn], other: str) -> list[float]:
+def _against(comparison: Comparison, turns: Sequence[CompetitorTurn], other: str) -> list[float]:
     """Return how many times as fast as `other` each turn was in the same round."""
-    rates = {turn.round: turn.samples_per_s for turn in found.turns if turn.who == other}
+    rates = {turn.round: turn.samples_per_s for turn in comparison.turns if turn.who == other}
     return [turn.samples_per_s / rates[turn.round] for turn in turns if turn.round in rates]
 
 
-def _loss_difference(found: Comparison, turns: Sequence[CompetitorTurn]) -> float | None:
+def _loss_difference(comparison: Comparison, turns: Sequence[CompetitorTurn]) -> float | None:
     """Return the largest relative difference of a loss from DDP's: the comparison is fair only if all do the same work."""
-    curves = {turn.round: turn.losses for turn in found.turns if turn.who == BASE}
+    curves = {turn.round: turn.losses for turn in comparison.turns if turn.who == BASE}
     pairs = [
         (ours, theirs)
         for turn in turns

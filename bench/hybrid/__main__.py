@@ -41,11 +41,11 @@ def main(
     """Measure one thing, or only write the page."""
     if what is not Measurement.PAGE:
         chosen = tuple(way for way in accuracy.WAYS if any(part in way for part in ways.split(",")))
-        found = stalls.measure(rounds) if what is Measurement.STALLS else accuracy.measure(seeds, first, chosen)
-        print(json.dumps(found, indent=1))
+        figures = stalls.measure(rounds) if what is Measurement.STALLS else accuracy.measure(seeds, first, chosen)
+        print(json.dumps(figures, indent=1))
         if keep:
             _KEPT.mkdir(parents=True, exist_ok=True)
-            (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
+            (_KEPT / f"{what}.json").write_text(json.dumps(figures, indent=1) + "\n")
     if keep or what is Measurement.PAGE:
         write()
 

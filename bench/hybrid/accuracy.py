@@ -30,7 +30,7 @@ WAYS: dict[str, RunSetup] = {
 
 def measure(seeds: int, first: int = 0, ways: tuple[str, ...] = tuple(WAYS)) -> dict[str, Any]:
     """Return by task and way: accuracy of synchronous training, and how much each way loses."""
-    found: dict[str, Any] = {"seeds": seeds}
+    figures: dict[str, Any] = {"seeds": seeds}
     with GroupProcesses(tuple(CPUS * speed for speed in SPEEDS)) as groups:
         for name, make in TASKS.items():
             numbers = range(first, first + seeds)
@@ -40,12 +40,12 @@ def measure(seeds: int, first: int = 0, ways: tuple[str, ...] = tuple(WAYS)) -> 
             for way in ways:
                 rows[way] = _row(groups, replace(WAYS[way], task=name), numbers, base)
                 print(name, way, {key: round(value, 2) for key, value in rows[way].items()}, flush=True)
-            found[name] = {
+            figures[name] = {
                 "together": statistics.mean(base),
                 "best": statistics.mean(best) if best else None,
                 "ways": rows,
             }
-    return found
+    return figures
 
 
 def _row(groups: GroupProcesses, setup: RunSetup, seeds: range, base: list[float]) -> dict[str, float]:
@@ -64,11 +64,11 @@ def _row(groups: GroupProcesses, setup: RunSetup, seeds: range, base: list[float
     }
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
     parts = []
     for name in TASKS:
-        task = found[name]
+        task = figures[name]
         limit = f"; the best possible is {task['best']:.2f} %" if task["best"] else ""
         rows = [
             [way, f"{row['accuracy']:.2f}", f"{row['loss']:+.2f}", f"{row['bound']:+.2f}", f"{row['staleness']:.1f}"]
@@ -79,7 +79,7 @@ def section(found: dict[str, Any]) -> str:
     return f"""## Accuracy
 `python -m bench.hybrid accuracy`
 
-The same number of samples in {found["seeds"]} pairs of runs with the same seeds; synchronous steps have {BATCH} samples, and so have pushes if nothing else is said. Every group is
+The same number of samples in {figures["seeds"]} pairs of runs with the same seeds; synchronous steps have {BATCH} samples, and so have pushes if nothing else is said. Every group is
 a process under a quota (1 is {CPUS} of a processor), the service is a process of its own. *Lost*: the mean over pairs, and below what it lies with 95 %.
 The aim is a bound below 0.5. The rules as they are by themselves (*large mini-batch*) keep it in both sets. Of two runs of all this, this is the second, in which pushes
 were a third later. Pushes that are twice as large as the batch that the learning rate was chosen for, scaled and warmed up, kept it in the first (bounds

@@ -65,9 +65,9 @@ def run_scenario(scenario: Scenario, seconds: float) -> dict[str, Any]:
         inside = [sys.executable, "-m", *words]
         said = command("lab", "run", "--name", NAME, "--timeout", "5min", "--", *inside, timeout_s=330)
     lines = [line.split("] ", 1)[1] for line in said.splitlines() if "] {" in line]
-    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    choice = next(each for each in found if "chosen" in each)
-    modes = {mode: [each for each in found if each.get("mode") == mode] for mode in ("sync", "hybrid")}
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    choice = next(each for each in records if "chosen" in each)
+    modes = {mode: [each for each in records if each.get("mode") == mode] for mode in ("sync", "hybrid")}
     firsts = {mode: next(each for each in parts if each["group"] == 0) for mode, parts in modes.items()}
     return {
         **asdict(scenario),
@@ -106,7 +106,7 @@ def measure(seconds: float, only: int | None = None) -> dict[str, Any]:
     return {"machine": machine(), "patience_s": seconds, "took_s": time.monotonic() - began, "scenarios": rows}
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
     rows = [
         [
@@ -119,7 +119,7 @@ def section(found: dict[str, Any]) -> str:
             row["chosen"],
             "yes" if is_right(row) else "**no**",
         ]
-        for row in found["scenarios"]
+        for row in figures["scenarios"]
     ]
     headings = [
         "scenario",
@@ -131,14 +131,14 @@ def section(found: dict[str, Any]) -> str:
         "chosen",
         "right",
     ]
-    right = sum(map(is_right, found["scenarios"]))
-    reasons = "\n".join(f"{number}. {row['reason']}" for number, row in enumerate(found["scenarios"], 1))
+    right = sum(map(is_right, figures["scenarios"]))
+    reasons = "\n".join(f"{number}. {row['reason']}" for number, row in enumerate(figures["scenarios"], 1))
     return f"""## Which mode `mode="auto"` chooses
-`python -m bench.hybrid.auto_mode --keep`, {found["took_s"] / 60:.0f} minutes
+`python -m bench.hybrid.auto_mode --keep`, {figures["took_s"] / 60:.0f} minutes
 
 In each scenario ranks of the lab decide for themselves, and train in what they chose; then in the other mode, in the way of it that was priced. What is learned are ten clouds, as rows or
-as pictures, until 90 % of the best accuracy that is possible. Seconds from the end of the first step, in each mode for {found["patience_s"]:g} s at most. The faster mode was chosen in **{right} of
-{len(found["scenarios"])}** scenarios.
+as pictures, until 90 % of the best accuracy that is possible. Seconds from the end of the first step, in each mode for {figures["patience_s"]:g} s at most. The faster mode was chosen in **{right} of
+{len(figures["scenarios"])}** scenarios.
 
 {table(headings, rows)}
 Its reasons, in the same order:
@@ -159,10 +159,10 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures.")] = False,
 ) -> None:
     """Run all scenarios (root, as every lab)."""
-    found = measure(seconds, only)
+    figures = measure(seconds, only)
     if keep:
-        (MEASUREMENTS / "hybrid" / "choosing.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(section(found))
+        (MEASUREMENTS / "hybrid" / "choosing.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(section(figures))
 
 
 if __name__ == "__main__":

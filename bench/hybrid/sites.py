@@ -100,8 +100,8 @@ def measure(rounds: int = 3, ways: Mapping[str, SiteMode] = WAYS) -> dict[str, A
     with tempfile.TemporaryDirectory() as cache, lab() as here:
         for number in range(rounds):
             for name in _rotate(list(ways), number):
-                found, carried = _run_turn(here, ways[name], number, Path(cache) / name)
-                turns[name].append(_figures_of(found, carried, TARGET * best))
+                result, carried = _run_turn(here, ways[name], number, Path(cache) / name)
+                turns[name].append(_figures_of(result, carried, TARGET * best))
                 shown = {key: value for key, value in turns[name][-1].items() if key != "curve"}
                 print(f"round {number + 1}: {name} {shown}", flush=True)
     size = gradient_bytes()
@@ -147,7 +147,7 @@ def predict(way: SiteMode, size: int) -> dict[str, float]:
     return {"bytes": most / BATCH, "samples_per_s": BATCH / timeline.seconds}
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
     headings = [
         "",
@@ -156,52 +156,52 @@ def section(found: dict[str, Any]) -> str:
         "the link allows",
         "bytes a sample",
         "predicted",
-        f"seconds to {found['target']:.1f} %",
+        f"seconds to {figures['target']:.1f} %",
         "least to most",
         "accuracy at the end [%]",
         "staleness",
     ]
-    rows = [_line(name, row) for name, row in found["ways"].items()]
+    rows = [_line(name, row) for name, row in figures["ways"].items()]
     return f"""## Two sites
 `python -m bench.hybrid.sites --keep`
 
-Two sites of two hosts, 1 Gbit/s inside a site and {found["across"]}/s between them, made by [the lab](../lab.md): network namespaces with shaped links, one rank on
-each host, one thread each. A net of two hidden layers is trained on ten clouds ({found["bytes"] / 1000:.0f} kB of gradients, a global batch of {found["batch"]}); the best possible accuracy
-is {found["best"]:.1f} %, and the target is {100 * TARGET:.0f} % of that. Medians of {found["rounds"]} rounds, in each of which every way had its turn, with a seed of its own. Seconds count
+Two sites of two hosts, 1 Gbit/s inside a site and {figures["across"]}/s between them, made by [the lab](../lab.md): network namespaces with shaped links, one rank on
+each host, one thread each. A net of two hidden layers is trained on ten clouds ({figures["bytes"] / 1000:.0f} kB of gradients, a global batch of {figures["batch"]}); the best possible accuracy
+is {figures["best"]:.1f} %, and the target is {100 * TARGET:.0f} % of that. Medians of {figures["rounds"]} rounds, in each of which every way had its turn, with a seed of its own. Seconds count
 from the end of the first step, in which collectives are tuned; accuracy is that of the first group's parameters, kept while it trains and looked at afterwards. *Bytes a
 sample* went over the link between the sites, in the direction that carried more, from start to end; *predicted* for synchronous training by the simulator, for groups by
 what a push and a pull are: `gradients / (batch * local steps)`. *The link allows*: the samples/s that follow, nothing computed.
 
 ![Accuracy over seconds](hybrid/sites.png)
 
-{table(headings, rows)}{found.get("note", "")}"""
+{table(headings, rows)}{figures.get("note", "")}"""
 
 
-def picture(found: dict[str, Any]) -> Any:
+def picture(figures: dict[str, Any]) -> Any:
     """Draw accuracy over seconds, a line for every round."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for (name, row), colour in zip(found["ways"].items(), _COLOURS, strict=True):
+    for (name, row), colour in zip(figures["ways"].items(), _COLOURS, strict=True):
         for number, turn in enumerate(row["turns"]):
             seconds, _, accuracies = zip(*turn["curve"], strict=True)
             axes.plot(seconds, accuracies, color=colour, linewidth=1.2, label="_" if number else name)
-    axes.axhline(found["best"], color="0.4", linewidth=1, label="best possible")
-    axes.axhline(found["target"], color="0.4", linewidth=1, linestyle="--", label="target")
+    axes.axhline(figures["best"], color="0.4", linewidth=1, label="best possible")
+    axes.axhline(figures["target"], color="0.4", linewidth=1, linestyle="--", label="target")
     axes.set_xlabel("seconds")
     axes.set_ylabel("accuracy [%]")
-    axes.set_ylim(bottom=0.6 * found["best"])
+    axes.set_ylim(bottom=0.6 * figures["best"])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
 
 
-def keep(found: dict[str, Any]) -> None:
+def keep(figures: dict[str, Any]) -> None:
     """Store figures and picture, for the page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "sites.json").write_text(json.dumps(found) + "\n")
-    picture(found).savefig(FOLDER / "sites.png", dpi=150)
+    (FOLDER / "sites.json").write_text(json.dumps(figures) + "\n")
+    picture(figures).savefig(FOLDER / "sites.png", dpi=150)
 
 
 def main(
@@ -209,10 +209,10 @@ def main(
     kept: Annotated[bool, typer.Option("--keep", help="Keep the figures and the picture.")] = False,
 ) -> None:
     """Measure, and print the section."""
-    found = measure(rounds)
+    figures = measure(rounds)
     if kept:
-        keep(found)
-    print(section(found))
+        keep(figures)
+    print(section(figures))
 
 
 def _run_turn(here: Lab, way: SiteMode, seed: int, cache: Path) -> tuple[SitesResult, int]:
@@ -235,25 +235,25 @@ def _evaluation_interval(way: SiteMode) -> int:
     return way.steps * max(1, steps // _POINTS // way.steps)
 
 
-def _figures_of(found: SitesResult, carried: int, target: float) -> dict[str, Any]:
+def _figures_of(result: SitesResult, carried: int, target: float) -> dict[str, Any]:
     return {
-        "samples_per_s": found.samples_per_s,
-        "seconds_to_target": found.seconds_to(target),
-        "bytes": carried / found.samples,
-        "accuracy": found.curve[-1][2],
-        "staleness": found.staleness,
-        "curve": [(round(seconds, 2), samples, round(accuracy, 2)) for seconds, samples, accuracy in found.curve],
+        "samples_per_s": result.samples_per_s,
+        "seconds_to_target": result.seconds_to(target),
+        "bytes": carried / result.samples,
+        "accuracy": result.curve[-1][2],
+        "staleness": result.staleness,
+        "curve": [(round(seconds, 2), samples, round(accuracy, 2)) for seconds, samples, accuracy in result.curve],
     }
 
 
 def _medians(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Return median, minimum and maximum of each figure; of seconds only if all turns reached the target."""
-    found: dict[str, Any] = {"turns": turns}
+    figures: dict[str, Any] = {"turns": turns}
     for key in ("samples_per_s", "seconds_to_target", "bytes", "accuracy", "staleness"):
         values = [turn[key] for turn in turns]
         whole = all(value is not None for value in values)
-        found[key] = [statistics.median(values), min(values), max(values)] if whole else None
-    return found
+        figures[key] = [statistics.median(values), min(values), max(values)] if whole else None
+    return figures
 
 
 def _line(name: str, row: dict[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ def _write(model: nn.Module, row: torch.Tensor) -> None:
 def measure(seeds: int = 10) -> dict[str, Any]:
     """Return by task and staleness what a sample is worth, and the exponent that fits all of them best."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"seeds": seeds, "tasks": {}}
+    figures: dict[str, Any] = {"seeds": seeds, "tasks": {}}
     points = []
     for name, make in TASKS.items():
         rows: dict[str, list[float]] = {str(late): [] for late in STALENESS}
@@ -93,22 +93,22 @@ def measure(seeds: int = 10) -> dict[str, Any]:
         points += [
             (math.log(1 + int(late)), -math.log(each)) for late, each in usual.items() if late != "0" and each > 0
         ]
-        found["tasks"][name] = usual
+        figures["tasks"][name] = usual
         print(name, usual, flush=True)
-    found["exponent"] = sum(x * y for x, y in points) / sum(x * x for x, _ in points)
-    return found
+    figures["exponent"] = sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+    return figures
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
-    rows = [[name, *(f"{usual[str(late)]:.2f}" for late in STALENESS)] for name, usual in found["tasks"].items()]
+    rows = [[name, *(f"{usual[str(late)]:.2f}" for late in STALENESS)] for name, usual in figures["tasks"].items()]
     rows.append(["formula", *(f"{worth(late):.2f}" for late in STALENESS)])
     headings = ["a sample is worth, of pushes that are late by", *map(str, STALENESS)]
     return f"""## What late pushes are worth
 `python -m bench.hybrid.staleness`
 
-Samples until 99 % of the accuracy that is there after half of the epochs without staleness, by those that late pushes need; medians of {found["seeds"]} seeds.
-The exponent that fits best is {found["exponent"]:.2f}; the planner has {LATE:g}.
+Samples until 99 % of the accuracy that is there after half of the epochs without staleness, by those that late pushes need; medians of {figures["seeds"]} seeds.
+The exponent that fits best is {figures["exponent"]:.2f}; the planner has {LATE:g}.
 
 {table(headings, rows)}"""
 

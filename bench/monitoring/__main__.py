@@ -40,11 +40,11 @@ def main(
         "scale": lambda: scale.measure(scale.HistorySize(), 90.0, True),
     }
     if what != "page":
-        found = measures[what]()
-        print(json.dumps(found, indent=1))
+        figures = measures[what]()
+        print(json.dumps(figures, indent=1))
         if keep:
             _KEPT.mkdir(parents=True, exist_ok=True)
-            _file(what).write_text(json.dumps(found, indent=1) + "\n")
+            _file(what).write_text(json.dumps(figures, indent=1) + "\n")
     if keep or what == "page":
         write()
 

@@ -65,29 +65,29 @@ def _between(values: list[float]) -> list[float]:
     return [within[0], within[-1]]
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
     rows = [
         [
-            f"turns with reports ({1e3 * statistics.median(found['with']):.3f} ms a step), by turns without them "
-            f"({1e3 * statistics.median(found['without']):.3f} ms)",
-            f"{found['ratio']:.4f}",
-            "{:.4f} to {:.4f}".format(*found["between"]),
+            f"turns with reports ({1e3 * statistics.median(figures['with']):.3f} ms a step), by turns without them "
+            f"({1e3 * statistics.median(figures['without']):.3f} ms)",
+            f"{figures['ratio']:.4f}",
+            "{:.4f} to {:.4f}".format(*figures["between"]),
         ],
         [
             "turns with reports, by the same turns if steps with a report took as long as others",
-            f"{found['felt']:.4f}",
-            "{:.4f} to {:.4f}".format(*found["felt_between"]),
+            f"{figures['felt']:.4f}",
+            "{:.4f} to {:.4f}".format(*figures["felt_between"]),
         ],
     ]
     return f"""## What it costs
 `python -m bench.monitoring cost`
 
-A job of two ranks under a real server, all on this machine: {len(found["with"])} turns of 200 steps with a report every
+A job of two ranks under a real server, all on this machine: {len(figures["with"])} turns of 200 steps with a report every
 second and as many without, in the order with, without, without, with. Both ratios are medians over turns; the median of all turns that there could be lies within the limits with 95 %.
 The first is of whole turns, seconds apart, between which this machine changes by more than the cost. So the second asks within a turn: steps that a report of either rank fell into, or the
 {1e3 * _AFTER_S:.0f} ms after it, against those that the same moments half a second later fall into (a moment falls into a long step more likely than into a short one).
 
 {table(["", "ratio", "with 95 %"], rows)}
-Wanted is 1.005. One report takes {1e3 * found["report_s"]:.2f} ms of processor time in its worker (median of {found["reports"]:,}, by the thread's own
+Wanted is 1.005. One report takes {1e3 * figures["report_s"]:.2f} ms of processor time in its worker (median of {figures["reports"]:,}, by the thread's own
 clock). The server has no processor of its own here: the time in which it takes a report is taken from the ranks, and is in the figures."""

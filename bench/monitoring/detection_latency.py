@@ -27,7 +27,7 @@ Look = Callable[[], str]
 
 def measure(rounds: int) -> dict[str, Any]:
     """Return the seconds until each place shows the sentence, by round."""
-    found: dict[str, list[dict[str, float]]] = {"slow": [], "hang": []}
+    figures: dict[str, list[dict[str, float]]] = {"slow": [], "hang": []}
     with run_server() as server, quotas({0: SPEED, 1: SPEED, 2: SPEED / 2}) as groups:
         number = server.submit("even.py")
         server.wait_until(number, lambda job: job.progress.step > 50, 120)
@@ -38,22 +38,22 @@ def measure(rounds: int) -> dict[str, Any]:
             _wait_until_quiet(server, number)
             with _watch_all(server, number, SLOW) as times:
                 groups[2].write_text(str(second))
-            found["slow"].append(times)
+            figures["slow"].append(times)
             groups[1].write_text(str(second))
             _wait_until_quiet(server, number)
             with _watch_all(server, number, "has not come to") as times:
                 os.kill(second, signal.SIGSTOP)
-            found["hang"].append(times)
+            figures["hang"].append(times)
             os.kill(second, signal.SIGCONT)
-            print(found["slow"][-1], found["hang"][-1], flush=True)
-    return found
+            print(figures["slow"][-1], figures["hang"][-1], flush=True)
+    return figures
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
     rows = []
     for place, shown in (*_PLACES.items(), ("page", "dashboard")):
-        slow, hang = ([times[place] for times in found[kind]] for kind in ("slow", "hang"))
+        slow, hang = ([times[place] for times in figures[kind]] for kind in ("slow", "hang"))
         rows.append(
             [shown, *(f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (slow, hang))]
         )
@@ -62,7 +62,7 @@ def section(found: dict[str, Any]) -> str:
 
 Two ranks of half a processor each (control groups); rank 1 gets a quarter in mid-run, and later is stopped (SIGSTOP) while the
 other one comes to its all-reduce. Seconds from that moment until the sentence that names it is to be read, median and range of
-{len(found["slow"])} times. Wanted: 10 and 15.
+{len(figures["slow"])} times. Wanted: 10 and 15.
 
 {table(["where", "slowed to half [s]", "stopped [s]"], rows)}"""
 

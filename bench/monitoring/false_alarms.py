@@ -55,7 +55,7 @@ def measure(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
 
 def replay_record(record: Iterable[str]) -> list[str]:
     """Return which ranks the rules of today would name, from recorded reports."""
-    following, said = Slowness(), []
+    slowness, sentences = Slowness(), list[str]()
     for second, line in enumerate(record):
         figures = [
             RankFigures(
@@ -71,18 +71,18 @@ def replay_record(record: Iterable[str]) -> list[str]:
             )
             for each in Ranks.model_validate_json(line).ranks
         ]
-        found = following.observe(float(second), figures)
-        said += [str(found)] if found else []
-    return said
+        straggler = slowness.observe(float(second), figures)
+        sentences += [str(straggler)] if straggler else []
+    return sentences
 
 
-def section(found: dict[str, Any]) -> str:
+def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
-    said = "".join(f"\n- {sentence}" for sentence in found["sentences"])
+    said = "".join(f"\n- {sentence}" for sentence in figures["sentences"])
     return f"""## False alarms
 `python -m bench.monitoring false_alarms`
 
-Two ranks of {SPEED:g} processors each with the same work, for {found["seconds"] / 60:.0f} minutes ({found["steps"]:,} steps), looked at every second:
-a rank was named **{len(found["sentences"])}** times ({found["looks_with_a_name"]} of {found["looks"]:,} looks). The longest that one rank
-took in a report, of the time of the other, was {found["largest_ratio"]:.2f} times as long.{found.get("remark", "")}{said}
+Two ranks of {SPEED:g} processors each with the same work, for {figures["seconds"] / 60:.0f} minutes ({figures["steps"]:,} steps), looked at every second:
+a rank was named **{len(figures["sentences"])}** times ({figures["looks_with_a_name"]} of {figures["looks"]:,} looks). The longest that one rank
+took in a report, of the time of the other, was {figures["largest_ratio"]:.2f} times as long.{figures.get("remark", "")}{said}
 """

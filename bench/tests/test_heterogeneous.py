@@ -1,4 +1,4 @@
-"""What comes of the turns of a comparison, with ranks that are invented; and one real turn of a small model."""
+"""What comes of the turns of a comparison, with ranks that are invent_records; and one real turn of a small model."""
 
 import json
 from dataclasses import replace
@@ -19,8 +19,8 @@ STEPS_S = {"ddp": 0.4, "hand-tuned ddp": 0.2, OURS: 0.125}
 PLAN = {"step_s": 0.12, "micro": [[80], [10, 10]]}
 
 
-def invented(task: TrainingTask) -> list[RankRecord]:
-    """Return invented records: the ideal is 1000 samples a second; FSDP2 dies."""
+def invent_records(task: TrainingTask) -> list[RankRecord]:
+    """Return invent_records records: the ideal is 1000 samples a second; FSDP2 dies."""
     if task.who == IDEAL:
         return [RankRecord(0.0, rate=800.0), RankRecord(0.0, rate=200.0)]
     if task.who == "fsdp2":
@@ -31,12 +31,12 @@ def invented(task: TrainingTask) -> list[RankRecord]:
     return [RankRecord(1.0, ends, [80.0] * 6, 2, plan=plan), RankRecord(1.0, ends, [20.0] * 6, 2)]
 
 
-def compared(rounds: int, names: tuple[str, ...]) -> tuple[Comparison, list[str]]:
+def run_comparison(rounds: int, names: tuple[str, ...]) -> tuple[Comparison, list[str]]:
     asked: list[str] = []
 
     def start(task: TrainingTask) -> list[RankRecord]:
         asked.append(task.who)
-        return invented(task)
+        return invent_records(task)
 
     return compare(BASE, rounds, names, lambda _: None, start), asked
 
@@ -47,7 +47,7 @@ def row_of(rows: Rows, who: str) -> dict[str, object]:
 
 def test_rows_say_how_much_of_the_ideal_each_reached() -> None:
     names = ("ddp", "hand-tuned ddp", OURS)
-    rows = rows_of(compared(2, names)[0], names)
+    rows = rows_of(run_comparison(2, names)[0], names)
     assert [row["who"] for row in rows] == [IDEAL, *names]
     assert row_of(rows, IDEAL)["samples_per_s"] == 1000
     assert row_of(rows, IDEAL)["fraction_of_ideal"] == 1
@@ -64,13 +64,13 @@ def test_rows_say_how_much_of_the_ideal_each_reached() -> None:
 
 
 def test_every_round_has_each_once_in_another_order() -> None:
-    _, asked = compared(3, ("ddp", OURS))
+    _, asked = run_comparison(3, ("ddp", OURS))
     assert asked == [IDEAL, "ddp", OURS, "ddp", OURS, IDEAL, OURS, IDEAL, "ddp"]
 
 
 def test_who_fails_is_a_row_with_a_note_and_not_asked_again() -> None:
     names = ("ddp", "fsdp2")
-    found, asked = compared(3, names)
+    found, asked = run_comparison(3, names)
     assert asked.count("fsdp2") == 1
     row = row_of(rows_of(found, names), "fsdp2")
     assert row["note"] == "failed: rank 1 ended with exit code 1"
@@ -79,14 +79,14 @@ def test_who_fails_is_a_row_with_a_note_and_not_asked_again() -> None:
 
 def test_who_is_not_installed_is_a_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.heterogeneous.rounds.find_spec", lambda _: None)
-    found, asked = compared(1, ("ddp", "deepspeed"))
+    found, asked = run_comparison(1, ("ddp", "deepspeed"))
     assert "deepspeed" not in asked
     assert row_of(rows_of(found, NAMES), "deepspeed")["note"] == "not installed"
 
 
 def test_the_picture_leaves_out_who_has_no_figure() -> None:
     names = ("ddp", "fsdp2", OURS)
-    (panel,) = fraction_bars(rows_of(compared(1, names)[0], names)).axes
+    (panel,) = fraction_bars(rows_of(run_comparison(1, names)[0], names)).axes
     assert [label.get_text() for label in panel.get_yticklabels()] == ["ddp", OURS]
 
 

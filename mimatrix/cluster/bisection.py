@@ -154,7 +154,7 @@ def _splits(fabric: Fabric) -> Iterator[tuple[str, Mask]]:
         yield from _all_halves(len(fabric.exits))
         return
     home = np.array([exits[0].core if exits else -1 for exits in fabric.exits])
-    groups, group_of, place = _grouped(fabric)
+    groups, group_of, place = _group_cores(fabric)
     scores = {"in device order": np.zeros(len(home))}
     scores["switches in turn"] = np.where(home < 0, 0, place[home] % 2)
     scores["by group of switches"] = np.where(home < 0, groups, group_of[home])
@@ -176,7 +176,7 @@ def _all_halves(devices: int) -> Iterator[tuple[str, Mask]]:
         yield "of all halves", half
 
 
-def _grouped(fabric: Fabric) -> tuple[int, Ints, Ints]:
+def _group_cores(fabric: Fabric) -> tuple[int, Ints, Ints]:
     """Return the number of groups of cores, the group of each core, and its place within the group."""
     switches = fabric.cluster.switches
     names = [switch.group for switch in switches] + ["node"] * (len(fabric.core_names) - len(switches))

@@ -15,7 +15,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from mimatrix.cluster.layout import Box, GraphLayout, Polyline, arrange
 from mimatrix.cluster.layout.boxes import Point
-from mimatrix.cluster.layout.scene import counted, text_width
+from mimatrix.cluster.layout.scene import count_text, text_width
 from mimatrix.cluster.model import Cluster
 from mimatrix.core.units import format_rate
 
@@ -252,7 +252,7 @@ def _write_around(page: _Page, layout: GraphLayout, cluster: Cluster, entries: S
     size = min(13.0, 13.0 * (page.width - 2 * _MARGIN) / max(1.0, text_width(cluster.name, 14)))
     devices = sum(len(node.devices) for node in cluster.nodes)
     counts = ((len(cluster.nodes), "node"), (devices, "device"), (len(cluster.switches), "switch"))
-    subtitle = ", ".join(counted(count, noun) for count, noun in counts)
+    subtitle = ", ".join(count_text(count, noun) for count, noun in counts)
     top = 1 - 0.3 / page.height
     figure.text(left, top, cluster.name, fontsize=size, fontweight="bold", color=_INK, va="center", parse_math=False)
     figure.text(left, top - 0.25 / page.height, subtitle, fontsize=9.5, color=_FAINT, va="center")

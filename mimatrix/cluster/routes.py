@@ -57,7 +57,7 @@ def find_paths(fabric: Fabric, sources: Ints, targets: Ints, routes: Routes) -> 
     # Devices of one node without a bus meet outside, like any two devices.
     within[np.flatnonzero(within)] = [path is not None for path in inner]
     outside = _paths_outside(fabric, sources[~within], targets[~within], routes)
-    inside = _padded([path for path in inner if path is not None])
+    inside = _pad([path for path in inner if path is not None])
     rows = np.full((len(sources), max(outside.shape[1], inside.shape[1])), NO_CHANNEL, dtype=np.int64)
     rows[~within, : outside.shape[1]] = outside
     rows[within, : inside.shape[1]] = inside
@@ -131,7 +131,7 @@ class _ExitArrays:
 
 def _exit_array(rows: list[list[tuple[int, ...]]], count: int) -> Ints:
     flat = [path for row in rows for path in row + [()] * (count - len(row))]
-    padded = _padded(flat)
+    padded = _pad(flat)
     return padded.reshape(len(rows), count, padded.shape[1])
 
 
@@ -139,7 +139,7 @@ def _cores(exits: tuple[Exit, ...], count: int) -> list[int]:
     return [way.core for way in exits] + [-1] * (count - len(exits))
 
 
-def _padded(paths: list[tuple[int, ...]]) -> Ints:
+def _pad(paths: list[tuple[int, ...]]) -> Ints:
     rows = np.full((len(paths), max(map(len, paths), default=0)), NO_CHANNEL, dtype=np.int64)
     for index, path in enumerate(paths):
         rows[index, : len(path)] = path

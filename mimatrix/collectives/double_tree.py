@@ -13,7 +13,7 @@ from mimatrix.collectives.shares import Shares
 def double_tree(collective: Collective, ranks: int, *, segments: int = 1) -> Schedule:
     """Build the all-reduce over two complementary in-order trees."""
     assert collective is Collective.ALL_REDUCE
-    trees = [_parents(ranks), _mirrored(ranks)]
+    trees = [_parents(ranks), _mirror(ranks)]
     pieces = []
     for segment in range(segments):
         halves = [_up_and_down(tree, range(b, b + 1)) for b, tree in enumerate(trees, start=2 * segment)]
@@ -37,7 +37,7 @@ def _parents(ranks: int) -> dict[int, int]:
     return parents
 
 
-def _mirrored(ranks: int) -> dict[int, int]:
+def _mirror(ranks: int) -> dict[int, int]:
     """Return the second tree. Seen from the other end (for odd P shifted by one) leaves and inner ranks swap."""
     places = [ranks - 1 - rank if ranks % 2 == 0 else (rank + 1) % ranks for rank in range(ranks)]
     return {places[child]: places[parent] for child, parent in _parents(ranks).items()}

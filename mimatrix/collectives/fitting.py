@@ -54,7 +54,7 @@ def fit(name: str, fabric: Fabric, collective: Collective, options: FitOptions =
     admit(name, AlgorithmRequest(collective, ranks, given, options.segments, options.root))
     mapping, reasons = _place(name, fabric, ranks, options)
     segments = options.segments if "segments" in accepted else 1
-    reasons += _ignored(name, options)
+    reasons += _reasons_to_ignore(name, options)
     order, groups, shares = None, None, None
     if "order" in accepted and options.order == "cluster":
         order = ring_order(fabric, mapping.placement)
@@ -91,10 +91,10 @@ def _refuse_misfit(fabric: Fabric, ranks: int) -> None:
 
 def _place(name: str, fabric: Fabric, ranks: int, options: FitOptions) -> tuple[RankMapping, list[str]]:
     """Place the ranks. HDRM's schedule keeps its core even if it is placed at random, for comparison."""
-    wanted = options.placement or ("hdrm" if name == "hdrm" else "given")
+    chosen = options.placement or ("hdrm" if name == "hdrm" else "given")
     hashed = Ecmp(options.seed)
-    mapping = map_ranks(fabric, ranks) if "hdrm" in (wanted, name) else RankMapping((), 0, hashed)
-    match wanted:
+    mapping = map_ranks(fabric, ranks) if "hdrm" in (chosen, name) else RankMapping((), 0, hashed)
+    match chosen:
         case "hdrm":
             return mapping, [
                 "placement: HDRM's rank mapping, so that partners have links of their own where there are enough"
@@ -124,7 +124,7 @@ def _shares(
     return by_bandwidth.shares, [f"shares: {by_bandwidth.reason}"]
 
 
-def _ignored(name: str, options: FitOptions) -> list[str]:
+def _reasons_to_ignore(name: str, options: FitOptions) -> list[str]:
     """Return a reason for each option that is set but that this algorithm does not have."""
     is_set = {
         "segments": options.segments > 1,

@@ -40,14 +40,14 @@ def reduce_to_owners(ranks: int, owners: Sequence[int], first: int) -> Round:
     """Build the round in which owner i reads block `first + i` from each other rank, its successor first, and adds."""
     return tuple(
         Move((owner + step) % ranks, owner, blocks, adds=True)
-        for owner, blocks in _owned(owners, first)
+        for owner, blocks in _owned_blocks(owners, first)
         for step in range(1, ranks)
     )
 
 
 def gather_from_owners(ranks: int, owners: Sequence[int], first: int) -> Round:
     """Build the round in which every rank reads block `first + i` from owner i, the first owner after itself first."""
-    held = sorted(_owned(owners, first), key=lambda pair: pair[0])
+    held = sorted(_owned_blocks(owners, first), key=lambda pair: pair[0])
     numbers = [owner for owner, _ in held]
     moves: list[Move] = []
     start = 0
@@ -59,10 +59,12 @@ def gather_from_owners(ranks: int, owners: Sequence[int], first: int) -> Round:
     return tuple(moves)
 
 
-def _owned(owners: Sequence[int], first: int) -> list[tuple[int, range]]:
+def _owned_blocks(owners: Sequence[int], first: int) -> list[tuple[int, range]]:
     return [(owner, range(first + index, first + index + 1)) for index, owner in enumerate(owners)]
 
 
 def _scatter(ranks: int, root: int, first: int) -> Round:
     """Build the round in which every rank but the root reads its own block from the root."""
-    return tuple(Move(root, rank, blocks, adds=False) for rank, blocks in _owned(range(ranks), first) if rank != root)
+    return tuple(
+        Move(root, rank, blocks, adds=False) for rank, blocks in _owned_blocks(range(ranks), first) if rank != root
+    )

@@ -76,12 +76,12 @@ class _Layout:
 
     def fold_in(self) -> Round:
         """Build the round in which partners add all that the folded ranks hold."""
-        return tuple(Move(rank, rank % self.core, range(self.ranks), adds=True) for rank in self._folded())
+        return tuple(Move(rank, rank % self.core, range(self.ranks), adds=True) for rank in self._folded_ranks())
 
     def fold_out(self, *, but_own: bool = False) -> Round:
         """Build the round in which folded ranks read the result from their partners."""
         moves: list[Move] = []
-        for rank in self._folded():
+        for rank in self._folded_ranks():
             own = self.owners.index(rank)
             ranges = [range(own), range(own + 1, self.ranks)] if but_own else [range(self.ranks)]
             moves += [Move(rank % self.core, rank, blocks, adds=False) for blocks in ranges if blocks]
@@ -89,11 +89,11 @@ class _Layout:
 
     def hand_out(self) -> Round:
         """Build the round in which folded ranks read just the block that they own."""
-        return tuple(Move(rank % self.core, rank, self._own(rank), adds=False) for rank in self._folded())
+        return tuple(Move(rank % self.core, rank, self._own(rank), adds=False) for rank in self._folded_ranks())
 
     def hand_in(self) -> Round:
         """Build the round in which partners read the blocks that folded ranks own."""
-        return tuple(Move(rank, rank % self.core, self._own(rank), adds=False) for rank in self._folded())
+        return tuple(Move(rank, rank % self.core, self._own(rank), adds=False) for rank in self._folded_ranks())
 
     def _held(self, rank: int, steps: int) -> range:
         """Return the blocks that `rank` is left with after `steps` halvings."""
@@ -105,7 +105,7 @@ class _Layout:
         place = self.owners.index(rank)
         return range(place, place + 1)
 
-    def _folded(self) -> Sequence[int]:
+    def _folded_ranks(self) -> Sequence[int]:
         return range(self.core, self.ranks)
 
 

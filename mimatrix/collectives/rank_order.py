@@ -30,10 +30,10 @@ def ring_order(fabric: Fabric, placement: Sequence[int]) -> tuple[int, ...]:
         left = np.delete(left, nearest)
         # `left` stays sorted by rate, so the first of the nearest is the fastest of them.
         nearest = int(np.argmin(hops.between(order[-1], left))) if len(left) else 0
-    return tuple(_uncrossed(order, hops) if len(order) <= _MOST_UNCROSSED else order)
+    return tuple(_uncross(order, hops) if len(order) <= _MOST_UNCROSSED else order)
 
 
-def _uncrossed(order: list[int], hops: "_RankHops") -> list[int]:
+def _uncross(order: list[int], hops: "_RankHops") -> list[int]:
     """Reverse stretches of the circle while that makes it shorter: a greedy walk may end far from its start."""
     circle = np.array(order)
     apart = np.array([hops.between(rank, np.arange(len(order))) for rank in range(len(order))])
@@ -61,8 +61,8 @@ def natural_groups(fabric: Fabric, placement: Sequence[int]) -> tuple[tuple[int,
     """
     order = ring_order(fabric, placement)
     exits = [fabric.exits[device] for device in placement]
-    by_node = _grouped(order, lambda rank: int(fabric.node_of[placement[rank]]))
-    by_switch = _grouped(order, lambda rank: exits[rank][0].core if exits[rank] else -1)
+    by_node = _group_by(order, lambda rank: int(fabric.node_of[placement[rank]]))
+    by_switch = _group_by(order, lambda rank: exits[rank][0].core if exits[rank] else -1)
     for groups in (by_node, by_switch):
         if 1 < len(groups) < len(order):
             return tuple(tuple(sorted(group)) for group in groups)
@@ -108,7 +108,7 @@ class _RankHops:
         return hops
 
 
-def _grouped(order: Sequence[int], key: Callable[[int], int]) -> list[list[int]]:
+def _group_by(order: Sequence[int], key: Callable[[int], int]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for rank in order:
         groups.setdefault(key(rank), []).append(rank)

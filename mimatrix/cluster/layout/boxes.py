@@ -79,7 +79,7 @@ def place(vertex: Vertex, at: Point, named: bool, network_above: bool = True, le
     return Box(vertex.name, vertex.kind, at, width, height, text, aside, _facing_one(vertex, at, height, way))
 
 
-def rounded(*corners: Point) -> tuple[Point, ...]:
+def round_corners(*corners: Point) -> tuple[Point, ...]:
     """Return a line through the corners, each but the ends rounded off."""
     points = [corners[0]]
     for before, corner, after in zip(corners, corners[1:], corners[2:], strict=False):

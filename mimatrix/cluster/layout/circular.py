@@ -3,7 +3,7 @@
 import math
 from itertools import product
 
-from mimatrix.cluster.layout.boxes import Box, GraphLayout, Point, Polyline, place, rounded
+from mimatrix.cluster.layout.boxes import Box, GraphLayout, Point, Polyline, place, round_corners
 from mimatrix.cluster.layout.scene import Edge, Scene
 
 _ROOM_FOR_NAMES = 40
@@ -21,7 +21,7 @@ def circle(scene: Scene, hub: str = "") -> GraphLayout:
         angle = math.pi / 2 - math.tau * index / len(around)
         at = (radius * math.cos(angle), radius * math.sin(angle)) if len(around) > 1 else (0.0, 0.0)
         boxes.append(place(scene.vertices[name], at, named, network_above=not hub or at[1] < 1e-9))
-    return _joined(scene, boxes)
+    return _join(scene, boxes)
 
 
 def grid(scene: Scene, sides: tuple[int, int]) -> GraphLayout:
@@ -34,7 +34,7 @@ def grid(scene: Scene, sides: tuple[int, int]) -> GraphLayout:
         place(vertex, (index % columns * pitch, -(index // columns) * pitch), named)
         for index, vertex in enumerate(scene.vertices.values())
     ]
-    return _joined(scene, boxes, pitch)
+    return _join(scene, boxes, pitch)
 
 
 def torus_sides(scene: Scene) -> tuple[int, int] | None:
@@ -58,7 +58,7 @@ def _torus_pairs(rows: int, columns: int) -> set[tuple[int, ...]]:
     return pairs
 
 
-def _joined(scene: Scene, boxes: list[Box], pitch: float = math.inf) -> GraphLayout:
+def _join(scene: Scene, boxes: list[Box], pitch: float = math.inf) -> GraphLayout:
     """Return the boxes with the edges between them; one longer than `pitch` runs around the boxes in between."""
     by_name = {box.name: box for box in boxes}
     polylines = []
@@ -80,8 +80,10 @@ def _detour(a: Box, b: Box, pitch: float) -> tuple[Point, ...]:
     (x0, y0), (x1, y1) = sorted((a.at, b.at))
     if y0 == y1:
         out, lane = 0.38 * pitch, y0 + 0.38 * pitch
-        return rounded((x0, y0), (x0 - out, y0), (x0 - out, lane), (x1 + out, lane), (x1 + out, y1), (x1, y1))
+        return round_corners((x0, y0), (x0 - out, y0), (x0 - out, lane), (x1 + out, lane), (x1 + out, y1), (x1, y1))
     # Wider than around rows, so that the two do not run side by side at the corners.
     out, lane = 0.55 * pitch, x0 - 0.5 * pitch
     low, high = min(y0, y1), max(y0, y1)
-    return rounded((x0, low), (x0, low - out), (lane, low - out), (lane, high + out), (x0, high + out), (x0, high))
+    return round_corners(
+        (x0, low), (x0, low - out), (lane, low - out), (lane, high + out), (x0, high + out), (x0, high)
+    )

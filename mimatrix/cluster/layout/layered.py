@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mimatrix.cluster.layout.boxes import Box, GraphLayout, Point, Polyline, place, rounded
-from mimatrix.cluster.layout.scene import SQUARE, Edge, Scene, counted
+from mimatrix.cluster.layout.boxes import Box, GraphLayout, Point, Polyline, place, round_corners
+from mimatrix.cluster.layout.scene import SQUARE, Edge, Scene, count_text
 
 _ROOM_FOR_NAMES = 40
 _WIDEST_NAMED = 31.5
@@ -164,11 +164,11 @@ def _caption(scene: Scene, names: list[str]) -> str:
     vertices = [scene.vertices[name] for name in names]
     if vertices[0].kind == "switch":
         groups = {vertex.group for vertex in vertices}
-        return counted(len(vertices), f"{groups.pop()} switch".strip() if len(groups) == 1 else "switch")
+        return count_text(len(vertices), f"{groups.pop()} switch".strip() if len(groups) == 1 else "switch")
     sizes = Counter(len(vertex.nodes) for vertex in vertices)
     if vertices[0].kind == "bundle" and len(sizes) == 1 and len(vertices) > 1:
-        return f"{len(vertices)} × {counted(len(vertices[0].nodes), 'node')}"
-    return counted(sum(len(vertex.nodes) for vertex in vertices), "node")
+        return f"{len(vertices)} × {count_text(len(vertices[0].nodes), 'node')}"
+    return count_text(sum(len(vertex.nodes) for vertex in vertices), "node")
 
 
 def _polylines(scene: Scene, boxes: dict[str, Box]) -> Iterator[Polyline]:
@@ -228,4 +228,4 @@ def _line_in_row(edge: Edge, a: Box, b: Box, ports: tuple[Point, Point], row: li
         return Polyline(edge, (near, far))
     start, end = ports
     lane = start[1] + math.copysign(0.2 + 0.03 * abs(end[0] - start[0]), start[1] - a.at[1])
-    return Polyline(edge, rounded(start, (start[0], lane), (end[0], lane), end), pale=True)
+    return Polyline(edge, round_corners(start, (start[0], lane), (end[0], lane), end), pale=True)

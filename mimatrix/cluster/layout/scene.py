@@ -39,7 +39,7 @@ class Vertex:
     def text(self) -> str:
         """The label of the box, shortened if a name is long."""
         if self.kind == "bundle":
-            nodes, devices = counted(len(self.nodes), "node"), counted(self.devices, "device")
+            nodes, devices = count_text(len(self.nodes), "node"), count_text(self.devices, "device")
             return nodes if self.devices == len(self.nodes) else f"{nodes}\n{devices}"
         return self.name if len(self.name) <= _LONGEST_NAME else self.name[: _LONGEST_NAME - 1] + "…"
 
@@ -102,7 +102,7 @@ def compose(cluster: Cluster) -> Scene:
     return Scene(vertices, tuple(_edges(cluster, vertices)))
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """Return a count with its noun: `1 node`, `2 nodes`, `2 switches`."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{count:,} {noun if count == 1 else plural}"
