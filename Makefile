@@ -40,8 +40,8 @@ bench: $(READY) ## how long the command takes to start, replays as ranks grow, p
 	$(BIN)/python -m bench.planner_speed
 	$(BIN)/python -m bench.scheduler_speed
 
-study: $(READY) ## make docs/measurements/simulated.md with its pictures anew
-	$(BIN)/python -m bench.study
+study: $(READY) ## make docs/measurements/simulated.md and its pictures
+	$(BIN)/python -m bench.simulation_study
 
 allreduce: $(READY) ## measure collectives on this host and in the lab (root): docs/measurements/allreduce.md
 	$(BIN)/python -m bench.allreduce
@@ -49,7 +49,7 @@ allreduce: $(READY) ## measure collectives on this host and in the lab (root): d
 engine: $(READY) ## measure the engine: docs/measurements/engine.md
 	$(BIN)/python -m bench.engine
 
-heterogeneous: $(READY) ## workers of unlike speed and memory, side by side with what people use (root): docs/measurements/heterogeneous.md
+heterogeneous: $(READY) ## workers of unequal speed and memory, side by side with other systems (root): docs/measurements/heterogeneous.md
 	$(BIN)/python -m bench.heterogeneous --peer-rounds 1 --keep
 	$(BIN)/python -m bench.drift --keep
 	$(BIN)/python -m bench.uneven_memory --keep

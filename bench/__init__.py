@@ -1,4 +1,4 @@
-"""Measurements, each made by one command. Speed lives here and never in a test's assertion."""
+"""Benchmarks, each made by one command. Speed is measured here and never asserted by a test."""
 
 import sys
 from pathlib import Path

@@ -17,14 +17,14 @@ WAYS = {
 
 
 def seconds(command: list[str]) -> float:
-    """Wall-clock time of one process from start to end."""
+    """Return the wall-clock time of one process from start to end."""
     started = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=30)
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Interleave the ways, so that a busy moment hits all of them alike, and write the page."""
+    """Interleave the commands, so that a busy moment hits all of them alike, and write the page."""
     found: dict[str, list[float]] = {label: [] for label in WAYS}
     for _ in range(REPEATS):
         for label, command in WAYS.items():

@@ -1,6 +1,6 @@
-"""`python -m bench.drift`: a worker drops from full speed to 0.3 while it trains; how soon does the batch follow? (root)
+"""`python -m bench.drift` (root): how soon the batch follows a worker that drops from full speed to 0.3 in mid-run.
 
-Its quota is rewritten from outside. A run that nobody disturbs gives the losses to compare with.
+Its quota is rewritten from outside. A run without the drop gives the losses to compare with.
 """
 
 import json
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from bench.heterogeneous.page import DRIFT, keep, write
 from bench.heterogeneous.rounds import IDEAL, OURS
-from bench.heterogeneous.tasks import Task, folder, losses, train, train_in
+from bench.heterogeneous.tasks import TrainingTask, folder, losses, train, train_in
 from mimatrix.core.errors import UserError
 from mimatrix.launch.throttle.cpu_quota import PREFIX
 from mimatrix.processes.cgroups import this_machine
@@ -40,66 +40,66 @@ def main(
     """Train twice, once with the drop; fail if the throughput is not back in time or a loss differs."""
     console = Console(stderr=True)
     with console.status("starting") as status:
-        task = Task(OURS, (1.0, FULL), double=True, warm_up=BEFORE, most=AFTER, seconds=1e9)
-        found = measured(task, status.update)
+        task = TrainingTask(OURS, (1.0, FULL), double=True, warm_up=BEFORE, most=AFTER, seconds=1e9)
+        figures = measure(task, status.update)
     if kept:
-        keep(DRIFT, found)
+        keep(DRIFT, figures)
         write()
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
     else:
-        _print(found)
-    sys.exit(_failure(found))
+        _print(figures)
+    sys.exit(_failure(figures))
 
 
-def measured(task: Task, show: Callable[[str], None]) -> dict[str, Any]:
-    """Samples a second of every step, where the drop was, where it was made up for, and how far losses are apart."""
+def measure(task: TrainingTask, show: Callable[[str], None]) -> dict[str, Any]:
+    """Return samples per second of every step, when the drop and the recovery came, and how much losses differ."""
     show("training undisturbed")
     undisturbed = losses(train(task), task.global_batch)
     show("measuring the ideals")
     before, after = (_ideal(task, speed) for speed in (FULL, SLOW))
     show("training with the drop")
-    with folder() as place, _dropped(place) as drops:
+    with folder() as place, _drop_quota(place) as drops:
         records = train_in(task, place)
-    show("measuring the ideal once more")
+    show("measuring the ideal again")
     # On both sides of the run, since the machine may have other things to do.
     after = (after + _ideal(task, SLOW)) / 2
     disturbed = losses(records, task.global_batch)
     ends = records[0].ends_s
     rates = [task.global_batch / (end - start) for start, end in pairwise(ends)]
-    drop = dropped_at(ends, drops[0])
+    drop = drop_index(ends, drops[0])
     return {
         "samples_per_s": rates,
         "ideal_before": before,
         "ideal_after": after,
         "dropped_at": drop,
-        "recovered_at": recovered_at(rates, drop, PART * after),
+        "recovered_at": recovery_index(rates, drop, PART * after),
         "loss_apart": max(abs(one - other) for one, other in zip(disturbed, undisturbed, strict=True)),
         "plan": records[0].plan,
     }
 
 
-def dropped_at(ends_s: Sequence[float], drop_s: float) -> int:
-    """The number of the rate during whose step it came: rate n is that of step n + 1."""
+def drop_index(ends_s: Sequence[float], drop_s: float) -> int:
+    """Return the number of the rate during whose step the drop came: rate n is that of step n + 1."""
     return next(number for number, end in enumerate(ends_s) if end > drop_s) - 1
 
 
-def recovered_at(rates: Sequence[float], drop: int, wanted: float) -> int | None:
-    """The first step after the drop from which the median of a few reaches what is wanted; a lucky one is not enough."""
+def recovery_index(rates: Sequence[float], drop: int, wanted: float) -> int | None:
+    """Return the first step after the drop from which the median of several rates reaches `wanted`."""
     for first in range(drop + 1, len(rates) - LASTING + 1):
         if rates[first] >= wanted and statistics.median(rates[first : first + LASTING]) >= wanted:
             return first
     return None
 
 
-def _ideal(task: Task, speed: float) -> float:
+def _ideal(task: TrainingTask, speed: float) -> float:
     alone = replace(task, who=IDEAL, speeds=(1.0, speed), seconds=6.0)
     return sum(record.rate for record in train(alone))
 
 
 @contextmanager
-def _dropped(place: Path) -> Iterator[list[float]]:
-    """Rewrites the quota when rank 0 has ended its first steps; gives when that was."""
+def _drop_quota(place: Path) -> Iterator[list[float]]:
+    """Rewrite the quota once rank 0 has ended its first steps; yield the times at which that happened."""
     drops: list[float] = []
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(place / "last", drops, over), name="drop")
@@ -123,21 +123,21 @@ def _watch(told: Path, drops: list[float], over: threading.Event) -> None:
             return
 
 
-def _failure(found: dict[str, Any]) -> str | int:
-    drop, back = found["dropped_at"], found["recovered_at"]
+def _failure(figures: dict[str, Any]) -> str | int:
+    drop, back = figures["dropped_at"], figures["recovered_at"]
     if back is None or back - drop > WITHIN:
         return f"throughput was not back at {PART} of the new ideal within {WITHIN} steps of step {drop}"
-    return f"losses differ by {found['loss_apart']:.1e}" if found["loss_apart"] > 1e-10 else 0
+    return f"losses differ by {figures['loss_apart']:.1e}" if figures["loss_apart"] > 1e-10 else 0
 
 
-def _print(found: dict[str, Any]) -> None:
-    drop, back = found["dropped_at"], found["recovered_at"]
-    for number, rate in enumerate(found["samples_per_s"]):
-        ideal = found["ideal_before"] if number < drop else found["ideal_after"]
+def _print(figures: dict[str, Any]) -> None:
+    drop, back = figures["dropped_at"], figures["recovered_at"]
+    for number, rate in enumerate(figures["samples_per_s"]):
+        ideal = figures["ideal_before"] if number < drop else figures["ideal_after"]
         mark = {drop: "  the drop", back: "  recovered"}.get(number, "")
         print(f"step {number:3}  {rate:7.0f} samples/s  {rate / ideal:.2f} of the ideal{mark}")
     later = f"{back - drop} steps later" if back is not None else "never"
-    print(f"dropped at step {drop}, recovered {later}; losses differ by {found['loss_apart']:.1e} at the most")
+    print(f"dropped at step {drop}, recovered {later}; losses differ by {figures['loss_apart']:.1e} at the most")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables and pages of docs/measurements, written by the benches themselves."""
+"""Tables and pages of docs/measurements, written by the benchmarks themselves."""
 
 import os
 import platform
@@ -13,13 +13,13 @@ MEASUREMENTS = ROOT / "docs" / "measurements"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are figures."""
+    """Return a Markdown table; the first column is text, the others are figures."""
     rule = [":--", *["--:"] * (len(headings) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (headings, rule, *rows)) + "\n"
 
 
 def machine() -> str:
-    """What the figures were made on, in a line."""
+    """Describe this machine in a line."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"NumPy {numpy.__version__}, SciPy {scipy.__version__}"

@@ -1,7 +1,7 @@
-"""What mistakes in a script are answered with, and after how long: writes docs/measurements/mistakes.md.
+"""Errors in a training script: what they are answered with, and after how long. Writes docs/measurements/mistakes.md.
 
-`python -m bench.mistakes` runs every mistake of tests/engine/scripts/mistakes.py under `mimatrix run`, alone and on two
-ranks; those that one rank makes alone in every stage.
+`python -m bench.mistakes` runs every script of tests/engine/scripts/mistakes.py under `mimatrix run`, on one rank and on two
+ranks; errors that one rank makes alone run in every stage.
 """
 
 import json
@@ -23,8 +23,8 @@ IN_STAGE_3 = ("averaged_model", "model_on_rank_0", "state_dict_on_rank_0")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """How a mistake ended: `seconds` are from its first line to the end of all ranks."""
+class MistakeRun:
+    """How a script with an error ended: `seconds` are from its first line to the end of all ranks."""
 
     name: str
     stage: int
@@ -36,13 +36,13 @@ class Answer:
 
 
 def names() -> list[str]:
-    """Return the names of all mistakes."""
+    """Return the names of all errors."""
     command = [sys.executable, str(SCRIPT), "--list"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout.split()
 
 
-def make(name: str, stage: int, ranks: int) -> Answer:
-    """Make one mistake."""
+def make(name: str, stage: int, ranks: int) -> MistakeRun:
+    """Run the script with one error."""
     with TemporaryDirectory() as folder:
         words = ["run", "-n", str(ranks), str(SCRIPT), name, str(stage), f"{folder}/began"]
         done = subprocess.run(
@@ -58,7 +58,7 @@ def make(name: str, stage: int, ranks: int) -> Answer:
     last = (done.stderr.splitlines() or [""])[-1]
     sentence = re.sub(r"^mimatrix: (rank \d failed: )?", "", last)
     tracebacks = (done.stdout + done.stderr).count("Traceback")
-    return Answer(name, stage, ranks, done.returncode, round(ended_s - began_s, 2), tracebacks, sentence)
+    return MistakeRun(name, stage, ranks, done.returncode, round(ended_s - began_s, 2), tracebacks, sentence)
 
 
 def cases() -> list[tuple[str, int, int]]:
@@ -70,25 +70,24 @@ def cases() -> list[tuple[str, int, int]]:
 
 
 def main() -> None:
-    """Make all mistakes, one after the other, and write the page and its raw figures."""
-    answers = []
+    """Run all errors, one after the other, and write the page and its raw figures."""
+    runs = []
     for case in cases():
-        answers.append(make(*case))
-        print(answers[-1], flush=True)
-    MEASUREMENTS.joinpath("mistakes.json").write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
+        runs.append(make(*case))
+        print(runs[-1], flush=True)
+    MEASUREMENTS.joinpath("mistakes.json").write_text(json.dumps([asdict(run) for run in runs], indent=1))
     rows = [
-        f"| {answer.name} | {answer.stage} | {answer.ranks} | {answer.code} | {answer.seconds:.1f} | {answer.sentence} |"
-        for answer in answers
+        f"| {run.name} | {run.stage} | {run.ranks} | {run.code} | {run.seconds:.1f} | {run.sentence} |" for run in runs
     ]
-    refused = [answer for answer in answers if answer.code]
+    refused = [run for run in runs if run.code]
     write_page(
         "mistakes.md",
         f"""# Mistakes on purpose
 
-Made by `python -m bench.mistakes` ({machine()}): {len(answers)} runs, of which {len(refused)} were refused, after
-{max(answer.seconds for answer in refused):.1f} s at most, with {sum(answer.tracebacks for answer in answers)} tracebacks. Seconds are from the first line of the
-mistake, which may train for an epoch before, to the end of all processes. The sentence is the last line of `mimatrix run`. What ended with code 0 is no
-mistake there: a stream that shards itself by rank has one shard alone, and outside stage 3 a rank may run the model, average or copy it by itself.
+Made by `python -m bench.mistakes` ({machine()}): {len(runs)} runs, of which {len(refused)} were refused, after
+{max(run.seconds for run in refused):.1f} s at most, with {sum(run.tracebacks for run in runs)} tracebacks. Seconds are from the first line of the
+script, which may train for an epoch before the error, to the end of all processes. The sentence is the last line of `mimatrix run`. Code 0 means that the script is
+right there: a stream that shards itself by rank has one shard alone, and outside stage 3 a rank may run the model, average or copy it by itself.
 [Raw figures](mistakes.json).
 
 | mistake | stage | ranks | exit code | seconds | answer |

@@ -1,7 +1,7 @@
-"""Three unlike parts of one GPU (CUDA MPS, 60/25/10 % with 64/16/8 GB): the even split, the plan, and the ideal.
+"""Three unequal parts of one GPU (CUDA MPS, 60/25/10 % with 64/16/8 GB): the even split, the plan, and the ideal.
 
 `python -m bench.planned_gpu OUT.json [resnet] [gpt]` on a machine with an NVIDIA GPU, torchvision and transformers.
-The ideal is the sum of what the three do side by side without exchanging anything, each at its best batch size.
+The ideal is the sum of what the three do side by side without communication, each at its best batch size.
 """
 
 import json
@@ -30,7 +30,7 @@ NAMES = {"resnet": "ResNet-50, bf16, channels last", "gpt": "GPT-2 124M, 1,024 t
 
 
 def main(out: Path, models: list[str]) -> None:
-    """Every way in turn, some rounds of it. The file is docs/measurements/heterogeneous/gpu.json."""
+    """Measure each way in turn, in several rounds. The file is docs/measurements/heterogeneous/gpu.json."""
     rows = []
     with mps_daemon() as daemon:
         for model in models:
@@ -43,7 +43,7 @@ def main(out: Path, models: list[str]) -> None:
 
 
 def summary(model: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds; the plan of the last."""
+    """Return medians over rounds, and the plan of the last round."""
     alone = [
         statistics.median(found["alone"][rank]["samples_per_s"] for found in rounds) for rank in range(len(PERCENT))
     ]
@@ -65,7 +65,7 @@ def summary(model: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ranks_of(daemon: dict[str, str], model: str, way: str) -> list[dict[str, Any]]:
-    """One run of three ranks; what each said."""
+    """Run three ranks once; return the figures of each."""
     parts = [GpuPart(percent, parse_bytes(f"{memory}iB")) for percent, memory in zip(PERCENT, MEMORY, strict=True)]
     words = [sys.executable, "-m", "bench.planned_gpu", "rank", model, way]
     with tempfile.TemporaryDirectory() as cache:
@@ -80,18 +80,18 @@ def ranks_of(daemon: dict[str, str], model: str, way: str) -> list[dict[str, Any
 
 
 def rank_alone(model: str, way: str) -> dict[str, Any]:
-    """What one rank does; its figures."""
+    """Measure as one rank; return its figures."""
     import torch
 
     torch.cuda.set_device(0)
     made, loss, collate = {"resnet": resnet, "gpt": gpt}[model]()
     if way == "alone":
         return plain(model, made, loss, collate)
-    return trained(model, way, made, loss, collate)
+    return train_planned(model, way, made, loss, collate)
 
 
 def plain(model: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
-    """The loop of a single device, the others beside it; the best of some batch sizes."""
+    """Train by a plain loop on one device while the others do the same; return the best of several batch sizes."""
     import torch
 
     made.cuda()
@@ -115,7 +115,7 @@ def plain(model: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
 
 
 def rate(step: Callable[[], None], settle: Callable[[], None]) -> float:
-    """Steps in a second, after some to warm up."""
+    """Return steps per second, after several to warm up."""
     for _ in range(5):
         step()
     settle()
@@ -128,8 +128,8 @@ def rate(step: Callable[[], None], settle: Callable[[], None]) -> float:
     return steps / (time.perf_counter() - started)
 
 
-def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
-    """The engine: even, or planned. Batch norm as everybody else has it, over the samples of a rank."""
+def train_planned(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[str, Any]:
+    """Train with the engine, evenly or planned; batch norm over the samples of a rank, as in other systems."""
     import torch
 
     import mimatrix
@@ -170,7 +170,7 @@ def trained(model: str, way: str, made: Any, loss: Any, collate: Any) -> dict[st
 
 
 def resnet() -> tuple[Any, Any, Any]:
-    """ResNet-50 on pictures that are on the GPU already."""
+    """Return ResNet-50 and pictures that are on the GPU already."""
     import torch
     from torchvision.models import resnet50
 
@@ -186,7 +186,7 @@ def resnet() -> tuple[Any, Any, Any]:
 
 
 def gpt() -> tuple[Any, Any, Any]:
-    """GPT-2 in its smallest size, sequences of 1024."""
+    """Return GPT-2 in its smallest size, with sequences of 1024."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -20,7 +20,7 @@ MODEL = ModelSize("gpt", "gpt", 1_300_000_000, 26 * GB // 10, 26 * GB // 10, 156
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlannerCase:
     """Devices and a global batch."""
 
     name: str
@@ -35,23 +35,27 @@ class Case:
 
 
 CASES = [
-    Case("8 devices", 8, 4, 1_024, (24, 40, 80)),
-    Case("64 devices", 64, 4, 65_536, (24, 40, 80)),
-    Case("1,024 devices of 4 kinds", 1_024, 4, 1_000_000, (24, 40, 80)),
-    Case("1,024 devices, all different", 1_024, 1_024, 1_000_000, (24, 40, 80)),
-    Case("1,024 of 4 kinds, micro-batches up to 512", 1_024, 4, 1_000_000, (60, 100, 200), 512),
-    Case("3 devices, micro-batches up to 16,384", 3, 3, 16_384, (5_000,), 16_384),
-    Case("16 devices, micro-batches up to 65,536", 16, 16, 1_000_000, (20_000,), 65_536),
-    Case("8 devices, memory short", 8, 4, 1_024, (3.6, 5, 8)),
-    Case("1,024 devices, all different, memory short", 1_024, 1_024, 1_000_000, (5.6, 6, 9)),
-    Case("16 devices, filled by states", 16, 16, 16_384, (8, 9, 10), optimizer_gb=16 * 1.5),
-    Case("1,024 devices of 4 kinds, filled by states", 1_024, 4, 1_000_000, (8, 9, 10), optimizer_gb=1_024 * 1.5),
-    Case("1,024, all different, filled by states", 1_024, 1_024, 1_000_000, (8, 9, 10), optimizer_gb=1_024 * 1.5),
+    PlannerCase("8 devices", 8, 4, 1_024, (24, 40, 80)),
+    PlannerCase("64 devices", 64, 4, 65_536, (24, 40, 80)),
+    PlannerCase("1,024 devices of 4 kinds", 1_024, 4, 1_000_000, (24, 40, 80)),
+    PlannerCase("1,024 devices, all different", 1_024, 1_024, 1_000_000, (24, 40, 80)),
+    PlannerCase("1,024 of 4 kinds, micro-batches up to 512", 1_024, 4, 1_000_000, (60, 100, 200), 512),
+    PlannerCase("3 devices, micro-batches up to 16,384", 3, 3, 16_384, (5_000,), 16_384),
+    PlannerCase("16 devices, micro-batches up to 65,536", 16, 16, 1_000_000, (20_000,), 65_536),
+    PlannerCase("8 devices, memory short", 8, 4, 1_024, (3.6, 5, 8)),
+    PlannerCase("1,024 devices, all different, memory short", 1_024, 1_024, 1_000_000, (5.6, 6, 9)),
+    PlannerCase("16 devices, filled by states", 16, 16, 16_384, (8, 9, 10), optimizer_gb=16 * 1.5),
+    PlannerCase(
+        "1,024 devices of 4 kinds, filled by states", 1_024, 4, 1_000_000, (8, 9, 10), optimizer_gb=1_024 * 1.5
+    ),
+    PlannerCase(
+        "1,024, all different, filled by states", 1_024, 1_024, 1_000_000, (8, 9, 10), optimizer_gb=1_024 * 1.5
+    ),
 ]
 
 
-def problem(case: Case, seed: int) -> Problem:
-    """Devices whose times have a fixed part and a knee, up to ten times as fast as one another."""
+def problem(case: PlannerCase, seed: int) -> Problem:
+    """Return devices whose times have a fixed part and a knee, up to ten times as fast as one another."""
     draw = random.Random(seed)
     kinds = [_profile(draw, case) for _ in range(case.kinds)]
     profiles = tuple(kinds[rank % case.kinds] for rank in range(case.devices))
@@ -61,7 +65,7 @@ def problem(case: Case, seed: int) -> Problem:
     return Problem(case.global_batch, model, profiles, names, lambda _members: paid)
 
 
-def _profile(draw: random.Random, case: Case) -> Profile:
+def _profile(draw: random.Random, case: PlannerCase) -> Profile:
     speed = draw.uniform(1, 10)
     knee = draw.randint(4, 32)
     sizes = sorted({1, 2, 3, 4, 6, *(2**power for power in range(3, 17) if 2**power <= case.sizes), case.sizes})
@@ -73,17 +77,17 @@ def _profile(draw: random.Random, case: Case) -> Profile:
     )
 
 
-def timed(make: Callable[[], Problem]) -> tuple[float, Plan]:
-    """One plan from measured points, with nothing known from before."""
+def time_plan(make: Callable[[], Problem]) -> tuple[float, Plan]:
+    """Time one plan from measured points, with nothing cached."""
     asked = make()
     started = time.perf_counter()
     plan = make_plan(asked)
     return time.perf_counter() - started, plan
 
 
-def measure(case: Case) -> list[str]:
-    """A row of the page."""
-    found = [timed(lambda seed=seed: problem(case, seed)) for seed in range(REPEATS)]  # type: ignore[misc]
+def measure(case: PlannerCase) -> list[str]:
+    """Return a row of the page."""
+    found = [time_plan(lambda seed=seed: problem(case, seed)) for seed in range(REPEATS)]  # type: ignore[misc]
     times = [taken for taken, _ in found]
     within = max(plan.within for _, plan in found)
     stages = "/".join(str(plan.stage) for _, plan in found)
@@ -95,7 +99,7 @@ def measure(case: Case) -> list[str]:
 def main() -> None:
     """Measure all cases on one core and write the page."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    timed(lambda: problem(CASES[0], 0))  # loads what is loaded late
+    time_plan(lambda: problem(CASES[0], 0))  # loads what is loaded late
     rows = [measure(case) for case in CASES]
     headings = ["devices", "global batch", "all stages [s]", "spread", "chosen", "proven within"]
     write_page(
@@ -108,7 +112,7 @@ largest distance from the optimum of the cost model that the search could not ru
 
 {table(headings, rows)}
 Times have a fixed part and a knee; devices are up to ten times as fast as one another. Up to 64 devices the search also
-looks for those that the job would be better off without, and plans anew without each kind or set that could be worth it.
+looks for those that the job would be better off without, and plans again without each kind or set that could be worth it.
 """,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.markdown import machine, table, write_page
-from mimatrix.cluster import Fabric, named
+from mimatrix.cluster import Fabric, topology_from_name
 from mimatrix.collectives import Collective, fit
 from mimatrix.netsim import Traffic, run
 
@@ -21,8 +21,8 @@ CASES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one replay, by part."""
+class ReplayTiming:
+    """The seconds of one replay, by part."""
 
     build_s: float
     lay_s: float
@@ -30,26 +30,26 @@ class Timing:
 
     @property
     def total_s(self) -> float:
-        """All parts together."""
+        """The sum of all parts."""
         return self.build_s + self.lay_s + self.run_s
 
 
-def timed(algorithm: str, cluster: str) -> tuple[Timing, int, int]:
-    """One replay from the word of the cluster to the timeline: timing, ranks, moves."""
+def time_replay(algorithm: str, cluster: str) -> tuple[ReplayTiming, int, int]:
+    """Time one replay, from the name of the cluster to the timeline: timing, ranks, moves."""
     started = time.perf_counter()
-    fabric = Fabric(named(cluster))
+    fabric = Fabric(topology_from_name(cluster))
     fitted = fit(algorithm, fabric, Collective.ALL_REDUCE)
     built = time.perf_counter()
     traffic = Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes)
     laid = time.perf_counter()
     run(traffic, SIZE)
     ended = time.perf_counter()
-    return Timing(built - started, laid - built, ended - laid), traffic.ranks, len(traffic.src)
+    return ReplayTiming(built - started, laid - built, ended - laid), traffic.ranks, len(traffic.src)
 
 
 def measure(algorithm: str, cluster: str) -> list[str]:
-    """A row of the page: the median by total time of a few repeats, and their spread."""
-    found = [timed(algorithm, cluster) for _ in range(REPEATS)]
+    """Return a row of the page: the median by total time of several repeats, and their spread."""
+    found = [time_replay(algorithm, cluster) for _ in range(REPEATS)]
     totals = [timing.total_s for timing, _, _ in found]
     middle, ranks, moves = next(each for each in found if each[0].total_s == median(totals))
     print(f"{algorithm:18} {cluster:14} {ranks:5} ranks {middle.total_s:7.2f} s", flush=True)
@@ -84,7 +84,7 @@ schedule, *lay out* routes every move, *replay* runs the events.
 {table(headings, rows)}
 HDRM and everything on a star run in lockstep, so the number of events is small and the time grows with the number of
 moves: P log P for HDRM, P² for GDRAA and ring. Where hashes make flows collide (fat-tree under ECMP) almost every
-transfer ends at a moment of its own, and each of these events computes the fair rates anew: time then grows with events
+transfer ends at a moment of its own, and each of these events computes the fair rates again: time then grows with events
 times flows.
 """,
     )

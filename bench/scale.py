@@ -1,8 +1,8 @@
 """A thousand jobs, 500 devices, a week of history: how fast the server answers, how soon pages can be used, what it weighs.
 
-`python -m bench.scale [--keep]` fills a database as a week of use leaves it (`bench/server/week.py`) and starts the real
-server on it. So many devices are not to be had here: a launcher that only says that its teams run stands in for them,
-and connections that send what workers send report for the jobs that run.
+`python -m bench.scale [--keep]` fills a database as a week of use leaves it (`bench/server/synthetic_history.py`) and starts the real
+server on it. The devices are not real: a launcher that only says that its teams run stands in for them, and connections
+that send what workers send report for the jobs that run.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ import typer
 from support.chromium import CHROMIUM
 
 from bench.markdown import MEASUREMENTS, machine, table
-from bench.server import browsing, load, viewers, week
-from bench.server.week import Size
+from bench.server import dashboard_load, load, page_load, synthetic_history
+from bench.server.synthetic_history import HistorySize
 from mimatrix.api.models import Report
 from mimatrix.server.db.engine import DATABASE_FILE
 from mimatrix.server.metrics.live_state import Live
@@ -35,7 +35,7 @@ _FIGURES = MEASUREMENTS / "monitoring" / "scale.json"
 _POINT_BYTES = 1_062
 """A point of a job of eight ranks in SQLite, as docs/monitoring.md has it: 119 MB for 112,000."""
 _LOADS = 7
-__all__ = ["Size", "measured", "section"]
+__all__ = ["HistorySize", "measure", "section"]
 
 
 def main(
@@ -46,40 +46,40 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures in docs/measurements/monitoring.")] = False,
 ) -> None:
     """Measure the server and its dashboard with a large state."""
-    found = measured(Size(jobs, devices), seconds, is_browsed and CHROMIUM is not None)
-    print(json.dumps(found, indent=1))
-    print(section(found))
+    figures = measure(HistorySize(jobs, devices), seconds, is_browsed and CHROMIUM is not None)
+    print(json.dumps(figures, indent=1))
+    print(section(figures))
     if keep:
         _FIGURES.parent.mkdir(parents=True, exist_ok=True)
-        _FIGURES.write_text(json.dumps(found, indent=1) + "\n")
+        _FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def measured(size: Size, seconds: float, is_browsed: bool) -> dict[str, Any]:
-    """What was found."""
+def measure(size: HistorySize, seconds: float, is_browsed: bool) -> dict[str, Any]:
+    """Fill a database, serve it to dashboards and workers, and return the figures."""
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mimatrix-scale-") as folder:
         data = Path(folder) / "data"
-        lives = week.fill(data, size, time.time())
-        found: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
-        found |= {"machine": machine(), "load_before": before, "nice": os.nice(0)}
-        found["database"] = weighed(data / DATABASE_FILE)
-        with _serving(Path(folder), size) as port, _reporting(Path(folder), port, lives) as reports:
+        lives = synthetic_history.fill(data, size, time.time())
+        figures: dict[str, Any] = {"jobs": size.jobs, "devices": size.devices, "running": size.running}
+        figures |= {"machine": machine(), "load_before": before, "nice": os.nice(0)}
+        figures["database"] = weigh_database(data / DATABASE_FILE)
+        with _run_server(Path(folder), size) as port, _run_workers(Path(folder), port, lives) as reports:
             token = (data / "token").read_text().strip()
-            asked = viewers.Asked()
-            asyncio.run(viewers.look(port, token, lives, seconds, asked))
+            asked = dashboard_load.RequestStats()
+            asyncio.run(dashboard_load.open_dashboards(port, token, lives, seconds, asked))
             assert not asked.refused, asked.refused[:3]
-            found["seconds"] = seconds
-            found["answers"] = {route: _spread(each, asked.sizes[route]) for route, each in asked.seconds.items()}
-            found["answers"]["all"] = _spread([each for row in asked.seconds.values() for each in row], 0)
+            figures["seconds"] = seconds
+            figures["answers"] = {route: _spread(each, asked.sizes[route]) for route, each in asked.seconds.items()}
+            figures["answers"]["all"] = _spread([each for row in asked.seconds.values() for each in row], 0)
             if is_browsed:
                 lasting = next(each.number for each in lives if each.started_s and not each.ended_s)
-                found["pages"] = browsing.measured(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
-        found["reports"] = {**_spread(reports.seconds, 0), "lost": reports.failed}
-    return found
+                figures["pages"] = page_load.measure(f"http://127.0.0.1:{port}", token, lasting, _LOADS)
+        figures["reports"] = {**_spread(reports.seconds, 0), "lost": reports.failed}
+    return figures
 
 
-def weighed(file: Path) -> dict[str, Any]:
-    """Bytes of a database that nobody has open, by table with its indices."""
+def weigh_database(file: Path) -> dict[str, Any]:
+    """Return the bytes of a closed database, by table with its indices."""
     connection = sqlite3.connect(file)
     owners = dict(connection.execute("SELECT name, tbl_name FROM sqlite_schema"))
     by_table: dict[str, int] = {}
@@ -97,11 +97,20 @@ def weighed(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _serving(folder: Path, size: Size) -> Iterator[int]:
-    """The real server, as a process."""
+def _run_server(folder: Path, size: HistorySize) -> Iterator[int]:
+    """Run the real server as a process."""
     port, data = load.free_port(), folder / "data"
     (folder / "tokens").mkdir()
-    words = [sys.executable, "-m", "bench.server.week", "host", str(data), str(port), str(size.jobs), str(size.devices)]
+    words = [
+        sys.executable,
+        "-m",
+        "bench.server.synthetic_history",
+        "host",
+        str(data),
+        str(port),
+        str(size.jobs),
+        str(size.devices),
+    ]
     environment = {**os.environ, "LOAD_TOKENS": str(folder / "tokens")}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     try:
@@ -113,13 +122,15 @@ def _serving(folder: Path, size: Size) -> Iterator[int]:
 
 
 @contextmanager
-def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[load.Seen]:
-    """Workers of all that runs, in a thread of their own."""
-    seen, over = load.Seen(), threading.Event()
+def _run_workers(
+    folder: Path, port: int, lives: Sequence[synthetic_history.SyntheticJob]
+) -> Iterator[load.WorkerStats]:
+    """Report for all jobs that run, from a thread."""
+    seen, over = load.WorkerStats(), threading.Event()
     running = [each for each in lives if each.started_s and each.ended_s is None]
     secrets = [(folder / "tokens" / f"job-{each.number}.1").read_text() for each in running]
 
-    every_s = _every_s(len(running) * week.RANKS)
+    every_s = _every_s(len(running) * synthetic_history.RANKS)
 
     async def report() -> None:
         working = [
@@ -127,7 +138,7 @@ def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[
                 load.worker(port, life.number, rank, secret, every_s, float("inf"), seen, life.step_at(time.time()))
             )
             for life, secret in zip(running, secrets, strict=True)
-            for rank in range(week.RANKS)
+            for rank in range(synthetic_history.RANKS)
         ]
         await asyncio.to_thread(over.wait)
         for each in working:
@@ -137,7 +148,7 @@ def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[
     thread = threading.Thread(target=lambda: asyncio.run(report()))
     thread.start()
     try:
-        _wait(lambda: len(seen.seconds) >= len(running) * week.RANKS)
+        _wait(lambda: len(seen.seconds) >= len(running) * synthetic_history.RANKS)
         yield seen
     finally:
         over.set()
@@ -145,11 +156,11 @@ def _reporting(folder: Path, port: int, lives: Sequence[week.Life]) -> Iterator[
 
 
 def _every_s(workers: int) -> float:
-    """What the server tells so many to keep to."""
+    """Return the report interval that the server gives to this number of workers."""
     live = Live()
     live.begin(1, 1, [""] * workers)
     for job in live.all().values():
-        job.reports = {rank: Report.model_validate(load.said(rank, 1)) for rank in range(workers)}
+        job.reports = {rank: Report.model_validate(load.report_of(rank, 1)) for rank in range(workers)}
     return live.again_s()
 
 
@@ -171,25 +182,25 @@ def _spread(seconds: Sequence[float], size: int) -> dict[str, float]:
     }
 
 
-def section(found: dict[str, Any]) -> str:
-    """For docs/measurements/monitoring.md."""
-    answers, database = found["answers"], found["database"]
+def section(figures: dict[str, Any]) -> str:
+    """Return this part of docs/measurements/monitoring.md."""
+    answers, database = figures["answers"], figures["database"]
     return f"""## A thousand jobs
 
-`python -m bench.scale --keep` fills a database as a week of use leaves it: {found["jobs"]:,} jobs, {found["running"]} of which run on
-{found["running"] * week.RANKS} of {found["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; so many devices are not to be had here, so a
-launcher that only says that its teams run stands in for them, and {found["running"] * week.RANKS} connections report every {_every_s(found["running"] * week.RANKS):.0f} s as workers would.
-All of it, browser included, shares the cores of one machine: {found["machine"]}. Others used it, too: before
-it began, the load average was {found["load_before"]:.1f}; it ran at nice {found["nice"]}.
+`python -m bench.scale --keep` fills a database as a week of use leaves it: {figures["jobs"]:,} jobs, {figures["running"]} of which run on
+{figures["running"] * synthetic_history.RANKS} of {figures["devices"]} devices, and {database["points"]:,} points in the three tiers. The server is real; the devices are not, so a
+launcher that only says that its teams run stands in for them, and {figures["running"] * synthetic_history.RANKS} connections report every {_every_s(figures["running"] * synthetic_history.RANKS):.0f} s as workers would.
+All of it, browser included, shares the cores of one machine: {figures["machine"]}. Others used it, too: before
+it began, the load average was {figures["load_before"]:.1f}; it ran at nice {figures["nice"]}.
 
 ### Answers
 
-Ten dashboards look for {found["seconds"]:.0f} s, five at all jobs, four at a job, one at the cluster, each asking as its page does; beside them a
-Prometheus, and somebody who asks for something large every other second. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {found["reports"]["count"]:,} reports, none of which may be
-lost ({found["reports"]["lost"]} were), {found["reports"]["p99_ms"]:.0f} ms.
+Ten dashboards look for {figures["seconds"]:.0f} s, five at all jobs, four at a job, one at the cluster, each asking as its page does; in addition a
+Prometheus, and a client that asks for something large every other second. Of {answers["all"]["count"]:,} requests p99 is **{answers["all"]["p99_ms"]:.0f} ms**; of {figures["reports"]["count"]:,} reports, none of which may be
+lost ({figures["reports"]["lost"]} were), {figures["reports"]["p99_ms"]:.0f} ms.
 
 {table(["route", "requests", "p50 [ms]", "p99 [ms]", "worst [ms]", "largest [kB]"], _answer_rows(answers))}
-{_pages(found["pages"]) if "pages" in found else ""}### What it weighs
+{_pages(figures["pages"]) if "pages" in figures else ""}### What it weighs
 
 {database["bytes"] / 1e6:,.0f} MB. By [what is kept](../monitoring.md), {_POINT_BYTES:,} bytes a point, figures alone should be {database["documented_bytes"] / 1e6:,.0f} MB.
 

@@ -15,7 +15,7 @@ WISHES = ("1", "1", "1", "2", "4", "8", "16", "a100:4", "v100:8", "3090:2", "2..
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SchedulerCase:
     """A cluster and its queue."""
 
     name: str
@@ -26,16 +26,16 @@ class Case:
 
 
 CASES = [
-    Case("a lab, 8 devices, 20 jobs", 8, 20, 0.7),
-    Case("500 devices, 1,000 jobs, nearly full", 500, 1_000, 0.97),
-    Case("5,000 devices, 10,000 jobs, nearly full", 5_000, 10_000, 0.97),
-    Case("5,000 devices, 10,000 jobs, half empty", 5_000, 10_000, 0.5),
-    Case("5,000 devices, 10,000 jobs, all free", 5_000, 10_000, 0.0),
+    SchedulerCase("a lab, 8 devices, 20 jobs", 8, 20, 0.7),
+    SchedulerCase("500 devices, 1,000 jobs, nearly full", 500, 1_000, 0.97),
+    SchedulerCase("5,000 devices, 10,000 jobs, nearly full", 5_000, 10_000, 0.97),
+    SchedulerCase("5,000 devices, 10,000 jobs, half empty", 5_000, 10_000, 0.5),
+    SchedulerCase("5,000 devices, 10,000 jobs, all free", 5_000, 10_000, 0.0),
 ]
 
 
-def state(case: Case, seed: int) -> State:
-    """Nodes of one to eight devices of one kind in racks of 16, jobs of up to 64 devices on the busy ones."""
+def state(case: SchedulerCase, seed: int) -> State:
+    """Return nodes of one to eight devices of one kind in racks of 16, with jobs of up to 64 devices on the busy ones."""
     draw = random.Random(seed)
     seats: list[Seat] = []
     while len(seats) < case.devices:
@@ -72,8 +72,8 @@ def state(case: Case, seed: int) -> State:
     return State(tuple(seats), queued, tuple(running), {user: draw.random() for user in "abcdef"})
 
 
-def measure(case: Case) -> list[str]:
-    """A row of the page."""
+def measure(case: SchedulerCase) -> list[str]:
+    """Return a row of the page."""
     times, started = [], 0
     for seed in range(REPEATS):
         given = state(case, seed)

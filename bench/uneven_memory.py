@@ -1,7 +1,7 @@
 """`python -m bench.uneven_memory`: two workers of equal speed, one with little memory (root).
 
-Memory is limited by control groups, so that who takes too much dies. The plan must keep that from happening: smaller
-micro-batches and shares where there is less room, and a higher stage where stage 0 fits nowhere.
+Memory is limited by control groups, so a rank that takes too much is killed. The plan must prevent that: smaller
+micro-batches and shares on the rank with less memory, and a higher stage if stage 0 fits on neither.
 """
 
 import json
@@ -14,22 +14,22 @@ from rich.console import Console
 
 from bench.heterogeneous.page import keep_cases, write
 from bench.heterogeneous.rounds import IDEAL, OURS, Rows
-from bench.heterogeneous.tasks import NOTHING, RanksFailedError, Task, train
+from bench.heterogeneous.tasks import NOTHING, RanksFailedError, TrainingTask, train
 from mimatrix.core.errors import UserError
 
 MIB = 1 << 20
 SPEEDS = (0.8, 0.8)
-"""Of a core: what else goes on has the rest, and does not disturb."""
+"""Of a core: other processes have the rest, and do not disturb."""
 LEAST_FRACTION = 0.85
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What is trained beside how much memory, over what the processes and their data take before."""
+class MemoryCase:
+    """A task, and the memory of each rank on top of what the processes and their data take."""
 
     name: str
-    task: Task
+    task: TrainingTask
     room_bytes: tuple[int, int]
     stages: tuple[int, ...]
     """One of which the plan should choose."""
@@ -37,14 +37,14 @@ class Case:
     """Of the ideal, which has all the memory that it wants."""
 
 
-def cases() -> list[Case]:
-    """A quarter of the memory where stage 0 fits, and so little on both that it does not."""
-    # Narrow and deep, so that a sample weighs much beside the model; then the other way round.
-    deep = Task(OURS, SPEEDS, global_batch=3840, width=256, depth=32, optimizer="adamw", batches=4)
-    wide = Task(OURS, SPEEDS, global_batch=768, width=2048, depth=8, optimizer="adamw", batches=4)
+def cases() -> list[MemoryCase]:
+    """Return two cases: a quarter of the memory on one rank, and too little memory on both for stage 0."""
+    # Narrow and deep, so that a sample takes much memory compared with the model; then the other way round.
+    deep = TrainingTask(OURS, SPEEDS, global_batch=3840, width=256, depth=32, optimizer="adamw", batches=4)
+    wide = TrainingTask(OURS, SPEEDS, global_batch=768, width=2048, depth=8, optimizer="adamw", batches=4)
     return [
-        Case("a quarter of the memory", deep, (320 * MIB, 80 * MIB), (0, 1, 2, 3)),
-        Case("stage 0 fits nowhere", wide, (560 * MIB, 480 * MIB), (1, 2, 3), least=0.0),
+        MemoryCase("a quarter of the memory", deep, (320 * MIB, 80 * MIB), (0, 1, 2, 3)),
+        MemoryCase("stage 0 fits nowhere", wide, (560 * MIB, 480 * MIB), (1, 2, 3), least=0.0),
     ]
 
 
@@ -53,13 +53,13 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
     kept: Annotated[bool, typer.Option("--keep", help="Write the figures and the page to docs/measurements.")] = False,
 ) -> None:
-    """Run each case beside its ideal; fail if a worker dies or a row is below what is promised."""
+    """Run each case and its ideal; fail if a worker dies or a row is below what is promised."""
     console = Console(stderr=True)
     rows: Rows = []
     asked = [case for case in cases() if only in case.name]
     for case in asked:
         with console.status(case.name):
-            rows.append(measured(case))
+            rows.append(measure(case))
     if kept:
         keep_cases(rows)
         write()
@@ -72,12 +72,12 @@ def main(
     sys.exit("; ".join(wrong) if wrong else 0)
 
 
-def measured(case: Case) -> dict[str, Any]:
-    """One row: the plan, what it reached, and the ideal of two workers with all the memory they want."""
+def measure(case: MemoryCase) -> dict[str, Any]:
+    """Measure one row: the plan, its throughput, and the ideal of two workers with unlimited memory."""
     base = before_bytes(case.task)
     limits = tuple(base + room for room in case.room_bytes)
     row: dict[str, Any] = {"who": OURS, "case": case.name, "room_bytes": case.room_bytes, "memory_bytes": limits}
-    turns = [_turn(case, limits, row) for _ in range(ROUNDS)]
+    turns = [_run_round(case, limits, row) for _ in range(ROUNDS)]
     died = [turn for turn in turns if turn["died"]]
     if died:
         return died[0]
@@ -86,7 +86,7 @@ def measured(case: Case) -> dict[str, Any]:
     return middle | {"fraction_spread": [fractions[0], fractions[-1]]}
 
 
-def _turn(case: Case, limits: tuple[int, ...], row: dict[str, Any]) -> dict[str, Any]:
+def _run_round(case: MemoryCase, limits: tuple[int, ...], row: dict[str, Any]) -> dict[str, Any]:
     ideal = sum(record.rate for record in train(replace(case.task, who=IDEAL)))
     try:
         records = train(replace(case.task, memory_bytes=limits))
@@ -110,14 +110,14 @@ def _turn(case: Case, limits: tuple[int, ...], row: dict[str, Any]) -> dict[str,
     }
 
 
-def before_bytes(task: Task) -> int:
-    """What a rank takes before it has a model: Python, torch, and its rows."""
+def before_bytes(task: TrainingTask) -> int:
+    """Measure what a rank takes before it has a model: Python, torch, and its rows."""
     records = train(replace(task, who=NOTHING))
     return max(record.peak_bytes for record in records)
 
 
-def problem_of(case: Case, row: dict[str, Any]) -> str:
-    """What is below the promise, in a few words; empty if nothing is."""
+def problem_of(case: MemoryCase, row: dict[str, Any]) -> str:
+    """Describe in a few words what is below the promise; empty if nothing is."""
     if row["died"]:
         return f"{case.name}: {row['died']}"
     if row["stage"] not in case.stages:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mimatrix.cluster import Fabric, load_cluster
-from mimatrix.collectives import Collective, Wishes
+from mimatrix.collectives import Collective, FitOptions
 from mimatrix.core import environment
 from mimatrix.netsim import Costs, simulate
 
@@ -89,7 +89,7 @@ def test_the_example_of_a_cluster_can_be_simulated(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.DOTALL)
     (tmp_path / "example.toml").write_text(block)
     fabric = Fabric(load_cluster(str(tmp_path / "example.toml")))
-    found, _ = simulate("gdraa", fabric, Collective.ALL_REDUCE, 1 << 20, Wishes(), Costs())
+    found, _ = simulate("gdraa", fabric, Collective.ALL_REDUCE, 1 << 20, FitOptions(), Costs())
     assert found.ranks == 4
 
 

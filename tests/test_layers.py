@@ -83,7 +83,7 @@ def _objections(path: str, text: str) -> Iterator[str]:
 
 
 def _package_of(path: str) -> str:
-    """`cluster` for `mimatrix/cluster/picture/scene.py`; nothing for the files that make up `mimatrix` itself."""
+    """`cluster` for `mimatrix/cluster/layout/scene.py`; nothing for the files that make up `mimatrix` itself."""
     parts = Path(path).with_suffix("").parts[1:]
     return "" if parts in (("__init__",), ("__main__",)) else parts[0]
 
@@ -328,7 +328,7 @@ SABOTAGE = [
     ("cluster/x.py", "import mimatrix.collectives.ring as r", "cluster stands right of collectives"),
     ("cluster/x.py", "from mimatrix import core, netsim", "cluster stands right of netsim"),
     ("cluster/x.py", "from .. import netsim", "cluster stands right of netsim"),
-    ("cluster/picture/x.py", "from ...netsim.traffic import Traffic", "cluster stands right of netsim"),
+    ("cluster/layout/x.py", "from ...netsim.traffic import Traffic", "cluster stands right of netsim"),
     ("cluster/x.py", "def f():\n    from mimatrix.netsim import run", "cluster stands right of netsim"),
     ("cluster/x.py", "class A:\n    def f(self):\n        import mimatrix.api", "cluster stands right of api"),
     ("cluster/x.py", "if TYPE_CHECKING:\n    from mimatrix.netsim import Costs", "cluster stands right of netsim"),
@@ -397,7 +397,7 @@ def test_sabotage_of_a_real_file_names_the_line() -> None:
 
 ALLOWED = [
     ("core/x.py", "import os\nfrom mimatrix.core.errors import UserError\nfrom .units import parse_rate"),
-    ("cluster/picture/x.py", "from mimatrix.core import errors\nfrom ..model import Link\nfrom . import scene"),
+    ("cluster/layout/x.py", "from mimatrix.core import errors\nfrom ..model import Link\nfrom . import scene"),
     ("api/x.py", "from mimatrix import core, planner\nimport mimatrix.netsim"),
     ("netsim/x.py", "import torchless\nfrom mimatrix import __version__\nx = load('torch')"),
     ("comm/x.py", "import torch\nfrom mimatrix.collectives import Move"),

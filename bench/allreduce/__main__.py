@@ -1,6 +1,6 @@
 """Make docs/measurements/allreduce.md: `python -m bench.allreduce [same_host] [ddp] [lab] [lab:WORD] [shares] [shares:WORD] [two_level] [page]`.
 
-Without a word all is measured. Every part keeps its figures beside the page, so that one of them can be measured anew
+Without a word all parts are measured. Every part stores its figures next to the page, so that it can be measured again
 alone. The parts with a GPU are measured on another machine: `python -m bench.allreduce.gpu docs/measurements/allreduce/gpu.json`,
 `python -m bench.allreduce.gpu_hosts docs/measurements/allreduce/gpu_hosts.json`, `python -m bench.allreduce.gpu_ranks docs/measurements/allreduce`.
 """
@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from bench.allreduce import lab, pictures, same_host, shares, two_level
-from bench.allreduce.common import Rows, figure_path, kept, pick
+from bench.allreduce.common import Rows, figure_path, load_figures, pick
 from bench.allreduce.gpu_hosts import CONTROL
 from bench.markdown import machine, table, write_page
-from mimatrix.cluster import Fabric, named
+from mimatrix.cluster import Fabric, topology_from_name
 from mimatrix.collectives import Collective, fit
 from mimatrix.core.units import format_bytes, format_rate, format_seconds
 from mimatrix.netsim import lower_bound_seconds
@@ -32,14 +32,27 @@ AGAIN = {"ddp": same_host.measure_ddp, "page": lambda: None}
 
 
 def main() -> None:
-    """Measure what is asked for, then write the page from all that is kept."""
+    """Measure the given parts, then write the page from all stored figures."""
     for name in sys.argv[1:] or PARTS:
         part, _, word = name.partition(":")
         SOME[part](word) if word else (PARTS | AGAIN)[part]()
-    sections = [_same_host(kept("same_host")), _backend(kept("same_host"), kept("ddp")), _gpu(kept("gpu"))]
-    sections += [_lab(kept("lab")), kept("remarks") or "", _links(kept("links")), _shares(kept("shares"))]
-    sections += [_gpu_hosts(kept("gpu_hosts")), _gpu_ranks(kept("gpu_ranks")), _gpu_kills(kept("gpu_kills"))]
-    sections += [_two_level(kept("two_level"))]
+    sections = [
+        _same_host(load_figures("same_host")),
+        _backend(load_figures("same_host"), load_figures("ddp")),
+        _gpu(load_figures("gpu")),
+    ]
+    sections += [
+        _lab(load_figures("lab")),
+        load_figures("remarks") or "",
+        _links(load_figures("links")),
+        _shares(load_figures("shares")),
+    ]
+    sections += [
+        _gpu_hosts(load_figures("gpu_hosts")),
+        _gpu_ranks(load_figures("gpu_ranks")),
+        _gpu_kills(load_figures("gpu_kills")),
+    ]
+    sections += [_two_level(load_figures("two_level"))]
     write_page(
         "allreduce.md",
         f"""# All-reduce on real links
@@ -115,7 +128,7 @@ each: a step takes {format_seconds(ours)}, with Gloo {format_seconds(gloo_s)} (m
 
 DDP's buckets lie in ordinary memory, but come again in every step: they are moved into shared memory once, and peers sum straight out of them
 ([decision 16](../decisions/0016-buckets-are-read-where-they-lie.md)). With one core for each rank they are summed in the backward pass itself, since nothing can
-run beside it; with more cores on a thread of their own, as Gloo does it: then both hide most of it, and there is less to gain.
+run next to it; with more cores on a thread of their own, as Gloo does it: then both hide most of it, and there is less to gain.
 
 """
 
@@ -291,8 +304,8 @@ windows (NIXL) are not counted: over plain TCP a read is emulated by messages, w
 
 
 def _least_s(network: str, size: int) -> float:
-    """What no all-reduce can beat on these links."""
-    fabric = Fabric(named(network))
+    """Return the lower bound of any all-reduce on these links."""
+    fabric = Fabric(topology_from_name(network))
     schedule = fit("gdraa", fabric, Collective.ALL_REDUCE).schedule
     return lower_bound_seconds(schedule, fabric, None, size)
 

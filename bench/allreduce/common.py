@@ -1,4 +1,4 @@
-"""What the parts share: where figures are kept, how the command is run."""
+"""What the parts share: where figures are stored, how the command is run."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 
 
 def command(*words: str, timeout_s: float = 900) -> str:
-    """What `mimatrix WORDS` prints on standard output."""
+    """Run `mimatrix WORDS` and return its standard output."""
     done = subprocess.run([*MIMATRIX, *words], capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise SystemExit(f"mimatrix {' '.join(words)}: {done.stderr[-2000:]}")
@@ -22,23 +22,23 @@ def command(*words: str, timeout_s: float = 900) -> str:
 
 
 def keep(name: str, value: object) -> None:
-    """Figures of one part, for the page."""
+    """Store the figures of one part, for the page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
 
 
-def kept(name: str) -> Any:
-    """What a part has kept, or None."""
+def load_figures(name: str) -> Any:
+    """Return the stored figures of a part, or None."""
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def figure_path(name: str) -> Path:
-    """Where a picture goes."""
+    """Return the path of a picture."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     return FOLDER / name
 
 
 def pick(rows: Rows, **wanted: object) -> dict[str, Any] | None:
-    """The row with these values."""
+    """Return the row with these values, or None."""
     return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def rank_alone() -> None:
-    """One rank: the same step with each backend in turn."""
+    """Train as one rank: the same step with each backend in turn."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -1,4 +1,4 @@
-"""All-reduce among processes that hold unlike parts of one GPU under CUDA MPS, side by side with Gloo.
+"""All-reduce among processes that hold unequal parts of one GPU under CUDA MPS, side by side with Gloo.
 
 `python -m bench.allreduce.gpu OUT.json` on a machine with an NVIDIA GPU: starts its own MPS, 60/25/10 % of the GPU.
 """
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def rank_alone(out: str) -> None:
-    """One rank."""
+    """Measure as one rank."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def rank_alone(out: str) -> None:
 
 
 def check(run: Callable[[Any], object], tensor: Any, rank: int) -> int:
-    """Elements that differ from the plain sum."""
+    """Count the elements that differ from the plain sum."""
     import torch
 
     pattern = torch.arange(tensor.numel(), device="cuda") % 13

@@ -37,7 +37,7 @@ def main() -> None:
     sys.exit(ending.code)
 
 
-class Measurements:
+class TurnTimes:
     """What one rank measures, all ways in turn; a turn counts as long as its slowest rank took."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def rank_alone(out: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("mimatrix")
     nccl, again = dist.new_group(backend="nccl"), dist.new_group(backend="nccl")
-    measurements = Measurements()
+    measurements = TurnTimes()
     wrong = measure_collectives(measurements, nccl)
     ddp = measure_training(measurements, (nccl, again), "DDP", with_ddp)
     fsdp = measure_training(measurements, (nccl, again), "FSDP2", with_fsdp)
@@ -109,7 +109,7 @@ def rank_alone(out: str) -> None:
     dist.destroy_process_group()
 
 
-def measure_collectives(measurements: Measurements, nccl: Any) -> int:
+def measure_collectives(measurements: TurnTimes, nccl: Any) -> int:
     """Compare all-reduces, and reduce-scatters and all-gathers with shares; return how many elements were wrong."""
     import torch
     import torch.distributed as dist
@@ -194,7 +194,7 @@ def count_wrong(group: Any, shares: Any) -> int:
     return int(sum(group.cpu_backend.max_over_ranks([float(wrong)])))
 
 
-def measure_training(measurements: Measurements, nccl: tuple[Any, Any], name: str, wrap: Callable[..., Any]) -> float:
+def measure_training(measurements: TurnTimes, nccl: tuple[Any, Any], name: str, wrap: Callable[..., Any]) -> float:
     """Compare steps of one model over our backend and over NCCL's; return how far the parameters are apart.
 
     NCCL is measured on two communicators, which shows how far two measurements of the same are apart.
@@ -202,7 +202,7 @@ def measure_training(measurements: Measurements, nccl: tuple[Any, Any], name: st
     import torch
     from torch import nn
 
-    def trained(process_group: Any) -> tuple[Any, Call]:
+    def build_step(process_group: Any) -> tuple[Any, Call]:
         torch.manual_seed(3)
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
         model = wrap(layers, process_group)
@@ -216,7 +216,11 @@ def measure_training(measurements: Measurements, nccl: tuple[Any, Any], name: st
 
         return model, step
 
-    (ours, our_step), (theirs, their_step), (_, control_step) = trained(None), trained(nccl[0]), trained(nccl[1])
+    (ours, our_step), (theirs, their_step), (_, control_step) = (
+        build_step(None),
+        build_step(nccl[0]),
+        build_step(nccl[1]),
+    )
     steps = {"NCCL": their_step, "mimatrix": our_step, CONTROL: control_step}
     measurements.compare(f"{name} step", steps, STEPS)
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)

@@ -88,14 +88,14 @@ def run_case(daemon: dict[str, str], name: str) -> dict[str, Any]:
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how far ranks are apart at the most, and of rank 0 what carried what."""
     first = reports[0]
-    kept: dict[str, Any] = {
+    figures: dict[str, Any] = {
         key: first[key] for key in ("counters", "transports", "profile", "warnings") if key in first
     }
     if isinstance(first.get("apart"), dict):
-        kept["apart"] = {name: max(report["apart"][name] for report in reports) for name in first["apart"]}
+        figures["apart"] = {name: max(report["apart"][name] for report in reports) for name in first["apart"]}
     if "batches" in first:
-        kept["chosen"] = [{key: report[key] for key in ("stage", "batches", "steps")} for report in reports]
-    return kept
+        figures["chosen"] = [{key: report[key] for key in ("stage", "batches", "steps")} for report in reports]
+    return figures
 
 
 def kill(daemon: dict[str, str], way: str) -> dict[str, Any]:

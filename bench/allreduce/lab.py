@@ -1,4 +1,4 @@
-"""Part 4: emulated networks, the simulator's prediction beside each figure, and HDRM's bytes on each link."""
+"""Part 4: emulated networks, the simulator's prediction next to each figure, and HDRM's bytes on each link."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bench.allreduce.common import Rows, command, keep, kept
+from bench.allreduce.common import Rows, command, keep, load_figures
 
 MIB = 1 << 20
 NAME = "bench"
@@ -30,7 +30,7 @@ REPEATS = 10
 
 @contextmanager
 def lab(cluster: str, name: str = NAME) -> Iterator[None]:
-    """A lab that is gone afterwards."""
+    """Run a lab, and remove it afterwards."""
     command("lab", "up", cluster, "--name", name)
     try:
         yield
@@ -39,15 +39,15 @@ def lab(cluster: str, name: str = NAME) -> Iterator[None]:
 
 
 def measure(only: str = "") -> None:
-    """All networks, and HDRM's bytes; or those whose description has a word. Keeps `lab.json` and `links.json`."""
+    """Measure all networks and HDRM's bytes, or the networks whose description has a word. Writes `lab.json`, `links.json`."""
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
-    found = kept("lab") if only else {}
+    figures = load_figures("lab") if only else {}
     for cluster, (sizes, plans) in NETWORKS.items():
         if only in cluster:
             print(f"lab: {cluster}", flush=True)
             with lab(cluster):
-                found[cluster] = _rows(sizes, plans)
-    keep("lab", found)
+                figures[cluster] = _rows(sizes, plans)
+    keep("lab", figures)
     if not only:
         keep("links", _links())
         keep("remarks", "")
@@ -59,7 +59,7 @@ def _rows(sizes: str, plans: str) -> Rows:
 
 
 def bench_rows(name: str, *words: str) -> Rows:
-    """What `mimatrix bench WORDS` measures among the ranks of a lab."""
+    """Return what `mimatrix bench WORDS` measures among the ranks of a lab."""
     inside = [sys.executable, "-m", "mimatrix.cli.main", "bench", *words, "--json"]
     said = command("lab", "run", "--name", name, "--", *inside, timeout_s=1200)
     text = "".join(line.split("] ", 1)[1] + "\n" for line in said.splitlines() if line.startswith("[0 "))
@@ -68,47 +68,47 @@ def bench_rows(name: str, *words: str) -> Rows:
 
 
 def _links() -> dict[str, Any]:
-    """Bytes that HDRM sends over each link between switches, beside the simulator's."""
+    """Return the bytes that HDRM sends over each link between switches: simulated, and measured."""
     cluster, size = "bigraph:2x2,rate=200Mbit", 8 * MIB
     with lab(cluster):
-        before = _carried()
+        before = _link_bytes()
         inside = [sys.executable, "-m", "bench.allreduce.repeat", "send_recv hdrm", str(size), str(REPEATS)]
         command("lab", "run", "--name", NAME, "--", *inside, timeout_s=300)
-        after = _carried()
+        after = _link_bytes()
     measured = {name: (after[name] - before[name]) / REPEATS for name in after}
-    trunks = {name: count for name, count in _predicted(cluster, size).items() if name.count("er") == 2}
+    trunks = {name: count for name, count in _predict(cluster, size).items() if name.count("er") == 2}
     return {"bytes": size, "links": {name: [count, measured[name]] for name, count in trunks.items()}}
 
 
-def _carried() -> dict[str, int]:
+def _link_bytes() -> dict[str, int]:
     from mimatrix.lab import link_bytes, recall
 
     return dict(link_bytes(recall(NAME)))
 
 
-def _predicted(cluster: str, size: int) -> dict[str, float]:
-    from mimatrix.cluster import Fabric, named
+def _predict(cluster: str, size: int) -> dict[str, float]:
+    from mimatrix.cluster import Fabric, topology_from_name
     from mimatrix.collectives import Collective, fit
     from mimatrix.netsim import replay
 
-    fabric = Fabric(named(cluster))
+    fabric = Fabric(topology_from_name(cluster))
     fitted = fit("hdrm", fabric, Collective.ALL_REDUCE)
     timeline = replay(fitted.schedule, fabric.cluster, fitted.placement, size, routes=fitted.routes)
     names = [channel.name for channel in fabric.channels]
     return dict(zip(names, (float(count) for count in timeline.channel_bytes), strict=True))
 
 
-def errors(found: dict[str, Rows]) -> list[tuple[str, str, int, float, float]]:
-    """(network, plan, bytes, predicted, measured) of every plan that was predicted."""
+def errors(figures: dict[str, Rows]) -> list[tuple[str, str, int, float, float]]:
+    """Return (network, plan, bytes, predicted, measured) of every plan that was predicted."""
     return [
         (cluster, row["who"], row["bytes"], row["predicted_s"], row["median_s"])
-        for cluster, rows in found.items()
+        for cluster, rows in figures.items()
         for row in rows
         if row["predicted_s"] and row["who"].startswith("send_recv")
     ]
 
 
-def summary(found: dict[str, Rows]) -> tuple[int, float, float]:
-    """How many combinations, and by how much predictions are off: median and worst."""
-    off = [abs(measured / predicted - 1) for *_, predicted, measured in errors(found)]
+def summary(figures: dict[str, Rows]) -> tuple[int, float, float]:
+    """Return the number of combinations, and the median and worst error of the predictions."""
+    off = [abs(measured / predicted - 1) for *_, predicted, measured in errors(figures)]
     return len(off), statistics.median(off), max(off)

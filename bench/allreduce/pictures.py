@@ -10,7 +10,7 @@ COLOURS = {"gloo": "#d8743b", "mpi": "#8a8a8a", "mimatrix": "#7fb2f0", "mimatrix
 
 
 def bus_bandwidth(rows: Rows) -> Figure:
-    """Bus bandwidth against size on one host, for every collective and world."""
+    """Draw bus bandwidth against size on one host, for every collective and world."""
     runs = list(dict.fromkeys((row["collective"], row["world"]) for row in rows))
     figure = Figure(figsize=(3.6 * len(runs), 3.6), layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True)
@@ -30,7 +30,7 @@ def bus_bandwidth(rows: Rows) -> Figure:
 
 
 def predictions(points: list[tuple[str, str, int, float, float]]) -> Figure:
-    """Measured against predicted, each network in its own colour."""
+    """Draw measured against predicted times, each network in its own colour."""
     figure = Figure(figsize=(5.4, 4.6), layout="constrained")
     axes = figure.subplots()
     for network in dict.fromkeys(point[0] for point in points):
@@ -52,11 +52,11 @@ def predictions(points: list[tuple[str, str, int, float, float]]) -> Figure:
     return figure
 
 
-def lab_bars(found: dict[str, Rows]) -> Figure:
-    """Times of all competitors at the largest size of each network."""
-    figure = Figure(figsize=(12, 1.4 + 0.24 * max(len(rows) for rows in found.values())), layout="constrained")
-    panels = figure.subplots(1, len(found))
-    for panel, (network, rows) in zip(panels, found.items(), strict=True):
+def lab_bars(figures: dict[str, Rows]) -> Figure:
+    """Draw the times of all competitors at the largest size of each network."""
+    figure = Figure(figsize=(12, 1.4 + 0.24 * max(len(rows) for rows in figures.values())), layout="constrained")
+    panels = figure.subplots(1, len(figures))
+    for panel, (network, rows) in zip(panels, figures.items(), strict=True):
         largest = max(row["bytes"] for row in rows)
         shown = [row for row in rows if row["bytes"] == largest and row["who"] != "mimatrix arena"]
         colours = [COLOURS.get(row["who"], "#b9d4f5") for row in shown]

@@ -10,7 +10,7 @@ from mimatrix.comm.tuning.choice import AlgorithmChoice
 
 
 def main() -> None:
-    """Run it, and nothing else that would count on the links."""
+    """Run the algorithm, and nothing else that would count on the links."""
     choice, size, times = AlgorithmChoice.parse(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("mimatrix")
     world: Any = dist.group.WORLD

@@ -19,7 +19,7 @@ DDP_PAIRS = 7
 
 
 def measure() -> None:
-    """Keeps `same_host.json` and `ddp.json`."""
+    """Measure the collectives and DDP. Writes `same_host.json` and `ddp.json`."""
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()
     rows: Rows = []
     for collective, world, sizes in RUNS:
@@ -31,7 +31,7 @@ def measure() -> None:
 
 
 def measure_ddp() -> None:
-    """In several pairs of processes: how memory falls to them makes more difference than the turns of one pair."""
+    """Measure DDP in several pairs of processes: the layout of their memory matters more than the turns of one pair."""
     found = []
     for number in range(DDP_PAIRS):
         print(f"DDP, pair {number + 1} of {DDP_PAIRS}", flush=True)

@@ -1,10 +1,10 @@
-"""Part 6: uneven shards in the lab at three rates, every candidate of the tuner beside what it chose."""
+"""Part 6: uneven shards in the lab at three rates, every candidate of the tuner next to what it chose."""
 
 import os
 import tempfile
 from typing import Any
 
-from bench.allreduce.common import Rows, keep, kept
+from bench.allreduce.common import Rows, keep, load_figures
 from bench.allreduce.lab import bench_rows, lab
 
 NAME = "shares"
@@ -17,13 +17,13 @@ LEAST_RATIO = 0.97
 
 
 def measure(only: str = "") -> None:
-    """All networks, or those whose description has a word; each time the tuner starts without a cache. Keeps `shares.json`."""
-    found: dict[str, Rows] = (only and kept("shares")) or {}
+    """Measure all networks, or those whose description has a word, each with an empty tuner cache. Writes `shares.json`."""
+    figures: dict[str, Rows] = (only and load_figures("shares")) or {}
     for cluster in NETWORKS:
         if only in cluster:
             with lab(cluster, NAME):
-                found[cluster] = [row for collective in COLLECTIVES for row in _measure_fresh(cluster, collective)]
-            keep("shares", found)
+                figures[cluster] = [row for collective in COLLECTIVES for row in _measure_fresh(cluster, collective)]
+            keep("shares", figures)
 
 
 def _measure_fresh(cluster: str, collective: str) -> Rows:
@@ -34,18 +34,18 @@ def _measure_fresh(cluster: str, collective: str) -> Rows:
 
 
 def candidates_of(rows: Rows) -> Rows:
-    """The rows of one collective without those for which the tuner chooses."""
+    """Return the rows of one collective without those for which the tuner chooses."""
     return [row for row in rows if not row["who"].startswith(AUTO)]
 
 
 def ratio(rows: Rows) -> float:
-    """The best candidate's time over that of what the tuner chose, of one collective."""
+    """Return the best candidate's time over that of what the tuner chose, of one collective."""
     (auto,) = (row for row in rows if row["who"] == AUTO)
     best_s: float = min(row["median_s"] for row in candidates_of(rows))
     return best_s / float(auto["median_s"])
 
 
 def by_collective(rows: Rows) -> dict[str, Rows]:
-    """The rows of each collective."""
+    """Return the rows of each collective."""
     names: list[Any] = [row["collective"] for row in rows]
     return {name: [row for row in rows if row["collective"] == name] for name in dict.fromkeys(names)}

@@ -1,4 +1,4 @@
-"""Part 10: hosts with several ranks in the lab: windows inside and messages between, beside every flat way."""
+"""Part 10: hosts with several ranks in the lab: windows inside and messages between, next to every flat algorithm."""
 
 import os
 import sys
@@ -22,12 +22,12 @@ COUNTED_BYTES, REPEATS = 16 * MIB, 5
 
 
 def measure() -> None:
-    """All networks; the tuner starts without a cache. Keeps `two_level.json`."""
-    found: dict[str, Any] = {}
+    """Measure all networks with an empty tuner cache. Writes `two_level.json`."""
+    figures: dict[str, Any] = {}
     for cluster, (sizes, parts) in NETWORKS.items():
         with lab(cluster, NAME):
-            found[cluster] = {"rows": _sums(sizes) + _shards(parts), "bytes": _bytes_between(cluster)}
-        keep("two_level", found)
+            figures[cluster] = {"rows": _sums(sizes) + _shards(parts), "bytes": _bytes_between(cluster)}
+        keep("two_level", figures)
 
 
 def _sums(sizes: str) -> Rows:
@@ -48,7 +48,7 @@ def _measure_fresh(*words: str) -> Rows:
 
 
 def _bytes_between(cluster: str) -> dict[str, list[float]]:
-    """Bytes that one all-reduce sends from the busiest host, by way: simulated, and by the interfaces' counters."""
+    """Return the bytes that one all-reduce sends from the busiest host, by algorithm: simulated, and counted."""
     return {way: [_simulated_bytes(cluster, way, COUNTED_BYTES), _counted_bytes(way, COUNTED_BYTES)] for way in COUNTED}
 
 
@@ -61,19 +61,19 @@ def _counted_bytes(way: str, size: int) -> float:
 
 
 def _sent() -> dict[str, int]:
-    """What each host has sent."""
+    """Return what each host has sent."""
     from mimatrix.lab import link_bytes, recall
 
     return {name: count for name, count in link_bytes(recall(NAME)).items() if name.startswith("n")}
 
 
 def _simulated_bytes(cluster: str, way: str, size: int) -> float:
-    from mimatrix.cluster import Fabric, named
-    from mimatrix.collectives import Collective, Wishes, fit
+    from mimatrix.cluster import Fabric, topology_from_name
+    from mimatrix.collectives import Collective, FitOptions, fit
 
-    fabric = Fabric(named(cluster))
+    fabric = Fabric(topology_from_name(cluster))
     algorithm, _, segments = way.split()[1].partition("/")
-    schedule = fit(algorithm, fabric, Collective.ALL_REDUCE, Wishes(segments=int(segments or 1))).schedule
+    schedule = fit(algorithm, fabric, Collective.ALL_REDUCE, FitOptions(segments=int(segments or 1))).schedule
     devices = len(fabric.exits) // len(fabric.cluster.nodes)
     ends, sent = schedule.shares.ends(), [0.0] * len(fabric.cluster.nodes)
     for move in (move for moves in schedule.rounds for move in moves):
@@ -83,12 +83,12 @@ def _simulated_bytes(cluster: str, way: str, size: int) -> float:
 
 
 def best(rows: Rows, prefix: str) -> dict[str, Any]:
-    """The fastest row of a way, for rows of one collective and size."""
+    """Return the fastest row of an algorithm, for rows of one collective and size."""
     return min((row for row in rows if row["who"].startswith(prefix)), key=lambda row: float(row["median_s"]))
 
 
 def factors(rows: Rows) -> list[tuple[str, float, float | None]]:
-    """How many times as long as the best mixed way each flat one takes: its name, measured, and simulated."""
+    """Return the name of each flat algorithm, with its time over the best mixed one: measured, and simulated."""
     ours = best(rows, OURS)
     predicted = [row["predicted_s"] for row in rows if row["who"].startswith(OURS) and row["predicted_s"]]
     flat = [row for row in rows if not row["who"].startswith((OURS, AUTO))]
@@ -103,7 +103,7 @@ def factors(rows: Rows) -> list[tuple[str, float, float | None]]:
 
 
 def auto_ratio(rows: Rows) -> float:
-    """The fastest row's time over that of what the tuner chose, for rows of one collective and size."""
+    """Return the fastest row's time over that of what the tuner chose, for rows of one collective and size."""
     auto = pick(rows, who=AUTO)
     assert auto
     return float(min(row["median_s"] for row in rows) / auto["median_s"])

@@ -1,6 +1,6 @@
 """Make docs/measurements/engine.md: `python -m bench.engine [speed] [memory] [losses]`, all of them without a word.
 
-Figures are kept beside the page, so that one part can be measured anew alone. The part with the GPU is measured on another
+Figures are stored next to the page, so that one part can be measured again alone. The part with the GPU is measured on another
 machine by `python -m bench.engine.gpu docs/measurements/engine/gpu.json`, and exactness there by tests/engine/test_engine_gpu.py.
 """
 
@@ -27,16 +27,16 @@ PEERS = {"stage 0": "DDP, Gloo", "stage 3": "FSDP2, Gloo"}
 
 
 def main() -> None:
-    """Measure what is asked for, then write the page from all that is kept."""
+    """Measure the given parts, then write the page from all stored figures."""
     parts = {"speed": speed, "memory": memory, "losses": losses}
     for name in sys.argv[1:] or parts:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / f"{name}.json").write_text(json.dumps(parts[name](), indent=1) + "\n")
     sections = [
-        _losses(_kept("losses")),
-        _memory(_kept("memory")),
-        _speed(_kept("speed")),
-        _gpu(_kept("gpu")),
+        _losses(_load("losses")),
+        _memory(_load("memory")),
+        _speed(_load("speed")),
+        _gpu(_load("gpu")),
         CHECKPOINTS,
     ]
     write_page(
@@ -57,25 +57,25 @@ transformer with tied weights, padded tokens and clipping.
 
 
 def speed() -> Any:
-    """Steps side by side."""
+    """Measure steps side by side."""
     done = _done([sys.executable, "-m", "bench.engine.speed"])
     return json.loads(done.splitlines()[-1])
 
 
 def memory() -> Any:
-    """What ranks measured of themselves, by stage."""
+    """Measure the memory of ranks, by stage."""
     script = str(ROOT / "tests" / "engine" / "scripts" / "memory.py")
-    found = {}
+    figures = {}
     for stage in range(4):
         words = [*RUN, "-n", str(len(SHARES)), script, str(stage), ",".join(map(str, SHARES)), "0"]
         said = _done(words, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
         ranks = [json.loads(line.partition("] ")[2]) for line in said.splitlines() if "{" in line]
-        found[str(stage)] = sorted(ranks, key=lambda each: int(each["rank"]))
-    return found
+        figures[str(stage)] = sorted(ranks, key=lambda each: int(each["rank"]))
+    return figures
 
 
 def losses() -> Any:
-    """The same script in three ways, by stage: the largest difference between their losses."""
+    """Train the same script in three ways, by stage: the largest difference between their losses."""
     script, torchrun = (
         str(ROOT / "examples" / "train.py"),
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -94,7 +94,7 @@ def losses() -> Any:
         ],
         "torchrun, 2 ranks": [sys.executable, *torchrun, script],
     }
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for stage in range(4):
             curves = {}
@@ -103,11 +103,11 @@ def losses() -> Any:
                 _done([*words, "--stage", str(stage), "--losses", str(file)])
                 curves[name] = json.loads(file.read_text())
             alone = curves.pop("alone")
-            found[str(stage)] = {
+            figures[str(stage)] = {
                 name: max(abs(one - other) for one, other in zip(alone, curve, strict=True))
                 for name, curve in curves.items()
             }
-    return found
+    return figures
 
 
 def _done(words: list[str], **variables: str) -> str:
@@ -117,14 +117,14 @@ def _done(words: list[str], **variables: str) -> str:
     return done.stdout
 
 
-def _kept(name: str) -> Any:
+def _load(name: str) -> Any:
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _losses(found: Any) -> str:
-    body = [[f"stage {stage}", *(f"{apart:.1e}" for apart in ways.values())] for stage, ways in found.items()]
-    headings = ["", *next(iter(found.values()))]
+def _losses(figures: Any) -> str:
+    body = [[f"stage {stage}", *(f"{apart:.1e}" for apart in ways.values())] for stage, ways in figures.items()]
+    headings = ["", *next(iter(figures.values()))]
     return f"""## 2. The same script, the same losses
 
 `examples/train.py` (64 steps, AdamW, float64; batches 32, 20, 12 on the three ranks of unlike speed): the largest difference of a loss
@@ -134,11 +134,11 @@ from that of the script alone in one process.
 """
 
 
-def _memory(found: Any) -> str:
+def _memory(figures: Any) -> str:
     body = []
-    for stage, ranks in found.items():
+    for stage, ranks in figures.items():
         for share, each in zip(SHARES, ranks, strict=True):
-            kept = _wanted(int(stage), share, each["model"])
+            kept = _expected_bytes(int(stage), share, each["model"])
             over = (each["peak"] - kept) / 1e6
             body.append(
                 [f"stage {stage}, share {share}", f"{kept / 1e6:.0f}", f"{each['peak'] / 1e6:.0f}", f"{over:.0f}"]
@@ -156,12 +156,12 @@ that each rank may have (stage 0 fails there).
 """
 
 
-def _wanted(stage: int, share: float, model: int) -> float:
-    """Parameters, gradients and Adam's two moments, each cut from its stage on."""
+def _expected_bytes(stage: int, share: float, model: int) -> float:
+    """Return the expected bytes of parameters, gradients and Adam's two moments, each cut from its stage on."""
     return model * ((share if stage == 3 else 1) + (share if stage >= 2 else 1) + 2 * (share if stage >= 1 else 1))
 
 
-def _speed(found: Any) -> str:
+def _speed(figures: Any) -> str:
     text = """## 4. Speed
 
 Two equal ranks on two cores, a step of each in turns in the same processes, 100 steps; medians and quartiles in ms. *Communication*:
@@ -169,7 +169,7 @@ Two equal ranks on two cores, a step of each in turns in the same processes, 100
 include its loader, the others' do not. Three runs of the command gave stage 0 1.81, 1.71 and 1.86 times DDP's speed (the last one is shown).
 
 """
-    for name, ways in found.items():
+    for name, ways in figures.items():
         body = []
         for way, quarters in ways.items():
             peer = PEERS.get(way)
@@ -179,17 +179,17 @@ include its loader, the others' do not. Three runs of the command gave stage 0 1
     return text
 
 
-def _gpu(found: Any) -> str:
-    if not found:
+def _gpu(figures: Any) -> str:
+    if not figures:
         return ""
     body = []
     for name in ("ResNet-50", "GPT, 124M"):
-        plain, engine = found[name]["plain"], found[name]["engine"]
+        plain, engine = figures[name]["plain"], figures[name]["engine"]
         spread = f"{1e3 * engine[0]:.2f} to {1e3 * engine[2]:.2f}"
         body.append([name, f"{1e3 * plain[1]:.2f}", f"{1e3 * engine[1]:.2f}", spread, f"{engine[1] / plain[1]:.4f}"])
     return f"""## 5. One GPU
 
-{found["gpu"]}, torch {found["torch"]}, one process, bf16, fused AdamW, turns of ten steps; ms for each step. ResNet-50 with 128 pictures of
+{figures["gpu"]}, torch {figures["torch"]}, one process, bf16, fused AdamW, turns of ten steps; ms for each step. ResNet-50 with 128 pictures of
 224 x 224, GPT-2's smallest size with 8 sequences of 1024 tokens.
 
 {table(["", "plain loop", "engine", "quartiles", "ratio"], body)}

@@ -1,4 +1,4 @@
-"""One process on one GPU: the engine beside a plain loop, ResNet-50 and a GPT of 124 million parameters in bf16.
+"""One process on one GPU: the engine next to a plain loop, ResNet-50 and a GPT of 124 million parameters in bf16.
 
 `python -m bench.engine.gpu OUT.json` on a machine with an NVIDIA GPU, torchvision and transformers.
 """
@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def resnet() -> tuple[nn.Module, Any, Loss]:
-    """ResNet-50 with 128 pictures."""
+    """Return ResNet-50 with 128 pictures."""
     from torchvision.models import resnet50
 
     made: nn.Module = resnet50(weights=None)
@@ -30,7 +30,7 @@ def resnet() -> tuple[nn.Module, Any, Loss]:
 
 
 def gpt() -> tuple[nn.Module, Any, Loss]:
-    """GPT-2 in its smallest size, 8 sequences of 1024."""
+    """Return GPT-2 in its smallest size, with 8 sequences of 1024."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     made: nn.Module = GPT2LMHeadModel(GPT2Config())
@@ -44,7 +44,7 @@ def gpt() -> tuple[nn.Module, Any, Loss]:
 
 
 def plain(made: Callable[[], tuple[nn.Module, Any, Loss]]) -> Iterator[None]:
-    """What one would write by hand."""
+    """Return the step that a user would write by hand."""
     model, batch, loss = made()
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -58,7 +58,7 @@ def plain(made: Callable[[], tuple[nn.Module, Any, Loss]]) -> Iterator[None]:
 
 
 def ours(made: Callable[[], tuple[nn.Module, Any, Loss]]) -> Iterator[None]:
-    """The same through the engine."""
+    """Return the same step through the engine."""
     model, batch, loss = made()
     size = len(batch[0]) if isinstance(batch, tuple) else len(batch)
     run = mimatrix.init(global_batch=size, precision="bf16", quiet=True)
@@ -79,7 +79,7 @@ def ours(made: Callable[[], tuple[nn.Module, Any, Loss]]) -> Iterator[None]:
 
 
 def main(out: Path) -> None:
-    """Turns of ten steps, the two alternating."""
+    """Measure ten steps at a time, the two alternating."""
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, made in (("ResNet-50", resnet), ("GPT, 124M", gpt)):
         ways = {"plain": plain(made), "engine": ours(made)}

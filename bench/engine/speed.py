@@ -1,4 +1,4 @@
-"""A step of the engine beside DDP and FSDP2 on Gloo, in turns in the same two processes.
+"""A step of the engine next to DDP and FSDP2 on Gloo, in turns in the same two processes.
 
 `python -m bench.engine.speed [STEPS]` starts the ranks and prints one JSON object: seconds of each, by model.
 """
@@ -31,20 +31,20 @@ def main(steps: int) -> None:
 
 
 def rank_alone(steps: int) -> None:
-    """One rank: for each model the same step in each way in turn."""
+    """Measure as one rank: for each model the same step in each way in turn."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("mimatrix")
-    found = {name: _measured(*made, steps) for name, made in _models().items()}
+    found = {name: _measure(*made, steps) for name, made in _models().items()}
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
 
 
 def _models() -> dict[str, tuple[Callable[[], Any], Any]]:
-    """What is communicated much and computed little, and the other way round; with one rank's inputs."""
+    """Return a model with much communication and little computation, and the reverse, with one rank's inputs."""
     import torch
     from torch import nn
 
@@ -63,8 +63,8 @@ def _models() -> dict[str, tuple[Callable[[], Any], Any]]:
     }
 
 
-def _measured(model: Callable[[], Any], inputs: Any, steps: int) -> dict[str, list[float]]:
-    """Quartiles of the seconds of a step, by way."""
+def _measure(model: Callable[[], Any], inputs: Any, steps: int) -> dict[str, list[float]]:
+    """Return the quartiles of the seconds of a step, by way."""
     import torch
     import torch.distributed as dist
 

@@ -1,1 +1,1 @@
-"""MiMatrix beside what people use instead, on workers of unlike speed: `python -m bench.heterogeneous`."""
+"""MiMatrix next to other systems, on workers of unequal speed: `python -m bench.heterogeneous`."""

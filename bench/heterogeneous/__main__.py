@@ -1,6 +1,6 @@
-"""`python -m bench.heterogeneous`: side by side on CPU workers of unlike speed, under quotas (root).
+"""`python -m bench.heterogeneous`: side by side on CPU workers of unequal speed, under quotas (root).
 
-With --keep the figures go to docs/measurements/heterogeneous, and its page is written anew.
+With --keep the figures are stored in docs/measurements/heterogeneous, and its page is written.
 """
 
 import json
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bench.heterogeneous.page import keep_speeds, write
 from bench.heterogeneous.rounds import NAMES, OURS, Rows, compare, rows_of
-from bench.heterogeneous.tasks import Task
+from bench.heterogeneous.tasks import TrainingTask
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.launch import parse_speeds
 
@@ -34,7 +34,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
     kept: Annotated[bool, typer.Option("--keep", help="Write the figures and the page to docs/measurements.")] = False,
 ) -> None:
-    """Compare what people use with MiMatrix, as a fraction of what the workers would do each for itself."""
+    """Compare other systems with MiMatrix, as a fraction of what the workers would do each by itself."""
     names = _names(only)
     console = Console(stderr=True)
     rows: Rows = []
@@ -59,11 +59,11 @@ def main(
     sys.exit(f"mimatrix {failed[0]['note']}" if failed else 0)
 
 
-def _task(text: str, quick: bool) -> Task:
-    base = Task("", parse_speeds(text))
+def _task(text: str, quick: bool) -> TrainingTask:
+    base = TrainingTask("", parse_speeds(text))
     if base.global_batch % base.ranks:
         raise UserError(f"{base.ranks} ranks cannot share {base.global_batch} samples evenly; use 2 to 6 ranks")
-    return Task("", base.speeds, warm_up=3, seconds=2.0) if quick else base
+    return TrainingTask("", base.speeds, warm_up=3, seconds=2.0) if quick else base
 
 
 def _names(only: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The ideal: each rank trains for itself at its own best micro-batch, all at the same time, and nobody talks."""
+"""The ideal: each rank trains by itself at its own best micro-batch, all at the same time, without communication."""
 
 import statistics
 import time
@@ -8,15 +8,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bench.heterogeneous.tasks import Task
-from bench.heterogeneous.work import Rows, loss_of, model_of, optimizer_of
+from bench.heterogeneous.tasks import TrainingTask
+from bench.heterogeneous.workload import Rows, loss_of, model_of, optimizer_of
 
 ALONE = "ideal"
 TRIED = (64, 128, 256, 512)
 
 
-def alone(task: Task, rows: Rows) -> tuple[float, int]:
-    """Samples a second of this rank, optimizer included, and the micro-batch with which it was so fast."""
+def alone(task: TrainingTask, rows: Rows) -> tuple[float, int]:
+    """Return samples per second of this rank, optimizer included, and the micro-batch that reached them."""
     model = model_of(task)
     optimizer = optimizer_of(task, model)
 
@@ -36,7 +36,7 @@ def alone(task: Task, rows: Rows) -> tuple[float, int]:
         step(best)
         done += best
     rate = done / (time.perf_counter() - began)
-    # Whoever is done first goes on, so that the slower ones are not measured on an emptier machine.
+    # A rank that is done first continues, so that the slower ones are not measured on an emptier machine.
     over = time.perf_counter() + 0.5
     while time.perf_counter() < over:
         step(min(sizes))

@@ -1,4 +1,4 @@
-"""docs/measurements/heterogeneous.md, from the figures that are kept beside it."""
+"""docs/measurements/heterogeneous.md, written from the figures that are stored next to it."""
 
 import json
 import statistics
@@ -7,43 +7,43 @@ from typing import Any
 
 from bench.heterogeneous.pictures import drift_line, fraction_bars
 from bench.heterogeneous.rounds import Rows
-from bench.heterogeneous.tasks import Task
+from bench.heterogeneous.tasks import TrainingTask
 from bench.markdown import MEASUREMENTS, machine, table, write_page
 
 FOLDER = MEASUREMENTS / "heterogeneous"
 SPEEDS, DRIFT, MEMORY, GPU = "speeds", "drift", "memory", "gpu"
 _STEADY = 20
-"""So many steps at the end of a run that was disturbed are those of its last plan."""
+"""This many steps at the end of a run with a drop are those of its last plan."""
 _HOUR_S, _SHARE = 3600.0, 0.02
-"""What measuring and planning take is told as a share of a run so long, and as how long a run it is this share of."""
+"""Planning time is given as a share of a run of this length, and as the length of a run of which it is this share."""
 
 
 def keep(name: str, value: object) -> None:
-    """Figures of one part, for the page."""
+    """Store the figures of one part, for the page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
 
 
 def keep_speeds(rows: Rows) -> None:
-    """Rows of these speeds, in the place of earlier ones of the same; others stay."""
+    """Replace the stored rows of these speeds; others stay."""
     ours = {row["speeds"] for row in rows}
-    others = [row for row in _kept(SPEEDS) or [] if row["speeds"] not in ours]
+    others = [row for row in _load(SPEEDS) or [] if row["speeds"] not in ours]
     keep(SPEEDS, sorted([*others, *rows], key=lambda row: len(row["speeds"])))
 
 
 def keep_cases(rows: Rows) -> None:
-    """Rows of these cases of little memory, in the place of earlier ones; others stay."""
+    """Replace the stored rows of these cases of little memory; others stay."""
     ours = {row["case"] for row in rows}
-    keep(MEMORY, [*rows, *(row for row in _kept(MEMORY) or [] if row["case"] not in ours)])
+    keep(MEMORY, [*rows, *(row for row in _load(MEMORY) or [] if row["case"] not in ours)])
 
 
 def write() -> None:
-    """The page and its pictures anew, from all that is kept."""
+    """Write the page and its pictures from all stored figures."""
     parts: dict[str, Callable[[Any], str]] = {SPEEDS: _speeds, DRIFT: _drift, MEMORY: _memory, GPU: _gpu}
-    found = {name: _kept(name) for name in parts}
-    sections = [part(found[name]) for name, part in parts.items() if found[name]]
-    sections += [_predictions(found), _planning(found)]
-    task = Task("", (1.0,))
+    figures = {name: _load(name) for name in parts}
+    sections = [part(figures[name]) for name, part in parts.items() if figures[name]]
+    sections += [_predictions(figures), _planning(figures)]
+    task = TrainingTask("", (1.0,))
     write_page(
         "heterogeneous.md",
         f"""# Workers of unlike speed
@@ -99,15 +99,15 @@ def _line(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _drift(found: dict[str, Any]) -> str:
-    drift_line(found).savefig(FOLDER / "drift.png", dpi=150)
-    back = found["recovered_at"]
-    said = "never" if back is None else f"at step {back}, {back - found['dropped_at']} steps later"
+def _drift(figures: dict[str, Any]) -> str:
+    drift_line(figures).savefig(FOLDER / "drift.png", dpi=150)
+    back = figures["recovered_at"]
+    said = "never" if back is None else f"at step {back}, {back - figures['dropped_at']} steps later"
     return f"""## 2. A worker that slows down
 
 Made by `python -m bench.drift --keep`. Two workers of full speed; the quota of the second is rewritten to 0.3 of a processor while they train (float64).
-It dropped at step {found["dropped_at"]} and the throughput was back at 0.9 of the new ideal {said} (the median of five steps from there on). The
-ideals are measured as above, with both sets of quotas. Losses differ from those of a run that nobody disturbed by {found["loss_apart"]:.1e} at the most.
+It dropped at step {figures["dropped_at"]} and the throughput was back at 0.9 of the new ideal {said} (the median of five steps from there on). The
+ideals are measured as above, with both sets of quotas. Losses differ from those of a run without the drop by {figures["loss_apart"]:.1e} at the most.
 
 ![Samples a second of every step](heterogeneous/drift.png)
 
@@ -138,8 +138,8 @@ Made by `python -m bench.uneven_memory --keep`. Two workers of equal speed, the 
 """
 
 
-def _gpu(found: dict[str, Any]) -> str:
-    parts = zip(found["percent"], found["memory"], strict=True)
+def _gpu(figures: dict[str, Any]) -> str:
+    parts = zip(figures["percent"], figures["memory"], strict=True)
     body = [
         [
             row["name"],
@@ -155,7 +155,7 @@ def _gpu(found: dict[str, Any]) -> str:
             f"{row['planning_s']:.0f}",
             str(row["changes"]),
         ]
-        for row in found["models"]
+        for row in figures["models"]
     ]
     headings = ["model", "global batch", "alone, samples/s", "even", "planned", "of the ideal", "x even", "stage"]
     headings += ["samples in micro-steps", "step predicted / measured [s]", "planning [s]", "changes"]
@@ -164,29 +164,29 @@ def _gpu(found: dict[str, Any]) -> str:
 Made by `python -m bench.planned_gpu docs/measurements/heterogeneous/gpu.json` on an NVIDIA H200 under CUDA MPS: three processes with
 {", ".join(f"{percent} % and {memory}B" for percent, memory in parts)}. *Alone*: the three side by side, none exchanging anything, each at the better of two batch
 sizes; their sum is the ideal. *Even*: the same engine with equal batches, in micro-batches that fit the smallest part.
-*Changes*: how often batches followed what steps really took; predicted is a step of the plan in force at the end. Medians of rounds: {found["rounds"]}.
+*Changes*: how often batches followed what steps really took; predicted is a step of the plan in force at the end. Medians of rounds: {figures["rounds"]}.
 
 {table(headings, body)}
 """
 
 
-def _predictions(found: dict[str, Any]) -> str:
-    """Every predicted step beside the measured one."""
+def _predictions(figures: dict[str, Any]) -> str:
+    """Return every predicted step next to the measured one."""
     pairs = {
         f"speeds {row['speeds']}": row.get("steps_s") or [[row["predicted_step_s"], row["measured_step_s"]]]
-        for row in found[SPEEDS] or []
+        for row in figures[SPEEDS] or []
         if row["predicted_step_s"]
     }
     pairs |= {
         row["case"]: [[row["predicted_step_s"], row["measured_step_s"]]]
-        for row in found[MEMORY] or []
+        for row in figures[MEMORY] or []
         if not row["died"]
     }
-    if found[DRIFT]:
-        plan, rates = found[DRIFT]["plan"], found[DRIFT]["samples_per_s"][-_STEADY:]
+    if figures[DRIFT]:
+        plan, rates = figures[DRIFT]["plan"], figures[DRIFT]["samples_per_s"][-_STEADY:]
         pairs["a worker that slows down"] = [[plan["step_s"], plan["global_batch"] / statistics.median(rates)]]
-    if found[GPU]:
-        pairs |= {row["name"]: [[row["predicted_step_s"], row["measured_step_s"]]] for row in found[GPU]["models"]}
+    if figures[GPU]:
+        pairs |= {row["name"]: [[row["predicted_step_s"], row["measured_step_s"]]] for row in figures[GPU]["models"]}
     errors = [abs(predicted / measured - 1) for steps in pairs.values() for predicted, measured in steps]
     if not errors:
         return ""
@@ -194,7 +194,7 @@ def _predictions(found: dict[str, Any]) -> str:
         [name, ", ".join(f"{predicted:.3f} / {measured:.3f}" for predicted, measured in steps)]
         for name, steps in pairs.items()
     ]
-    return f"""## 5. Predicted beside measured
+    return f"""## 5. Predicted and measured
 
 Steps in seconds, predicted / measured, of every run above with a plan (one pair for several rounds: their medians): what the plan in force at the end said, and what its steady steps took. The
 median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(errors):.1f} %, over {len(errors)} runs.
@@ -203,11 +203,11 @@ median error is {100 * statistics.median(errors):.1f} %, the largest {100 * max(
 """
 
 
-def _planning(found: dict[str, Any]) -> str:
-    """What measuring and planning take, of how long a run."""
-    took = {f"speeds {row['speeds']}": row["planning_s"] for row in found[SPEEDS] or [] if row["planning_s"]}
-    took |= {row["case"]: row["planning_s"] for row in found[MEMORY] or [] if not row["died"]}
-    took |= {row["name"]: row["planning_s"] for row in (found[GPU] or {"models": []})["models"]}
+def _planning(figures: dict[str, Any]) -> str:
+    """Return the time that measuring and planning take, as a share of a run."""
+    took = {f"speeds {row['speeds']}": row["planning_s"] for row in figures[SPEEDS] or [] if row["planning_s"]}
+    took |= {row["case"]: row["planning_s"] for row in figures[MEMORY] or [] if not row["died"]}
+    took |= {row["name"]: row["planning_s"] for row in (figures[GPU] or {"models": []})["models"]}
     body = [[name, f"{each:.0f}", f"{each / _HOUR_S:.1%}", f"{each / _SHARE / 60:.0f}"] for name, each in took.items()]
     return f"""## 6. What planning takes
 
@@ -218,7 +218,7 @@ of an hour and how long a run is of which it is {_SHARE:.0%}. The runs above las
 """
 
 
-def _kept(name: str) -> Any:
+def _load(name: str) -> Any:
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 

@@ -10,7 +10,7 @@ OURS_COLOUR, EVEN_COLOUR, PEER_COLOUR = "#1f5fbf", "#7fb2f0", "#d8743b"
 
 
 def fraction_bars(rows: Rows) -> Figure:
-    """The fraction of the ideal that each reached, a panel for each set of speeds; the spread as a line."""
+    """Draw the fraction of the ideal that each reached, a panel for each set of speeds; the spread as a line."""
     settings = list(dict.fromkeys(row["speeds"] for row in rows))
     figure = Figure(figsize=(5.2 * len(settings), 3.9), layout="constrained")
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
@@ -26,15 +26,15 @@ def fraction_bars(rows: Rows) -> Figure:
     return figure
 
 
-def drift_line(found: dict[str, Any]) -> Figure:
-    """Samples a second of every step, with the drop, the recovery and the ideals before and after."""
+def drift_line(figures: dict[str, Any]) -> Figure:
+    """Draw samples per second of every step, with the drop, the recovery and the ideals before and after."""
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.subplots()
-    rates = found["samples_per_s"]
+    rates = figures["samples_per_s"]
     axes.plot(range(len(rates)), rates, marker="o", markersize=3, color=OURS_COLOUR, label="MiMatrix")
-    drop, back = found["dropped_at"], found["recovered_at"]
+    drop, back = figures["dropped_at"], figures["recovered_at"]
     for first, last, key in ((0, drop, "ideal_before"), (drop, len(rates) - 1, "ideal_after")):
-        axes.hlines(found[key], first, last, color="0.4", linestyle="--", label="ideal" if first == 0 else "_")
+        axes.hlines(figures[key], first, last, color="0.4", linestyle="--", label="ideal" if first == 0 else "_")
     axes.axvline(drop, color="crimson", linewidth=1, label=f"drop, step {drop}")
     if back is not None:
         axes.axvline(back, color="#3a9a4a", linewidth=1, label=f"back at 0.9 of the ideal, step {back}")

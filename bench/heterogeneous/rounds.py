@@ -1,4 +1,4 @@
-"""Rounds in which every competitor has its turn, and the rows that come of them."""
+"""Rounds in which every competitor has its turn, and the rows that result."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from bench.heterogeneous.tasks import RanksFailedError, Record, Task, losses, train
+from bench.heterogeneous.tasks import RankRecord, RanksFailedError, TrainingTask, losses, train
 
 IDEAL = "ideal"
 OURS = "mimatrix"
@@ -21,8 +21,8 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What one competitor did in one round."""
+class CompetitorTurn:
+    """The result of one competitor in one round."""
 
     who: str
     round: int
@@ -35,50 +35,50 @@ class Turn:
 
 @dataclass
 class Comparison:
-    """All turns on workers of these speeds, and why somebody has none."""
+    """All turns on workers of these speeds, and for a competitor without turns the reason."""
 
     speeds: tuple[float, ...]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[CompetitorTurn] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
 
 def compare(
-    base: Task,
+    base: TrainingTask,
     rounds: int,
     names: Sequence[str],
     show: Callable[[str], None],
-    start: Callable[[Task], list[Record]] = train,
+    start: Callable[[TrainingTask], list[RankRecord]] = train,
     peer_rounds: int | None = None,
 ) -> Comparison:
-    """Each in turn, in another order in every round. Who fails is left out of the rounds that follow."""
-    found = Comparison(base.speeds, notes=_missing(names))
+    """Run each competitor in turn, in another order in every round; one that fails is left out of later rounds."""
+    comparison = Comparison(base.speeds, notes=_missing(names))
     for number in range(rounds):
-        for who in _rotated([IDEAL, *names], number):
+        for who in _rotate([IDEAL, *names], number):
             late = peer_rounds is not None and number >= peer_rounds and who not in MEASURED
-            if who in found.notes or late:
+            if who in comparison.notes or late:
                 continue
             show(f"speeds {_text(base.speeds)}, round {number + 1} of {rounds}: {who}")
             task = replace(base, who=who)
             try:
-                found.turns.append(_turn(task, number, start(task)))
+                comparison.turns.append(_turn(task, number, start(task)))
             except RanksFailedError as failure:
-                found.notes[who] = f"failed: {failure}"
-                show(f"{who} {found.notes[who]}")
-    return found
+                comparison.notes[who] = f"failed: {failure}"
+                show(f"{who} {comparison.notes[who]}")
+    return comparison
 
 
-def rows_of(found: Comparison, names: Iterable[str] = NAMES) -> Rows:
-    """A row for the ideal and each competitor: medians over the rounds, with the least and the most beside them.
+def rows_of(comparison: Comparison, names: Iterable[str] = NAMES) -> Rows:
+    """Return a row for the ideal and each competitor: medians over the rounds, with minimum and maximum.
 
     Fractions and speed-ups are taken within a round, where both ran under the same conditions.
     """
-    return [_row(found, who) for who in (IDEAL, *names)]
+    return [_row(comparison, who) for who in (IDEAL, *names)]
 
 
-def _row(found: Comparison, who: str) -> dict[str, Any]:
-    turns = [turn for turn in found.turns if turn.who == who]
-    row = {"who": who, "speeds": _text(found.speeds), "rounds": len(turns), "note": found.notes.get(who, "")}
-    fractions, over_ddp = _against(found, turns, IDEAL), _against(found, turns, BASE)
+def _row(comparison: Comparison, who: str) -> dict[str, Any]:
+    turns = [turn for turn in comparison.turns if turn.who == who]
+    row = {"who": who, "speeds": _text(comparison.speeds), "rounds": len(turns), "note": comparison.notes.get(who, "")}
+    fractions, over_ddp = _against(comparison, turns, IDEAL), _against(comparison, turns, BASE)
     return row | {
         "samples_per_s": _median([turn.samples_per_s for turn in turns]),
         "spread": _ends([turn.samples_per_s for turn in turns]),
@@ -89,29 +89,29 @@ def _row(found: Comparison, who: str) -> dict[str, Any]:
         "predicted_step_s": _median([turn.plan["step_s"] for turn in turns if turn.plan]),
         "planning_s": _median([turn.planning_s for turn in turns if turn.plan]),
         "batches": [[sum(micro) for micro in turn.plan["micro"]] for turn in turns if turn.plan],
-        "loss_apart": _apart(found, turns),
+        "loss_apart": _loss_difference(comparison, turns),
         "steps_s": [[turn.plan["step_s"], turn.step_s] for turn in turns if turn.plan],
     }
 
 
-def _turn(task: Task, number: int, records: Sequence[Record]) -> Turn:
+def _turn(task: TrainingTask, number: int, records: Sequence[RankRecord]) -> CompetitorTurn:
     if task.who == IDEAL:
-        return Turn(IDEAL, number, sum(record.rate for record in records))
+        return CompetitorTurn(IDEAL, number, sum(record.rate for record in records))
     first = records[0]
     rate = task.global_batch / first.steady_s
     curve = tuple(losses(records, task.global_batch))
-    return Turn(task.who, number, rate, first.steady_s, first.before_s, first.plan, curve)
+    return CompetitorTurn(task.who, number, rate, first.steady_s, first.before_s, first.plan, curve)
 
 
-def _against(found: Comparison, turns: Sequence[Turn], other: str) -> list[float]:
-    """How many times as fast as `other` in the same round."""
-    rates = {turn.round: turn.samples_per_s for turn in found.turns if turn.who == other}
+def _against(comparison: Comparison, turns: Sequence[CompetitorTurn], other: str) -> list[float]:
+    """Return how many times as fast as `other` each turn was in the same round."""
+    rates = {turn.round: turn.samples_per_s for turn in comparison.turns if turn.who == other}
     return [turn.samples_per_s / rates[turn.round] for turn in turns if turn.round in rates]
 
 
-def _apart(found: Comparison, turns: Sequence[Turn]) -> float | None:
-    """The largest difference of a loss from DDP's, as a part of it: all do the same work, or it is no comparison."""
-    curves = {turn.round: turn.losses for turn in found.turns if turn.who == BASE}
+def _loss_difference(comparison: Comparison, turns: Sequence[CompetitorTurn]) -> float | None:
+    """Return the largest relative difference of a loss from DDP's: the comparison is fair only if all do the same work."""
+    curves = {turn.round: turn.losses for turn in comparison.turns if turn.who == BASE}
     pairs = [
         (ours, theirs)
         for turn in turns
@@ -126,7 +126,7 @@ def _missing(names: Sequence[str]) -> dict[str, str]:
     return {who: "not installed" for who, package in wanted.items() if find_spec(package) is None}
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
+def _rotate(names: list[str], by: int) -> list[str]:
     by %= len(names)
     return names[by:] + names[:by]
 

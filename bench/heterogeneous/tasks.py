@@ -1,4 +1,4 @@
-"""One training on ranks of unlike speed: what is asked of the ranks, and what each of them writes down."""
+"""One training on ranks of unequal speed: the task of the ranks, and what each of them records."""
 
 import json
 import os
@@ -19,12 +19,12 @@ NOTHING = "nothing"
 
 
 class RanksFailedError(Exception):
-    """The ranks did not come to their end; says why."""
+    """Raised if the ranks did not finish; says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Train in one way. The model is `depth` linear layers of `width` with ReLU between them."""
+class TrainingTask:
+    """A training by one competitor. The model is `depth` linear layers of `width` with ReLU between them."""
 
     who: str
     speeds: tuple[float, ...]
@@ -46,23 +46,23 @@ class Task:
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """Number of ranks."""
         return len(self.speeds)
 
     def to_text(self) -> str:
-        """For `from_text`, in another process."""
+        """Return the task as text for `from_text`, in another process."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> "Task":
-        """What `to_text` gave."""
+    def from_text(cls, text: str) -> "TrainingTask":
+        """Read the text of `to_text`."""
         fields = json.loads(text)
         return cls(**{**fields, "speeds": tuple(fields["speeds"]), "memory_bytes": tuple(fields["memory_bytes"])})
 
 
 @dataclass(slots=True)
-class Record:
-    """What one rank writes down as it goes. Times are of the clock that all processes of a machine share."""
+class RankRecord:
+    """The record of one rank. Times are of the clock that all processes of a machine share."""
 
     began_s: float
     """When all ranks had found one another."""
@@ -81,32 +81,32 @@ class Record:
 
     @property
     def steady_s(self) -> float:
-        """Seconds of a step, on average over what was measured."""
+        """Mean seconds of a measured step."""
         steps = len(self.ends_s) - self.warm_up
         return (self.ends_s[-1] - self.ends_s[self.warm_up - 1]) / steps
 
     @property
     def before_s(self) -> float:
-        """From when all ranks had met to the first step: preparing, measuring, planning."""
+        """Seconds from when all ranks had met to the first step: preparing, measuring, planning."""
         return self.ends_s[0] - self.began_s - self.steady_s
 
 
 @dataclass
 class Meter:
-    """Counts the steps of one rank; rank 0 says which is the last, in a file that the others find.
+    """Counts the steps of one rank; rank 0 writes the last step into a file that the others read.
 
     Ranks meet in every step, so none is more than one step ahead of rank 0, and reads it in time.
     """
 
-    task: Task
+    task: TrainingTask
     folder: Path
     rank: int
     clock: Any
-    record: Record
+    record: RankRecord
     last: int | None = None
 
     def ends_step(self, loss_sum: float) -> bool:
-        """A step has ended, with this loss over all samples of this rank; whether another one follows."""
+        """Record the end of a step, with the loss over all samples of this rank; return whether another one follows."""
         self.record.ends_s.append(self.clock())
         self.record.sums.append(loss_sum)
         done = len(self.record.ends_s)
@@ -115,7 +115,7 @@ class Meter:
         return not self.is_over(done)
 
     def is_over(self, done: int) -> bool:
-        """Whether so many steps are all of them."""
+        """Return whether `done` steps are all of them."""
         path = self.folder / "last"
         if self.last is None and path.is_file():
             self.last = int(path.read_text())
@@ -130,14 +130,14 @@ class Meter:
         whole.rename(self.folder / "last")
 
 
-def train(task: Task, timeout_s: float = 600.0, **variables: str) -> list[Record]:
-    """Start the ranks under quotas and wait for them: what each wrote down, by rank."""
+def train(task: TrainingTask, timeout_s: float = 600.0, **variables: str) -> list[RankRecord]:
+    """Start the ranks under quotas and wait for them; return the record of each, by rank."""
     with folder() as place:
         return train_in(task, place, timeout_s, **variables)
 
 
-def train_in(task: Task, place: Path, timeout_s: float = 600.0, **variables: str) -> list[Record]:
-    """The same in a folder in which somebody else may watch how far it is."""
+def train_in(task: TrainingTask, place: Path, timeout_s: float = 600.0, **variables: str) -> list[RankRecord]:
+    """Train in a given folder, in which the caller can watch the progress."""
     words = module_words("bench.heterogeneous.worker", [task.to_text(), str(place)])
     launch = Launch(
         words,
@@ -153,24 +153,24 @@ def train_in(task: Task, place: Path, timeout_s: float = 600.0, **variables: str
     outcome = run_local(launch, outside, out, err, lambda _: None)
     if outcome.code:
         raise RanksFailedError(_why(outcome.reason, err.getvalue().decode(errors="replace")))
-    return [Record(**json.loads((place / f"rank-{rank}.json").read_text())) for rank in range(task.ranks)]
+    return [RankRecord(**json.loads((place / f"rank-{rank}.json").read_text())) for rank in range(task.ranks)]
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """For one training, gone after it."""
+    """Yield a folder for one training, and remove it afterwards."""
     with tempfile.TemporaryDirectory(prefix="mimatrix-bench-") as made:
         yield Path(made)
 
 
-def losses(records: Sequence[Record], global_batch: int) -> list[float]:
-    """The mean loss of every step over all ranks. A rank that never had data wrote nothing."""
+def losses(records: Sequence[RankRecord], global_batch: int) -> list[float]:
+    """Return the mean loss of every step over all ranks. A rank that never had data wrote nothing."""
     sums = [record.sums for record in records if record.sums]
     return [sum(step) / global_batch for step in zip(*sums, strict=True)]
 
 
 def _why(reason: str, said: str) -> str:
-    """The exception that a rank died of, behind the reason why all ended."""
+    """Return the reason why all ended, with the exception that a rank died of."""
     found = re.search(r"^(?:\[\w+\]:? ?)*((?:\w+\.)*\w*(?:Error|Exception): .+)$", said, re.MULTILINE)
     last = said.strip().rpartition("\n")[2]
     return f"{reason}: {found[1] if found else last}" if found or last else reason

@@ -8,21 +8,21 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.heterogeneous.tasks import NOTHING, Meter, Record, Task
+from bench.heterogeneous.tasks import NOTHING, Meter, RankRecord, TrainingTask
 
 
 def main(text: str, place: str) -> None:
-    """Train as the task says and write down what happened."""
-    task, rank, folder = Task.from_text(text), int(os.environ["RANK"]), Path(place)
+    """Train as the task says and write the record."""
+    task, rank, folder = TrainingTask.from_text(text), int(os.environ["RANK"]), Path(place)
     import torch
 
     torch.set_num_threads(1)
     from bench.heterogeneous.alone import ALONE, alone
-    from bench.heterogeneous.ways import WAYS
-    from bench.heterogeneous.work import Rows
+    from bench.heterogeneous.baselines import WAYS
+    from bench.heterogeneous.workload import Rows
 
     rows = Rows(task)
-    record = Record(time.monotonic(), warm_up=task.warm_up)
+    record = RankRecord(time.monotonic(), warm_up=task.warm_up)
     meter = Meter(task, folder, rank, time.monotonic, record)
     if task.who == ALONE:
         record.rate, record.micro_batch = alone(task, rows)

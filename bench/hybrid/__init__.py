@@ -1,1 +1,1 @@
-"""What groups that do not wait cost in accuracy, and what they gain in time."""
+"""Asynchronous groups: what they cost in accuracy, and what they gain in time."""

@@ -1,6 +1,6 @@
-"""`python -m bench.hybrid accuracy|stalls|page [--keep]`: figures are kept, and docs/measurements/hybrid.md is written.
+"""`python -m bench.hybrid accuracy|stalls|page [--keep]`: figures are stored, and docs/measurements/hybrid.md is written.
 
-Two sites are measured by `python -m bench.hybrid.sites`, what `mode="auto"` chooses by `python -m bench.hybrid.choosing`.
+Two sites are measured by `python -m bench.hybrid.sites`, what `mode="auto"` chooses by `python -m bench.hybrid.auto_mode`.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.hybrid import accuracy, choosing, sites, stalls
+from bench.hybrid import accuracy, auto_mode, sites, stalls
 from bench.markdown import MEASUREMENTS, machine, write_page
 
 _KEPT = MEASUREMENTS / "hybrid"
@@ -18,12 +18,12 @@ _PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accuracy": accuracy.section,
     "stalls": stalls.section,
     "sites": sites.section,
-    "choosing": choosing.section,
+    "choosing": auto_mode.section,
 }
 
 
-class What(StrEnum):
-    """What can be asked for here."""
+class Measurement(StrEnum):
+    """The measurements of this command."""
 
     ACCURACY = "accuracy"
     STALLS = "stalls"
@@ -31,7 +31,7 @@ class What(StrEnum):
 
 
 def main(
-    what: Annotated[What, typer.Argument(help="To measure, or only to write the page.")],
+    what: Annotated[Measurement, typer.Argument(help="To measure, or only to write the page.")],
     rounds: Annotated[int, typer.Option(help="Of stalls.")] = 6,
     seeds: Annotated[int, typer.Option(help="Of accuracy: pairs of runs.")] = 20,
     first: Annotated[int, typer.Option(help="Of accuracy: the first seed; others are for trying out.")] = 0,
@@ -39,19 +39,19 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures and write the page.")] = False,
 ) -> None:
     """Measure one thing, or only write the page."""
-    if what is not What.PAGE:
+    if what is not Measurement.PAGE:
         chosen = tuple(way for way in accuracy.WAYS if any(part in way for part in ways.split(",")))
-        found = stalls.measured(rounds) if what is What.STALLS else accuracy.measured(seeds, first, chosen)
-        print(json.dumps(found, indent=1))
+        figures = stalls.measure(rounds) if what is Measurement.STALLS else accuracy.measure(seeds, first, chosen)
+        print(json.dumps(figures, indent=1))
         if keep:
             _KEPT.mkdir(parents=True, exist_ok=True)
-            (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
-    if keep or what is What.PAGE:
+            (_KEPT / f"{what}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if keep or what is Measurement.PAGE:
         write()
 
 
 def write() -> None:
-    """The page, of what was kept."""
+    """Write the page from the stored figures."""
     parts = [part(json.loads(file.read_text())) for name, part in _PARTS.items() if (file := _file(name)).is_file()]
     text = "\n".join(part.rstrip() + "\n" for part in parts)
     write_page("hybrid.md", f"# Groups that do not wait\n\nMeasured on {machine()}.\n\n{text}")

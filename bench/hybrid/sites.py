@@ -1,7 +1,7 @@
 """`python -m bench.hybrid.sites [--keep]`: two sites of two hosts with 20 Mbit/s between them, emulated (root).
 
-Synchronous training sums every gradient over the slow link; groups that do not wait push over it, each step or now and
-then. All ways train the same net on the same clouds through `mimatrix.init`.
+Synchronous training sums every gradient over the slow link; asynchronous groups push over it, each step or every few
+steps. All ways train the same net on the same clouds through `mimatrix.init`.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.hybrid.sites_worker import BATCH, GROUPS, Record, Turn, Way, wide
+from bench.hybrid.sites_worker import BATCH, GROUPS, GroupRecord, SiteMode, SiteRun, wide
 from bench.markdown import MEASUREMENTS, machine, table
 from mimatrix.cluster import read_cluster
 from mimatrix.collectives import Collective
@@ -27,11 +27,13 @@ from mimatrix.core.units import parse_rate
 from mimatrix.lab import Lab, down, link_bytes, run, up
 
 WAYS = {
-    "synchronous, ring": Way("ring", epochs=4),
-    "synchronous, hierarchical": Way("hierarchical", epochs=4),
-    "hybrid": Way(policy="large", epochs=7),
-    "local steps (10)": Way(policy="local", options={"local_steps": 10}, epochs=8),
-    "local steps (10), in rounds (DiLoCo)": Way(policy="local", options={"local_steps": 10, "rounds": True}, epochs=8),
+    "synchronous, ring": SiteMode("ring", epochs=4),
+    "synchronous, hierarchical": SiteMode("hierarchical", epochs=4),
+    "hybrid": SiteMode(policy="large", epochs=7),
+    "local steps (10)": SiteMode(policy="local", options={"local_steps": 10}, epochs=8),
+    "local steps (10), in rounds (DiLoCo)": SiteMode(
+        policy="local", options={"local_steps": 10, "rounds": True}, epochs=8
+    ),
 }
 TARGET = 0.97
 """Of the best accuracy that is possible."""
@@ -58,8 +60,8 @@ _COLOURS = ("#d8743b", "#8a8a8a", "#7fb2f0", "#1f5fbf", "#3a9d6e")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What came of a turn. Seconds count from when every group had done its first step, which tunes collectives."""
+class SitesResult:
+    """The result of a turn. Seconds count from when every group had ended its first step, which tunes collectives."""
 
     samples: int
     """Of all groups, from start to end."""
@@ -70,8 +72,8 @@ class Found:
     """(seconds, samples of all groups, accuracy in percent)."""
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> "Found":
-        """All groups together, for as long as all of them trained."""
+    def of(cls, records: Sequence[GroupRecord]) -> "SitesResult":
+        """Return the result of all groups together, for as long as all of them trained."""
         start, end = (pick(record.ends_s[place] for record in records) for pick, place in ((max, 0), (min, -1)))
 
         def samples(until_s: float) -> int:
@@ -84,12 +86,12 @@ class Found:
         return cls(samples(inf), rate, statistics.mean(late or [0.0]), curve)
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """When it was reached first, if it was."""
+        """Return when the accuracy was first reached, or None."""
         return next((seconds for seconds, _, reached in self.curve if reached >= accuracy), None)
 
 
-def measured(rounds: int = 3, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
-    """Every way in every round, in turns: figures of each turn, their medians, and what was predicted."""
+def measure(rounds: int = 3, ways: Mapping[str, SiteMode] = WAYS) -> dict[str, Any]:
+    """Run every way in every round, in turns: figures of each turn, their medians, and the prediction."""
     from support.hybrid_tasks import clouds
 
     best = clouds(0).best
@@ -97,20 +99,20 @@ def measured(rounds: int = 3, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as cache, lab() as here:
         for number in range(rounds):
-            for name in _rotated(list(ways), number):
-                found, carried = _turn(here, ways[name], number, Path(cache) / name)
-                turns[name].append(_told(found, carried, TARGET * best))
+            for name in _rotate(list(ways), number):
+                result, carried = _run_turn(here, ways[name], number, Path(cache) / name)
+                turns[name].append(_figures_of(result, carried, TARGET * best))
                 shown = {key: value for key, value in turns[name][-1].items() if key != "curve"}
                 print(f"round {number + 1}: {name} {shown}", flush=True)
     size = gradient_bytes()
-    rows = {name: _medians(turns[name]) | {"predicted": predicted(way, size)} for name, way in ways.items()}
+    rows = {name: _medians(turns[name]) | {"predicted": predict(way, size)} for name, way in ways.items()}
     asked = {"batch": BATCH, "bytes": size, "across": _ACROSS, "best": best, "target": TARGET * best}
     return {"rounds": rounds, "machine": machine(), **asked, "ways": rows}
 
 
 @contextmanager
 def lab() -> Iterator[Lab]:
-    """The two sites, gone afterwards."""
+    """Run the two sites, and remove them afterwards."""
     name = f"sites{os.getpid()}"
     try:
         yield up(CLUSTER, name)
@@ -119,12 +121,12 @@ def lab() -> Iterator[Lab]:
 
 
 def gradient_bytes() -> int:
-    """Of the net that is trained."""
+    """Return the bytes of the net's gradients."""
     return sum(each.numel() * each.element_size() for each in wide(20, 10).parameters())
 
 
-def predicted(way: Way, size: int) -> dict[str, float]:
-    """Bytes of a sample on the link between the sites, each way, and the samples/s of which it is capable."""
+def predict(way: SiteMode, size: int) -> dict[str, float]:
+    """Return the bytes per sample on the link between the sites, in each direction, and the samples/s that it allows."""
     rate = parse_rate(_ACROSS)
     if way.policy:
         # A push goes out whole: half of it to the other site's shard, half to the mirror of one's own. And as much
@@ -145,8 +147,8 @@ def predicted(way: Way, size: int) -> dict[str, float]:
     return {"bytes": most / BATCH, "samples_per_s": BATCH / timeline.seconds}
 
 
-def section(found: dict[str, Any]) -> str:
-    """For the page."""
+def section(figures: dict[str, Any]) -> str:
+    """Return this part of the page."""
     headings = [
         "",
         "samples/s",
@@ -154,52 +156,52 @@ def section(found: dict[str, Any]) -> str:
         "the link allows",
         "bytes a sample",
         "predicted",
-        f"seconds to {found['target']:.1f} %",
+        f"seconds to {figures['target']:.1f} %",
         "least to most",
         "accuracy at the end [%]",
         "staleness",
     ]
-    rows = [_line(name, row) for name, row in found["ways"].items()]
+    rows = [_line(name, row) for name, row in figures["ways"].items()]
     return f"""## Two sites
 `python -m bench.hybrid.sites --keep`
 
-Two sites of two hosts, 1 Gbit/s inside of a site and {found["across"]}/s between them, made by [the lab](../lab.md): network namespaces with shaped links, one rank on
-each host, one thread each. A net of two hidden layers learns ten clouds ({found["bytes"] / 1000:.0f} kB of gradients, a global batch of {found["batch"]}); nobody can do better
-than {found["best"]:.1f} %, and the target is {100 * TARGET:.0f} % of that. Medians of {found["rounds"]} rounds, in each of which every way had its turn, with a seed of its own. Seconds count
+Two sites of two hosts, 1 Gbit/s inside a site and {figures["across"]}/s between them, made by [the lab](../lab.md): network namespaces with shaped links, one rank on
+each host, one thread each. A net of two hidden layers is trained on ten clouds ({figures["bytes"] / 1000:.0f} kB of gradients, a global batch of {figures["batch"]}); the best possible accuracy
+is {figures["best"]:.1f} %, and the target is {100 * TARGET:.0f} % of that. Medians of {figures["rounds"]} rounds, in each of which every way had its turn, with a seed of its own. Seconds count
 from the end of the first step, in which collectives are tuned; accuracy is that of the first group's parameters, kept while it trains and looked at afterwards. *Bytes a
 sample* went over the link between the sites, in the direction that carried more, from start to end; *predicted* for synchronous training by the simulator, for groups by
 what a push and a pull are: `gradients / (batch * local steps)`. *The link allows*: the samples/s that follow, nothing computed.
 
 ![Accuracy over seconds](hybrid/sites.png)
 
-{table(headings, rows)}{found.get("note", "")}"""
+{table(headings, rows)}{figures.get("note", "")}"""
 
 
-def picture(found: dict[str, Any]) -> Any:
-    """Accuracy over seconds, a line for every round."""
+def picture(figures: dict[str, Any]) -> Any:
+    """Draw accuracy over seconds, a line for every round."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for (name, row), colour in zip(found["ways"].items(), _COLOURS, strict=True):
+    for (name, row), colour in zip(figures["ways"].items(), _COLOURS, strict=True):
         for number, turn in enumerate(row["turns"]):
             seconds, _, accuracies = zip(*turn["curve"], strict=True)
             axes.plot(seconds, accuracies, color=colour, linewidth=1.2, label="_" if number else name)
-    axes.axhline(found["best"], color="0.4", linewidth=1, label="best possible")
-    axes.axhline(found["target"], color="0.4", linewidth=1, linestyle="--", label="target")
+    axes.axhline(figures["best"], color="0.4", linewidth=1, label="best possible")
+    axes.axhline(figures["target"], color="0.4", linewidth=1, linestyle="--", label="target")
     axes.set_xlabel("seconds")
     axes.set_ylabel("accuracy [%]")
-    axes.set_ylim(bottom=0.6 * found["best"])
+    axes.set_ylim(bottom=0.6 * figures["best"])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
 
 
-def keep(found: dict[str, Any]) -> None:
-    """Figures and picture, for the page."""
+def keep(figures: dict[str, Any]) -> None:
+    """Store figures and picture, for the page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "sites.json").write_text(json.dumps(found) + "\n")
-    picture(found).savefig(FOLDER / "sites.png", dpi=150)
+    (FOLDER / "sites.json").write_text(json.dumps(figures) + "\n")
+    picture(figures).savefig(FOLDER / "sites.png", dpi=150)
 
 
 def main(
@@ -207,51 +209,51 @@ def main(
     kept: Annotated[bool, typer.Option("--keep", help="Keep the figures and the picture.")] = False,
 ) -> None:
     """Measure, and print the section."""
-    found = measured(rounds)
+    figures = measure(rounds)
     if kept:
-        keep(found)
-    print(section(found))
+        keep(figures)
+    print(section(figures))
 
 
-def _turn(here: Lab, way: Way, seed: int, cache: Path) -> tuple[Found, int]:
-    """What came of it, and the bytes that went over the link in the direction that carried more."""
+def _run_turn(here: Lab, way: SiteMode, seed: int, cache: Path) -> tuple[SitesResult, int]:
+    """Run one turn; return its result, and the bytes on the link in the direction that carried more."""
     before = link_bytes(here)
     with tempfile.TemporaryDirectory() as folder:
-        turn = Turn(way, folder, str(cache), seed, _every(way))
+        turn = SiteRun(way, folder, str(cache), seed, _evaluation_interval(way))
         ending = run(here, [sys.executable, "-m", "bench.hybrid.sites_worker", turn.to_text()], timeout_s=_TURN_S)
         if ending.code:
             raise SystemExit(f"{way}: {ending.reason}")
-        records = [Record(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
+        records = [GroupRecord(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
     after = link_bytes(here)
-    return Found.of(records), max(after[name] - before[name] for name in BETWEEN)
+    return SitesResult.of(records), max(after[name] - before[name] for name in BETWEEN)
 
 
-def _every(way: Way) -> int:
-    """Steps of a group between two looks: when it has just met the other one, and not more often than is needed."""
+def _evaluation_interval(way: SiteMode) -> int:
+    """Return the steps between two evaluations: after meetings with the other group, and not more often than needed."""
     groups = len(GROUPS) if way.policy else 1
     steps = way.epochs * SAMPLES // (groups * BATCH)
     return way.steps * max(1, steps // _POINTS // way.steps)
 
 
-def _told(found: Found, carried: int, target: float) -> dict[str, Any]:
+def _figures_of(result: SitesResult, carried: int, target: float) -> dict[str, Any]:
     return {
-        "samples_per_s": found.samples_per_s,
-        "seconds_to_target": found.seconds_to(target),
-        "bytes": carried / found.samples,
-        "accuracy": found.curve[-1][2],
-        "staleness": found.staleness,
-        "curve": [(round(seconds, 2), samples, round(accuracy, 2)) for seconds, samples, accuracy in found.curve],
+        "samples_per_s": result.samples_per_s,
+        "seconds_to_target": result.seconds_to(target),
+        "bytes": carried / result.samples,
+        "accuracy": result.curve[-1][2],
+        "staleness": result.staleness,
+        "curve": [(round(seconds, 2), samples, round(accuracy, 2)) for seconds, samples, accuracy in result.curve],
     }
 
 
 def _medians(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure with its least and most; of seconds only where all turns came to the target."""
-    found: dict[str, Any] = {"turns": turns}
+    """Return median, minimum and maximum of each figure; of seconds only if all turns reached the target."""
+    figures: dict[str, Any] = {"turns": turns}
     for key in ("samples_per_s", "seconds_to_target", "bytes", "accuracy", "staleness"):
         values = [turn[key] for turn in turns]
         whole = all(value is not None for value in values)
-        found[key] = [statistics.median(values), min(values), max(values)] if whole else None
-    return found
+        figures[key] = [statistics.median(values), min(values), max(values)] if whole else None
+    return figures
 
 
 def _line(name: str, row: dict[str, Any]) -> list[str]:
@@ -270,7 +272,7 @@ def _line(name: str, row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rotated(names: list[str], by: int) -> Iterable[str]:
+def _rotate(names: list[str], by: int) -> Iterable[str]:
     by %= len(names)
     return names[by:] + names[:by]
 

@@ -16,8 +16,8 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the ranks go together: all at once by an algorithm, or sites as groups by a policy."""
+class SiteMode:
+    """How the ranks train: synchronously by an algorithm, or sites as groups by a policy."""
 
     algorithm: str = ""
     policy: str = ""
@@ -26,15 +26,15 @@ class Way:
 
     @property
     def steps(self) -> int:
-        """That a site makes between two meetings with the other one."""
+        """Steps that a site makes between two meetings with the other one."""
         return int(self.options.get("local_steps", 1))
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One run of it."""
+class SiteRun:
+    """One run of a mode."""
 
-    way: Way
+    way: SiteMode
     folder: str
     cache: str
     """Where the tuner keeps what it has measured."""
@@ -43,19 +43,19 @@ class Turn:
     """Steps between two looks at the accuracy."""
 
     def to_text(self) -> str:
-        """For the command line."""
+        """Return the run as text, for the command line."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> "Turn":
-        """What `to_text` gave."""
+    def from_text(cls, text: str) -> "SiteRun":
+        """Read the text of `to_text`."""
         fields = json.loads(text)
-        return cls(**fields | {"way": Way(**fields["way"])})
+        return cls(**fields | {"way": SiteMode(**fields["way"])})
 
 
 @dataclass
-class Record:
-    """Of one group, by the machine's clock, which all ranks of a lab share."""
+class GroupRecord:
+    """The record of one group, by the machine's clock, which all ranks of a lab share."""
 
     ends_s: list[float] = field(default_factory=list)
     """When each of its steps had ended."""
@@ -66,8 +66,8 @@ class Record:
 
 
 def main(text: str) -> None:
-    """Train as the turn says; the first rank of each group writes down what happened."""
-    turn = Turn.from_text(text)
+    """Train as the run says; the first rank of each group writes the record."""
+    turn = SiteRun.from_text(text)
     os.environ["MIMATRIX_CACHE"] = turn.cache
     if turn.way.algorithm:
         os.environ["MIMATRIX_TRANSPORT"] = f"send_recv {turn.way.algorithm}"
@@ -78,7 +78,7 @@ def main(text: str) -> None:
     import mimatrix
 
     torch.set_num_threads(1)
-    task, record = clouds(0), Record()
+    task, record = clouds(0), GroupRecord()
     run = mimatrix.init(BATCH, mode=_mode(turn.way), seed=turn.seed, quiet=True, timeout_s=_DEADLINE_S)
     torch.manual_seed(turn.seed)
     net = wide(task.train[0].shape[1], 10)
@@ -98,7 +98,7 @@ def main(text: str) -> None:
     run.close()
     # A rank that ends without it takes its memory along, while others over the slow link may still read the last of it.
     torch.distributed.destroy_process_group()
-    # Looked at when nobody waits for it.
+    # Evaluated when no other rank waits for it.
     for when, state in kept:
         net.load_state_dict(state)
         record.curve.append((when, task.accuracy(net)))
@@ -107,14 +107,14 @@ def main(text: str) -> None:
 
 
 def wide(inputs: int, outputs: int) -> Any:
-    """A net whose gradients are large enough for a slow link to matter."""
+    """Build a net whose gradients are large enough for a slow link to matter."""
     from torch import nn
 
     layers = [nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, outputs)]
     return nn.Sequential(*layers)
 
 
-def _mode(way: Way) -> Any:
+def _mode(way: SiteMode) -> Any:
     import mimatrix
 
     return mimatrix.Hybrid(groups=GROUPS, policy=way.policy, options=way.options) if way.policy else "sync"

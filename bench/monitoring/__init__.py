@@ -1,1 +1,1 @@
-"""What monitoring costs, how soon it names who is slow or missing, and whether it cries wolf."""
+"""Monitoring: what it costs, how soon it names a slow or missing rank, and whether it raises false alarms."""

@@ -1,4 +1,4 @@
-"""`python -m bench.monitoring [cost|naming|calm|scale|page]`; figures are kept, and docs/measurements/monitoring.md is written from them."""
+"""`python -m bench.monitoring cost|detection_latency|false_alarms|scale|page [--keep]`: measure, and write docs/measurements/monitoring.md."""
 
 import json
 from collections.abc import Callable
@@ -9,39 +9,48 @@ import typer
 
 from bench import scale
 from bench.markdown import MEASUREMENTS, machine, write_page
-from bench.monitoring import calm, cost, naming
+from bench.monitoring import cost, detection_latency, false_alarms
 
 _KEPT = MEASUREMENTS / "monitoring"
-_PARTS = {"cost": cost.section, "naming": naming.section, "calm": calm.section, "scale": scale.section}
+_PARTS = {
+    "cost": cost.section,
+    "detection_latency": detection_latency.section,
+    "false_alarms": false_alarms.section,
+    "scale": scale.section,
+}
+_FILES = {"detection_latency": "naming", "false_alarms": "calm"}
+"""Records keep the names that they were first stored under."""
 
 
 def main(
-    what: Annotated[str, typer.Argument(help="cost, naming, calm, scale or page.")],
-    turns: Annotated[int, typer.Option(help="Of cost: with and without, so many times.")] = 60,
-    rounds: Annotated[int, typer.Option(help="Of naming.")] = 10,
-    seconds: Annotated[float, typer.Option(help="Of calm.")] = 3600.0,
-    record: Annotated[typer.FileTextWrite | None, typer.Option(help="Of calm: where to write what was seen.")] = None,
+    what: Annotated[str, typer.Argument(help="cost, detection_latency, false_alarms, scale or page.")],
+    turns: Annotated[int, typer.Option(help="Of cost: turns with reports, and as many without.")] = 60,
+    rounds: Annotated[int, typer.Option(help="Of detection_latency.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Of false_alarms.")] = 3600.0,
+    record: Annotated[
+        typer.FileTextWrite | None, typer.Option(help="Of false_alarms: where to write what was seen.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the figures and write the page.")] = False,
 ) -> None:
     """Measure one thing, or only write the page."""
     measures: dict[str, Callable[[], dict[str, Any]]] = {
-        "cost": lambda: cost.measured(turns),
-        "naming": lambda: naming.measured(rounds),
-        "calm": lambda: calm.measured(seconds, record),
-        "scale": lambda: scale.measured(scale.Size(), 90.0, True),
+        "cost": lambda: cost.measure(turns),
+        "detection_latency": lambda: detection_latency.measure(rounds),
+        "false_alarms": lambda: false_alarms.measure(seconds, record),
+        "scale": lambda: scale.measure(scale.HistorySize(), 90.0, True),
     }
     if what != "page":
-        found = measures[what]()
-        print(json.dumps(found, indent=1))
+        figures = measures[what]()
+        print(json.dumps(figures, indent=1))
         if keep:
             _KEPT.mkdir(parents=True, exist_ok=True)
-            (_KEPT / f"{what}.json").write_text(json.dumps(found, indent=1) + "\n")
+            _file(what).write_text(json.dumps(figures, indent=1) + "\n")
     if keep or what == "page":
         write()
 
 
 def write() -> None:
-    """The page, of what was kept."""
+    """Write the page from the stored figures."""
     parts = [
         section(json.loads(path.read_text())) for name, section in _PARTS.items() if (path := _file(name)).is_file()
     ]
@@ -50,7 +59,7 @@ def write() -> None:
 
 
 def _file(name: str) -> Path:
-    return _KEPT / f"{name}.json"
+    return _KEPT / f"{_FILES.get(name, name)}.json"
 
 
 if __name__ == "__main__":

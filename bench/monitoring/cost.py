@@ -1,4 +1,4 @@
-"""What reporting costs a training step: one job with reports and without, in turns of some hundred steps."""
+"""What reporting costs a training step: one job with reports and without, in turns of several hundred steps."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.markdown import table
-from bench.monitoring.house import serving
+from bench.monitoring.server_process import run_server
 
 _AFTER_S = 0.02
 """How long after its end a report may still be felt: caches have to be filled again."""
@@ -15,18 +15,18 @@ _HALF_S = 0.5
 """Of the time between reports; the ranks of a job report at the same moment."""
 
 
-def measured(turns: int) -> dict[str, Any]:
-    """Mean seconds of a step in each turn, with reports and without, and how much longer those with a report take."""
-    with serving() as house:
-        out = house.data.parent / "found"
-        number = house.submit("in_turns.py", str(out), str(turns))
-        job = house.until(number, lambda job: job.ended_at is not None, 120 + 20 * turns)
+def measure(turns: int) -> dict[str, Any]:
+    """Return the mean seconds of a step in each turn, with reports and without, and how much longer those with reports take."""
+    with run_server() as server:
+        out = server.data.parent / "found"
+        number = server.submit("in_turns.py", str(out), str(turns))
+        job = server.wait_until(number, lambda job: job.ended_at is not None, 120 + 20 * turns)
         assert job.state == "done", job.reason
         first, second = (json.loads(out.with_suffix(f".{rank}").read_text()) for rank in (0, 1))
     reports = [*first["reports"], *second["reports"]]
     means = {name: [(marks[-1] - marks[0]) / (len(marks) - 1) for marks in first[name]] for name in ("with", "without")}
     ratios = [one / other for one, other in zip(means["with"], means["without"], strict=True)]
-    felt = [touched(marks, reports) for marks in first["with"]]
+    felt = [report_overhead(marks, reports) for marks in first["with"]]
     return {
         **{name: [round(each, 7) for each in means[name]] for name in means},
         "ratio": statistics.median(ratios),
@@ -38,8 +38,8 @@ def measured(turns: int) -> dict[str, Any]:
     }
 
 
-def touched(marks: list[float], reports: list[list[float]]) -> float:
-    """How much longer a turn took since reports fell into some of its steps, as a ratio.
+def report_overhead(marks: list[float], reports: list[list[float]]) -> float:
+    """Return how much longer a turn took because reports fell into some of its steps, as a ratio.
 
     A moment falls into a long step more likely than into a short one, whether it is a report's or not: so these steps
     are compared with those that the same moments, half a second later, fall into.
@@ -59,35 +59,35 @@ def touched(marks: list[float], reports: list[list[float]]) -> float:
 
 
 def _between(values: list[float]) -> list[float]:
-    """The median of all that there could be lies between these with 95 %, however they are distributed."""
+    """Return a 95 % confidence interval of the median, valid for any distribution."""
     off, middle = math.ceil(0.98 * math.sqrt(len(values))), len(values) // 2
     within = sorted(values)[max(0, middle - off) : middle + off]
     return [within[0], within[-1]]
 
 
-def section(found: dict[str, Any]) -> str:
-    """For the page."""
+def section(figures: dict[str, Any]) -> str:
+    """Return this part of the page."""
     rows = [
         [
-            f"turns with reports ({1e3 * statistics.median(found['with']):.3f} ms a step), by turns without them "
-            f"({1e3 * statistics.median(found['without']):.3f} ms)",
-            f"{found['ratio']:.4f}",
-            "{:.4f} to {:.4f}".format(*found["between"]),
+            f"turns with reports ({1e3 * statistics.median(figures['with']):.3f} ms a step), by turns without them "
+            f"({1e3 * statistics.median(figures['without']):.3f} ms)",
+            f"{figures['ratio']:.4f}",
+            "{:.4f} to {:.4f}".format(*figures["between"]),
         ],
         [
             "turns with reports, by the same turns if steps with a report took as long as others",
-            f"{found['felt']:.4f}",
-            "{:.4f} to {:.4f}".format(*found["felt_between"]),
+            f"{figures['felt']:.4f}",
+            "{:.4f} to {:.4f}".format(*figures["felt_between"]),
         ],
     ]
     return f"""## What it costs
 `python -m bench.monitoring cost`
 
-A job of two ranks under a real server, all on this machine: {len(found["with"])} turns of 200 steps with a report every
+A job of two ranks under a real server, all on this machine: {len(figures["with"])} turns of 200 steps with a report every
 second and as many without, in the order with, without, without, with. Both ratios are medians over turns; the median of all turns that there could be lies within the limits with 95 %.
 The first is of whole turns, seconds apart, between which this machine changes by more than the cost. So the second asks within a turn: steps that a report of either rank fell into, or the
 {1e3 * _AFTER_S:.0f} ms after it, against those that the same moments half a second later fall into (a moment falls into a long step more likely than into a short one).
 
 {table(["", "ratio", "with 95 %"], rows)}
-Wanted is 1.005. One report takes {1e3 * found["report_s"]:.2f} ms of processor time in its worker (median of {found["reports"]:,}, by the thread's own
+Wanted is 1.005. One report takes {1e3 * figures["report_s"]:.2f} ms of processor time in its worker (median of {figures["reports"]:,}, by the thread's own
 clock). The server has no processor of its own here: the time in which it takes a report is taken from the ranks, and is in the figures."""

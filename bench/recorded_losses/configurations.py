@@ -73,7 +73,7 @@ def _sync() -> Iterator[Configuration]:
 
 
 def _micro_steps() -> Iterator[Configuration]:
-    """Ranks with different numbers of micro-steps, and gradients clipped by their global norm."""
+    """Yield runs whose ranks have different numbers of micro-steps, and gradients clipped by their global norm."""
     for model, stage, precision in itertools.product(MODELS, STAGES, PRECISIONS):
         yield Configuration(
             model=model,
@@ -87,20 +87,23 @@ def _micro_steps() -> Iterator[Configuration]:
 
 
 def _idle_rank() -> Iterator[Configuration]:
-    """A rank that never has data."""
+    """Yield runs in which a rank never has data."""
     for model, stage in itertools.product(MODELS, STAGES):
         batches = (40, 0, 24) if model == "example" else (5, 0, 3)
         yield Configuration(model=model, ranks=3, batches=(batches,), stage=stage)
 
 
 def _script() -> Iterator[Configuration]:
-    """`examples/train.py` itself."""
+    """Yield runs of `examples/train.py` itself."""
     for ranks, stage in itertools.product(EXAMPLE_BATCHES, STAGES):
         yield Configuration(model="script", ranks=ranks, batches=(EXAMPLE_BATCHES[ranks],), stage=stage)
 
 
 def _hybrid() -> Iterator[Configuration]:
-    """Each model, stage and precision on several numbers of ranks, not all of them: every run starts servers, which takes seconds."""
+    """Yield each model, stage and precision on several numbers of ranks.
+
+    Not every combination: each run starts servers, which takes seconds.
+    """
     for ranks, stage in itertools.product(GROUPS, STAGES):
         model = MODELS[(ranks + stage) % len(MODELS)]
         is_local = (ranks // 2 + stage) % 2 == 1

@@ -165,7 +165,7 @@ class ScriptedClock:
         return self._turns[int(self._tick.value) % len(self._turns)]
 
 
-class Rank:
+class RecordedRank:
     """One rank of one configuration, in its own process."""
 
     def __init__(self, config: dict[str, Any], rank: int, clock: ScriptedClock, barrier: Any) -> None:
@@ -280,7 +280,7 @@ def run_configuration(config: dict[str, Any]) -> dict[str, Any]:
         place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        rank = Rank(config, number, clock, barrier)
+        rank = RecordedRank(config, number, clock, barrier)
         try:
             result = rank.train()
             answers.put((rank.group if rank.leads else -1, result))

@@ -1,1 +1,1 @@
-"""The job server measured: load, and what crosses its sockets."""
+"""Benchmarks of the job server: its load, and the bytes on its sockets."""

@@ -24,22 +24,22 @@ def main(
 ) -> None:
     """Measure the server."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    found: dict[str, Any] = json.loads(_FIGURES.read_text()) if _FIGURES.is_file() else {}
+    figures: dict[str, Any] = json.loads(_FIGURES.read_text()) if _FIGURES.is_file() else {}
     if only in ("", "traffic"):
-        found["traffic"] = traffic.measured()
+        figures["traffic"] = traffic.measure()
     if only in ("", "sqlite"):
-        found[f"sqlite {workers}"] = load.measured(workers, seconds, every, "")
+        figures[f"sqlite {workers}"] = load.measure(workers, seconds, every, "")
     if only in ("", "postgresql") and postgresql.is_there():
         with postgresql.running() as address:
-            found[f"postgresql {workers}"] = load.measured(workers, seconds, every, f"{address}/postgres")
-    print(json.dumps(found, indent=1))
+            figures[f"postgresql {workers}"] = load.measure(workers, seconds, every, f"{address}/postgres")
+    print(json.dumps(figures, indent=1))
     if keep:
-        _FIGURES.write_text(json.dumps(found, indent=1) + "\n")
-        write(found)
+        _FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+        write(figures)
 
 
-def write(found: dict[str, Any]) -> None:
-    """The page."""
+def write(figures: dict[str, Any]) -> None:
+    """Write the page."""
     crossed = [
         [
             row["model"],
@@ -48,7 +48,7 @@ def write(found: dict[str, Any]) -> None:
             f"{row['server_memory_mb']:.0f}",
             str(row["steps"]),
         ]
-        for row in found.get("traffic", [])
+        for row in figures.get("traffic", [])
     ]
     loads = [
         [
@@ -64,7 +64,7 @@ def write(found: dict[str, Any]) -> None:
             f"{row['server_processors']:.2f}",
             f"{row['memory_before_mb']:.0f} / {row['memory_after_mb']:.0f}",
         ]
-        for name, row in found.items()
+        for name, row in figures.items()
         if name != "traffic"
     ]
     headings = [
@@ -93,7 +93,7 @@ does not depend on the model, nor does the server's memory.
 ## Load
 
 Simulated workers that report every few seconds, from one process on the same {os.cpu_count()} cores: each is a connection that sends what a worker sends.
-The server is real; a launcher that only says that its teams run takes the place of the real one, since so many processes do not fit here.
+The server is real; a launcher that only says that its teams run takes the place of the real one, since 2,000 processes do not fit here.
 *Processors*: what the server itself used; it answers in one thread. *Memory*: of the server, before and after.
 
 {table([*headings, "processors", "memory [MB]"], loads)}

@@ -32,7 +32,7 @@ from mimatrix.launch.launcher import (
 JOBS = 20
 
 
-class StandingLauncher:
+class FakeLauncher:
     """Says that every team it is given runs; starts nothing."""
 
     def __init__(self, nodes: tuple[NodeFacts, ...], said: bytes = b"") -> None:
@@ -40,44 +40,44 @@ class StandingLauncher:
         self._nodes, self._said = nodes, said
 
     def nodes(self) -> tuple[NodeFacts, ...]:
-        """Those that it was told of."""
+        """Return the nodes that it was given."""
         return self._nodes
 
     def start(self, team: Team) -> None:
-        """Nothing happens. Its token goes to where the simulated workers look for it."""
+        """Start nothing; write the team's token to where the simulated workers look for it."""
         self._teams[team.name] = team
         folder = Path(os.environ["LOAD_TOKENS"])
         (folder / team.name).write_text(team.environment["MIMATRIX_TOKEN"])
 
     def states(self) -> Mapping[str, TeamState]:
-        """All run."""
+        """Return every team as running."""
         return {
             name: TeamState((MemberState(Phase.RUNNING),) * len(team.members)) for name, team in self._teams.items()
         }
 
     def end(self, team: str, *, now: bool = False) -> None:
-        """It does."""
+        """Forget the team."""
         del now
         self._teams.pop(team, None)
 
     def read_log(self, team: str, rank: int, offset: int, most: int = 65_536) -> LogPart:
-        """The same of all ranks."""
+        """Return a part of the same log for every rank."""
         del team, rank
         begin = offset if offset >= 0 else max(0, len(self._said) + offset)
         data = self._said[begin : begin + most]
         return LogPart(data, begin + len(data))
 
     def forget(self, team: str) -> None:
-        """It has."""
+        """Forget the team."""
         self._teams.pop(team, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing: the launcher holds nothing."""
 
 
 @dataclass
-class Seen:
-    """What the workers saw."""
+class WorkerStats:
+    """The answers that the workers got."""
 
     sent: int = 0
     failed: int = 0
@@ -86,16 +86,16 @@ class Seen:
 
 
 async def worker(
-    port: int, job: int, rank: int, secret: str, every_s: float, ends: float, seen: Seen, step: int = 0
+    port: int, job: int, rank: int, secret: str, every_s: float, ends: float, seen: WorkerStats, step: int = 0
 ) -> None:
-    """One connection that reports, again and again, steps after `step`; a broken one is made anew."""
+    """Report over one connection, again and again, steps after `step`; a broken one is replaced."""
     await asyncio.sleep(every_s * ((rank * 37 + job * 11) % 1000) / 1000)
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
     try:
         while time.monotonic() < ends:
             step += 1
-            body = json.dumps(said(rank, step)).encode()
+            body = json.dumps(report_of(rank, step)).encode()
             head = (
                 f"POST /api/jobs/{job}/report HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -108,7 +108,7 @@ async def worker(
                 assert reader
                 assert writer
                 writer.write(head + body)
-                answer = await asyncio.wait_for(whole_answer(reader), 10)
+                answer = await asyncio.wait_for(read_response(reader), 10)
                 if not answer.startswith(b"HTTP/1.1 200"):
                     raise OSError(answer[:80])
                 seen.seconds.append(time.perf_counter() - began)
@@ -124,8 +124,8 @@ async def worker(
             writer.close()
 
 
-def said(rank: int, step: int) -> dict[str, object]:
-    """What a worker of a first start says of itself."""
+def report_of(rank: int, step: int) -> dict[str, object]:
+    """Return the report of a worker of a first start."""
     return {
         "protocol": PROTOCOL,
         "generation": 1,
@@ -152,8 +152,8 @@ def said(rank: int, step: int) -> dict[str, object]:
     }
 
 
-async def whole_answer(reader: asyncio.StreamReader) -> bytes:
-    """Head and body, by the length that the head has."""
+async def read_response(reader: asyncio.StreamReader) -> bytes:
+    """Read head and body, by the length that the head has."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(
         int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
@@ -161,24 +161,24 @@ async def whole_answer(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(length)
 
 
-def measured(workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
-    """What was found."""
+def measure(workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
+    """Run simulated workers against a server, and return the figures."""
     with tempfile.TemporaryDirectory(prefix="mimatrix-load-") as folder:
-        return _measured(Path(folder), workers, seconds, every, database)
+        return _measure(Path(folder), workers, seconds, every, database)
 
 
-def _measured(folder: Path, workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
+def _measure(folder: Path, workers: int, seconds: float, every: float, database: str) -> dict[str, object]:
     port = free_port()
     tokens = folder / "tokens"
     tokens.mkdir()
     words = [sys.executable, "-m", "bench.server.load", "host", str(folder / "data"), str(port), str(workers), database]
     process = subprocess.Popen(words, env={**os.environ, "LOAD_TOKENS": str(tokens)}, stderr=subprocess.DEVNULL)
     try:
-        secrets = _submitted(folder / "data", port, tokens, workers)
+        secrets = _submit_jobs(folder / "data", port, tokens, workers)
         before, cpu = _memory(process.pid), _processor_s(process.pid)
-        seen = Seen()
+        seen = WorkerStats()
         began = time.monotonic()
-        asyncio.run(_all(port, secrets, workers, every, seconds, seen))
+        asyncio.run(_run_workers(port, secrets, workers, every, seconds, seen))
         took = time.monotonic() - began
         after, used = _memory(process.pid), _processor_s(process.pid) - cpu
     finally:
@@ -203,13 +203,15 @@ def _measured(folder: Path, workers: int, seconds: float, every: float, database
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a port that no process listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port
 
 
-async def _all(port: int, secrets: list[str], workers: int, every: float, seconds: float, seen: Seen) -> None:
+async def _run_workers(
+    port: int, secrets: list[str], workers: int, every: float, seconds: float, seen: WorkerStats
+) -> None:
     ends = time.monotonic() + seconds
     each = workers // JOBS
     await asyncio.gather(
@@ -221,8 +223,8 @@ async def _all(port: int, secrets: list[str], workers: int, every: float, second
     )
 
 
-def _submitted(data: Path, port: int, tokens: Path, workers: int) -> list[str]:
-    """Hand the jobs in, and wait until all of them run."""
+def _submit_jobs(data: Path, port: int, tokens: Path, workers: int) -> list[str]:
+    """Submit the jobs, and wait until all of them run."""
     from hashlib import sha256
 
     from mimatrix.api.client import Client
@@ -256,11 +258,11 @@ def _processor_s(pid: int) -> float:
 
 
 def host(data: str, port: str, workers: str, database: str) -> None:
-    """The server."""
+    """Run the server."""
     from mimatrix.server import Settings, serve
 
     nodes = (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * int(workers)),)
-    serve(Settings(Path(data), port=int(port), database=database), lambda _: StandingLauncher(nodes), print)
+    serve(Settings(Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes), print)
 
 
 if __name__ == "__main__":

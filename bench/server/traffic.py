@@ -1,6 +1,6 @@
-"""What crosses the server's socket while a small and a large model train.
+"""The bytes on the server's sockets while a small and a large model train.
 
-All connections of workers go through a relay that counts bytes; nothing else is told its address.
+All connections of workers go through a relay that counts bytes; no other process has its address.
 """
 
 import asyncio
@@ -54,18 +54,18 @@ class Relay:
     _ready: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> "Relay":
-        """In a thread of its own."""
+        """Serve in a thread."""
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
         assert self._ready.wait(10)
         return self
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._passed, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await server.serve_forever()
 
-    async def _passed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
         await asyncio.gather(self._pump(reader, far_writer, counts=True), self._pump(far_reader, writer))
 
@@ -78,8 +78,8 @@ class Relay:
         writer.close()
 
 
-def measured() -> list[dict[str, object]]:
-    """Both models, one after the other, on one server."""
+def measure() -> list[dict[str, object]]:
+    """Train both models, one after the other, on one server."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     relay = Relay(port).start()

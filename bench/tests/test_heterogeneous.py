@@ -1,4 +1,4 @@
-"""What comes of the turns of a comparison, with ranks that are invented; and one real turn of a small model."""
+"""What comes of the turns of a comparison, with ranks that are invent_records; and one real turn of a small model."""
 
 import json
 from dataclasses import replace
@@ -7,36 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from bench.drift import dropped_at, recovered_at
+from bench.drift import drop_index, recovery_index
 from bench.heterogeneous.pictures import fraction_bars
 from bench.heterogeneous.rounds import IDEAL, NAMES, OURS, Comparison, Rows, compare, rows_of
-from bench.heterogeneous.tasks import Meter, RanksFailedError, Record, Task, losses, train
+from bench.heterogeneous.tasks import Meter, RankRecord, RanksFailedError, TrainingTask, losses, train
 from bench.uneven_memory import cases, problem_of
 from mimatrix.launch.throttle.cpu_quota import quotas
 
-BASE = Task("", (1.0, 0.25), global_batch=100, warm_up=2)
+BASE = TrainingTask("", (1.0, 0.25), global_batch=100, warm_up=2)
 STEPS_S = {"ddp": 0.4, "hand-tuned ddp": 0.2, OURS: 0.125}
 PLAN = {"step_s": 0.12, "micro": [[80], [10, 10]]}
 
 
-def invented(task: Task) -> list[Record]:
-    """The ideal is 1000 samples a second; FSDP2 dies."""
+def invent_records(task: TrainingTask) -> list[RankRecord]:
+    """Return invent_records records: the ideal is 1000 samples a second; FSDP2 dies."""
     if task.who == IDEAL:
-        return [Record(0.0, rate=800.0), Record(0.0, rate=200.0)]
+        return [RankRecord(0.0, rate=800.0), RankRecord(0.0, rate=200.0)]
     if task.who == "fsdp2":
         raise RanksFailedError("rank 1 ended with exit code 1")
     step_s = STEPS_S[task.who]
     ends = [5.0 + step_s * number for number in range(6)]
     plan = PLAN if task.who == OURS else {}
-    return [Record(1.0, ends, [80.0] * 6, 2, plan=plan), Record(1.0, ends, [20.0] * 6, 2)]
+    return [RankRecord(1.0, ends, [80.0] * 6, 2, plan=plan), RankRecord(1.0, ends, [20.0] * 6, 2)]
 
 
-def compared(rounds: int, names: tuple[str, ...]) -> tuple[Comparison, list[str]]:
+def run_comparison(rounds: int, names: tuple[str, ...]) -> tuple[Comparison, list[str]]:
     asked: list[str] = []
 
-    def start(task: Task) -> list[Record]:
+    def start(task: TrainingTask) -> list[RankRecord]:
         asked.append(task.who)
-        return invented(task)
+        return invent_records(task)
 
     return compare(BASE, rounds, names, lambda _: None, start), asked
 
@@ -47,7 +47,7 @@ def row_of(rows: Rows, who: str) -> dict[str, object]:
 
 def test_rows_say_how_much_of_the_ideal_each_reached() -> None:
     names = ("ddp", "hand-tuned ddp", OURS)
-    rows = rows_of(compared(2, names)[0], names)
+    rows = rows_of(run_comparison(2, names)[0], names)
     assert [row["who"] for row in rows] == [IDEAL, *names]
     assert row_of(rows, IDEAL)["samples_per_s"] == 1000
     assert row_of(rows, IDEAL)["fraction_of_ideal"] == 1
@@ -64,13 +64,13 @@ def test_rows_say_how_much_of_the_ideal_each_reached() -> None:
 
 
 def test_every_round_has_each_once_in_another_order() -> None:
-    _, asked = compared(3, ("ddp", OURS))
+    _, asked = run_comparison(3, ("ddp", OURS))
     assert asked == [IDEAL, "ddp", OURS, "ddp", OURS, IDEAL, OURS, IDEAL, "ddp"]
 
 
 def test_who_fails_is_a_row_with_a_note_and_not_asked_again() -> None:
     names = ("ddp", "fsdp2")
-    found, asked = compared(3, names)
+    found, asked = run_comparison(3, names)
     assert asked.count("fsdp2") == 1
     row = row_of(rows_of(found, names), "fsdp2")
     assert row["note"] == "failed: rank 1 ended with exit code 1"
@@ -79,21 +79,23 @@ def test_who_fails_is_a_row_with_a_note_and_not_asked_again() -> None:
 
 def test_who_is_not_installed_is_a_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.heterogeneous.rounds.find_spec", lambda _: None)
-    found, asked = compared(1, ("ddp", "deepspeed"))
+    found, asked = run_comparison(1, ("ddp", "deepspeed"))
     assert "deepspeed" not in asked
     assert row_of(rows_of(found, NAMES), "deepspeed")["note"] == "not installed"
 
 
 def test_the_picture_leaves_out_who_has_no_figure() -> None:
     names = ("ddp", "fsdp2", OURS)
-    (panel,) = fraction_bars(rows_of(compared(1, names)[0], names)).axes
+    (panel,) = fraction_bars(rows_of(run_comparison(1, names)[0], names)).axes
     assert [label.get_text() for label in panel.get_yticklabels()] == ["ddp", OURS]
 
 
 def test_rank_0_tells_the_others_which_step_is_the_last(tmp_path: Path) -> None:
     task = replace(BASE, warm_up=3, most=8, seconds=7.0)
     clocks = [count(), count()]
-    first, second = (Meter(task, tmp_path, rank, lambda rank=rank: next(clocks[rank]), Record(0.0)) for rank in (0, 1))
+    first, second = (
+        Meter(task, tmp_path, rank, lambda rank=rank: next(clocks[rank]), RankRecord(0.0)) for rank in (0, 1)
+    )
     steps = next(number for number in count(1) if not (first.ends_step(1.0), second.ends_step(2.0))[0])
     assert steps == 3 + 7
     assert second.is_over(10)
@@ -102,10 +104,10 @@ def test_rank_0_tells_the_others_which_step_is_the_last(tmp_path: Path) -> None:
 
 
 def test_a_drop_is_over_when_several_steps_are_fast_again() -> None:
-    assert dropped_at([1.0, 2.0, 3.0, 4.0], 2.5) == 1
+    assert drop_index([1.0, 2.0, 3.0, 4.0], 2.5) == 1
     rates = [100.0] * 5 + [30.0, 95.0, 30.0, 30.0, 30.0] + [92.0] * 6
-    assert recovered_at(rates, 5, 90.0) == 10
-    assert recovered_at(rates[:13], 5, 90.0) is None
+    assert recovery_index(rates, 5, 90.0) == 10
+    assert recovery_index(rates[:13], 5, 90.0) is None
 
 
 def test_a_small_worker_with_the_larger_part_is_a_problem() -> None:
@@ -126,7 +128,7 @@ def test_ddp_and_mimatrix_train_the_same_under_real_quotas() -> None:
             pass
     except Exception as error:  # noqa: BLE001 (whatever it is, there are no quotas here)
         pytest.skip(f"no quotas: {error}")
-    task = Task("", (1.0, 0.9), global_batch=24, width=48, depth=2, batches=3, warm_up=2, seconds=0.1, most=6)
+    task = TrainingTask("", (1.0, 0.9), global_batch=24, width=48, depth=2, batches=3, warm_up=2, seconds=0.1, most=6)
     curves = [losses(train(replace(task, who=who), timeout_s=100), 24) for who in ("hand-tuned ddp", "mimatrix even")]
     assert len(curves[0]) == len(curves[1]) == 8
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from bench.scale import measured, section
-from bench.server.week import WEEK_S, Size, lives, points
+from bench.scale import measure, section
+from bench.server.synthetic_history import WEEK_S, HistorySize, points, synthetic_jobs
 from mimatrix.monitor.downsampling import TIERS
 
 
 def test_a_week_leaves_in_every_tier_what_its_time_holds() -> None:
-    size, now_s = Size(jobs=40, devices=20), 2e9
-    found = lives(size, now_s)
+    size, now_s = HistorySize(jobs=40, devices=20), 2e9
+    found = synthetic_jobs(size, now_s)
     assert [each.number for each in found] == list(range(1, 41))
     running = [each for each in found if each.started_s and each.ended_s is None]
     assert len(running) == size.running == 2
@@ -27,7 +27,7 @@ def test_a_week_leaves_in_every_tier_what_its_time_holds() -> None:
 @pytest.mark.long
 def test_a_small_state_is_measured() -> None:
     began = time.monotonic()
-    found = measured(Size(jobs=40, devices=20), seconds=2.0, is_browsed=False)
+    found = measure(HistorySize(jobs=40, devices=20), seconds=2.0, is_browsed=False)
     assert found["answers"]["all"]["count"] > 50
     assert found["reports"]["lost"] == 0
     assert found["database"]["points"] > 20_000

@@ -1,10 +1,10 @@
-"""What the hardware is: devices in nodes, switches, links; families of networks; routes through them."""
+"""The hardware as values: devices in nodes, switches and links; named topologies; routes through them."""
 
 from mimatrix.cluster.fabric import Fabric
-from mimatrix.cluster.families import FAMILIES, named
-from mimatrix.cluster.files import load_cluster, read_cluster, write_cluster
 from mimatrix.cluster.model import Bus, Cluster, Device, Link, Node, Switch
 from mimatrix.cluster.routes import BySource, Ecmp, Routes
+from mimatrix.cluster.toml_files import load_cluster, read_cluster, write_cluster
+from mimatrix.cluster.topologies import FAMILIES, topology_from_name
 
 __all__ = [
     "FAMILIES",
@@ -19,7 +19,7 @@ __all__ = [
     "Routes",
     "Switch",
     "load_cluster",
-    "named",
     "read_cluster",
+    "topology_from_name",
     "write_cluster",
 ]

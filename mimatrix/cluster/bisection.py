@@ -1,6 +1,6 @@
-"""What crosses the middle of a cluster: several splits of its devices into halves, and the narrowest of them.
+"""The bisection bandwidth of a cluster: several splits of its devices into halves, and the narrowest of them.
 
-Finding the true bisection is hard; trying splits and taking the narrowest gives a bound from above. What crosses a
+Finding the true bisection is hard; trying splits and taking the narrowest gives an upper bound. The bandwidth of a
 split is a maximum flow over the channels, which assumes ideal routing: real traffic gets less, never more.
 """
 
@@ -18,19 +18,19 @@ from scipy.sparse.linalg import eigsh
 from mimatrix.cluster.fabric import Exit, Fabric, Floats, Ints
 
 Mask = NDArray[np.bool_]
-Vertex = tuple[str, str | int]
+FlowVertex = tuple[str, str | int]
 
-_SOURCE: Vertex = ("source", "")
-_SINK: Vertex = ("sink", "")
-_CROSSBAR: Vertex = ("crossbar", "")
-_DENSE_CORES = 400
-_LARGEST = 2**30
-_FEW_DEVICES = 8
+_SOURCE: FlowVertex = ("source", "")
+_SINK: FlowVertex = ("sink", "")
+_CROSSBAR: FlowVertex = ("crossbar", "")
+_MAX_DENSE_CORES = 400
+_MAX_CAPACITY = 2**30
+_MAX_EXHAUSTIVE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bisection:
-    """A split of the devices, what crosses it, and what would cross it if only NICs and buses set limits."""
+    """A split of the devices, its bandwidth, and the bandwidth it would have if only NICs and buses set limits."""
 
     split: str
     bytes_per_s: float
@@ -38,29 +38,29 @@ class Bisection:
 
 
 def narrowest_bisection(fabric: Fabric) -> Bisection:
-    """The split that least can cross, of those tried; the true bisection is at most that."""
+    """Return the split with the least bandwidth of those tried; the true bisection bandwidth is at most that."""
     network = _Network(fabric)
-    found = [(network.flow(half), split, half) for split, half in _splits(fabric) if half.any()]
-    if not found:
+    flows = [(network.flow(half), split, half) for split, half in _splits(fabric) if half.any()]
+    if not flows:
         return Bisection("one device", 0.0, 0.0)
-    narrowest, split, half = min(found, key=lambda each: each[0])
+    narrowest, split, half = min(flows, key=lambda flow: flow[0])
     return Bisection(split, narrowest, _Network(fabric, ideal=True).flow(half))
 
 
 class _Network:
-    """The channels as a graph for flows.
+    """The channels as a graph for maximum flows.
 
-    Machines pass on traffic only where they forward, so the ways up (out of devices) and down (into them) are apart
-    inside a node; they meet only where the bus of the node turns. `ideal` puts one crossbar in place of all switches
+    Machines pass on traffic only if they forward, so the paths up (out of devices) and down (into them) are separate
+    within a node; they meet only where the bus of the node turns. `ideal` puts one crossbar in place of all switches
     and of all cables between nodes, so that NICs and buses alone set limits.
     """
 
     def __init__(self, fabric: Fabric, ideal: bool = False) -> None:
         self._fabric = fabric
         self._ideal = ideal
-        self._numbers: dict[Vertex, int] = {}
-        self._edges: dict[tuple[Vertex, Vertex, int], float] = {}
-        self._joints: dict[tuple[Vertex, Vertex], None] = {}
+        self._numbers: dict[FlowVertex, int] = {}
+        self._edges: dict[tuple[FlowVertex, FlowVertex, int], float] = {}
+        self._joints: dict[tuple[FlowVertex, FlowVertex], None] = {}
         for channel, tail, head in fabric.core_channels:
             self._add_between_cores(channel, tail, head)
         for device, exits in enumerate(fabric.exits):
@@ -71,7 +71,7 @@ class _Network:
             self._add_inside(first + 1, first)
 
     def flow(self, half: Mask) -> float:
-        """Bytes per second that the devices in `half` can send to all others together."""
+        """Return the bytes per second that the devices in `half` can send to all other devices together."""
         ends = [(_SOURCE, ("up", d)) if chosen else (("down", d), _SINK) for d, chosen in enumerate(half.tolist())]
         joints = [*self._joints, *ends]
         pairs = [(tail, head) for tail, head, _ in self._edges] + joints
@@ -81,10 +81,10 @@ class _Network:
         side = _source_side(graph, self._number(_SOURCE), self._number(_SINK))
         return float(rates[side[tails] & ~side[heads]].sum())
 
-    def _number(self, vertex: Vertex) -> int:
+    def _number(self, vertex: FlowVertex) -> int:
         return self._numbers.setdefault(vertex, len(self._numbers))
 
-    def _core(self, core: int) -> Vertex:
+    def _core(self, core: int) -> FlowVertex:
         return _CROSSBAR if self._ideal and core < len(self._fabric.cluster.switches) else ("core", core)
 
     def _add_between_cores(self, channel: int, tail: int, head: int) -> None:
@@ -100,9 +100,9 @@ class _Network:
         if not way.out:
             self._joints |= {(("up", device), core): None, (core, ("down", device)): None}
             return
-        rising: list[Vertex] = [("up", channels[channel].head) for channel in way.out[:-1]]
+        rising: list[FlowVertex] = [("up", channels[channel].head) for channel in way.out[:-1]]
         # A NIC's channel is named after its device even where it sits on the PCIe switch: ask the next one.
-        falling: list[Vertex] = [("down", channels[channel].tail) for channel in way.back[1:]]
+        falling: list[FlowVertex] = [("down", channels[channel].tail) for channel in way.back[1:]]
         self._carry([("up", device), *rising, core], way.out)
         self._carry([core, *falling, ("down", device)], way.back)
 
@@ -111,30 +111,30 @@ class _Network:
         if path is None:
             return
         rising, falling = path[: len(path) // 2], path[len(path) // 2 :]
-        up: list[Vertex] = [("up", source), *(("up", channels[channel].head) for channel in rising)]
-        down: list[Vertex] = [*(("down", channels[channel].tail) for channel in falling), ("down", target)]
+        up: list[FlowVertex] = [("up", source), *(("up", channels[channel].head) for channel in rising)]
+        down: list[FlowVertex] = [*(("down", channels[channel].tail) for channel in falling), ("down", target)]
         self._carry(up, rising)
         self._carry(down, falling)
         self._joints[up[-1], down[0]] = None
 
-    def _carry(self, vertices: list[Vertex], channels: Iterable[int]) -> None:
+    def _carry(self, vertices: list[FlowVertex], channels: Iterable[int]) -> None:
         for tail, head, channel in zip(vertices, vertices[1:], channels, strict=False):
             self._edges[tail, head, channel] = float(self._fabric.rates[channel])
 
 
 def _whole(rates: Floats) -> Ints:
-    """The rates in proportion as whole numbers: exact for round rates, and so small that no sum leaves 32 bits."""
+    """Return the rates in proportion as integers: exact for round rates, small enough that no sum leaves 32 bits."""
     finite = rates[np.isfinite(rates)]
     common = float(np.gcd.reduce(np.rint(finite).astype(np.int64))) if finite.max(initial=0.0) < 2**53 else 0.0
-    unit = max(common, float(finite.sum()) / (_LARGEST / 2), math.ulp(0.0))
-    capacities = np.full(len(rates), _LARGEST)
-    # Upwards, so that no channel is lost beside much faster ones; what is whole must stay whole.
+    unit = max(common, float(finite.sum()) / (_MAX_CAPACITY / 2), math.ulp(0.0))
+    capacities = np.full(len(rates), _MAX_CAPACITY)
+    # Upwards, so that no channel vanishes next to much faster ones; what is whole must stay whole.
     capacities[np.isfinite(rates)] = np.ceil(finite / unit - 1e-6)
     return capacities
 
 
 def _source_side(graph: csr_array, source: int, sink: int) -> Mask:
-    """The vertices on the source's side of a least cut: those that still have a way from it when the flow is greatest.
+    """Return the vertices on the source's side of a minimum cut: those it still reaches in the residual graph.
 
     The cut is worth more than the value of the flow: its real rates have none of the rounding of the capacities.
     """
@@ -146,15 +146,15 @@ def _source_side(graph: csr_array, source: int, sink: int) -> Mask:
 
 
 def _splits(fabric: Fabric) -> Iterator[tuple[str, Mask]]:
-    """Halves worth trying: all of them where devices are few.
+    """Yield halves worth trying: all of them for few devices.
 
-    Otherwise each by a score of the devices: the lower half against the rest, ties in device order.
+    For many devices, one half for each score of the devices: the lower half against the rest, ties in device order.
     """
-    if len(fabric.exits) <= _FEW_DEVICES:
+    if len(fabric.exits) <= _MAX_EXHAUSTIVE:
         yield from _all_halves(len(fabric.exits))
         return
     home = np.array([exits[0].core if exits else -1 for exits in fabric.exits])
-    groups, group_of, place = _grouped(fabric)
+    groups, group_of, place = _group_cores(fabric)
     scores = {"in device order": np.zeros(len(home))}
     scores["switches in turn"] = np.where(home < 0, 0, place[home] % 2)
     scores["by group of switches"] = np.where(home < 0, groups, group_of[home])
@@ -176,8 +176,8 @@ def _all_halves(devices: int) -> Iterator[tuple[str, Mask]]:
         yield "of all halves", half
 
 
-def _grouped(fabric: Fabric) -> tuple[int, Ints, Ints]:
-    """How many groups of cores there are, the group of each core, and its place within the group."""
+def _group_cores(fabric: Fabric) -> tuple[int, Ints, Ints]:
+    """Return the number of groups of cores, the group of each core, and its place within the group."""
     switches = fabric.cluster.switches
     names = [switch.group for switch in switches] + ["node"] * (len(fabric.core_names) - len(switches))
     numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -190,9 +190,9 @@ def _grouped(fabric: Fabric) -> tuple[int, Ints, Ints]:
 
 
 def _fiedler_rank(fabric: Fabric) -> Ints:
-    """The cores in order of the Fiedler vector of their network: well connected ones come close together.
+    """Return the cores in order of the Fiedler vector of their network, which puts well connected ones close together.
 
-    On symmetric networks it has ties, of which the next eigenvector takes one side: halves of a torus stay in a piece.
+    On symmetric networks it has ties, of which the next eigenvector takes one side: halves of a torus stay connected.
     """
     vectors = np.round(_smooth_vectors(fabric), 6)
     rank = np.empty(len(vectors), dtype=np.int64)
@@ -201,13 +201,13 @@ def _fiedler_rank(fabric: Fabric) -> Ints:
 
 
 def _smooth_vectors(fabric: Fabric) -> Floats:
-    """Eigenvectors of the three smallest eigenvalues of the cores' Laplacian, of the size of their number."""
+    """Return the eigenvectors of the three smallest eigenvalues of the cores' Laplacian, scaled to their length."""
     count = len(fabric.core_names)
     joined = np.array(fabric.core_channels, dtype=np.int64).reshape(-1, 3)
     weights = fabric.rates[joined[:, 0]] / fabric.rates.max(initial=1.0)
     adjacency = csr_array(coo_array((weights, (joined[:, 1], joined[:, 2])), shape=(count, count)))
     laplacian = csr_array(diags_array(adjacency.sum(axis=1)) - adjacency)
-    if count <= _DENSE_CORES:
+    if count <= _MAX_DENSE_CORES:
         vectors: Floats = np.linalg.eigh(laplacian.toarray())[1][:, :3]
     else:
         # A Laplacian is singular, so the target is just below zero. The start is fixed: equal clusters, equal figures.

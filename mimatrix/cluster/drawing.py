@@ -1,4 +1,4 @@
-"""The picture of a cluster: its layout in ink. Importing this imports matplotlib, so nothing else imports it early."""
+"""Drawing a cluster from its layout. Importing this imports matplotlib, so no other module imports it early."""
 
 import math
 from collections import defaultdict
@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from mimatrix.cluster.layout import Box, GraphLayout, Polyline, arrange
+from mimatrix.cluster.layout.boxes import Point
+from mimatrix.cluster.layout.scene import count_text, text_width
 from mimatrix.cluster.model import Cluster
-from mimatrix.cluster.picture import Box, Layout, Strand, arrange
-from mimatrix.cluster.picture.boxes import Point
-from mimatrix.cluster.picture.scene import counted, text_width
 from mimatrix.core.units import format_rate
 
 _WIDEST, _TALLEST, _NARROWEST = 20.0, 10.0, 6.0
@@ -35,14 +35,14 @@ _CHOICE = ((), (4,), (1, 4), (1, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4, 5), (0, 1, 2,
 
 
 def draw(cluster: Cluster) -> Figure:
-    """The cluster as a figure, ready to be saved; a large one has its nodes in bundles."""
+    """Draw the cluster as a figure, ready to be saved; a large cluster has its nodes in bundles."""
     layout = arrange(cluster)
-    pens = _Pens(layout.strands)
+    pens = _Pens(layout.polylines)
     kinds = list(dict.fromkeys(device.kind for node in cluster.nodes for device in node.devices))
     colour_of = dict(zip(kinds, cycle(_KINDS), strict=False))
     entries = pens.entries() + [_entry_of_kind(kind, colour) for kind, colour in colour_of.items()]
     page = _page(layout, cluster.name, [str(entry.get_label()) for entry in entries])
-    _draw_strands(page, layout.strands, pens)
+    _draw_polylines(page, layout.polylines, pens)
     for box in layout.boxes:
         _draw_box(page, box)
     _draw_squares(page, layout.boxes, colour_of)
@@ -64,7 +64,7 @@ class _Page:
     """Of the legend."""
 
     def write(self, x: float, y: float, text: str, points: float, colour: str) -> None:
-        """A text in the layout; left out where it would be too small to read."""
+        """Write a text in the layout, unless it would be too small to read."""
         if text and points * self.scale >= _SMALLEST_TEXT:
             size = points * self.scale
             self.axes.text(
@@ -73,17 +73,17 @@ class _Page:
 
 
 class _Pens:
-    """Colour and width of strands: colour by the rate of a cable, width by the rate of all cables together."""
+    """Colour and width of polylines: colour by the rate of a cable, width by the rate of all cables together."""
 
-    def __init__(self, strands: Sequence[Strand]) -> None:
-        cords = [strand.cord for strand in strands]
-        rates = sorted({cord.rate_bytes_per_s for cord in cords})
+    def __init__(self, polylines: Sequence[Polyline]) -> None:
+        edges = [polyline.edge for polyline in polylines]
+        rates = sorted({edge.rate_bytes_per_s for edge in edges})
         classes = min(len(rates), len(_SLOW_TO_FAST))
         self._class_of = {rate: index * classes // len(rates) for index, rate in enumerate(rates)}
         self._colours = [_SLOW_TO_FAST[index] for index in _CHOICE[classes]]
-        self._least = min((cord.rate_bytes_per_s * cord.cables for cord in cords), default=1.0)
-        self._thin = next(points for most, points in _THIN if len(cords) <= most)
-        self._drawn = sorted({(self._class_of[cord.rate_bytes_per_s], cord.cables) for cord in cords})
+        self._least = min((edge.rate_bytes_per_s * edge.cables for edge in edges), default=1.0)
+        self._thin = next(points for most, points in _THIN if len(edges) <= most)
+        self._drawn = sorted({(self._class_of[edge.rate_bytes_per_s], edge.cables) for edge in edges})
         if len(self._drawn) > _MOST_ENTRIES:
             self._drawn = sorted({(number, 1) for number, _ in self._drawn})
 
@@ -91,15 +91,15 @@ class _Pens:
         return self._colours[self._class_of[rate_bytes_per_s]]
 
     def width(self, rate_bytes_per_s: float) -> float:
-        """Points. Ten times the rate is twice as wide, within reason."""
+        """Return the width in points: ten times the rate is twice as wide, within limits."""
         return self._thin * min(3.2, 1 + math.log10(max(1.0, rate_bytes_per_s / self._least)))
 
     def entries(self) -> list[Line2D]:
-        """What the legend says: a line for each class of rates and number of cables."""
+        """Return the lines of the legend: one for each class of rates and number of cables."""
         return [self._entry(number, cables) for number, cables in self._drawn]
 
     def _entry(self, number: int, cables: int) -> Line2D:
-        rates = [rate for rate, each in self._class_of.items() if each == number]
+        rates = [rate for rate, rate_class in self._class_of.items() if rate_class == number]
         text = format_rate(rates[0])
         if len(rates) > 1:
             text += f" to {format_rate(rates[-1])}"
@@ -112,8 +112,8 @@ def _entry_of_kind(kind: str, colour: str) -> Line2D:
     return Line2D([], [], linestyle="none", marker="s", markersize=7, color=colour, label=kind)
 
 
-def _page(layout: Layout, title: str, entries: Sequence[str]) -> _Page:
-    """An empty page with room for the layout, the title above it, the captions beside it and the legend below it."""
+def _page(layout: GraphLayout, title: str, entries: Sequence[str]) -> _Page:
+    """Return an empty page with room for the layout, a title above, captions on the left and a legend below."""
     (left, bottom), (right, top) = layout.extent()
     scale = min(1.0, _WIDEST / (right - left), _TALLEST / (top - bottom))
     margin = _MARGIN + max((text_width(text, 8.5) + 0.25 for text, _ in layout.captions), default=0.0)
@@ -132,15 +132,15 @@ def _page(layout: Layout, title: str, entries: Sequence[str]) -> _Page:
     return _Page(figure, axes, scale, width, height, columns)
 
 
-def _draw_strands(page: _Page, strands: Sequence[Strand], pens: _Pens) -> None:
+def _draw_polylines(page: _Page, polylines: Sequence[Polyline], pens: _Pens) -> None:
     # A device's own NIC passes over the box of its node; all others stop at, or pass under, the boxes.
     for at_device, zorder in ((False, 1), (True, 3)):
-        chosen = [strand for strand in strands if (strand.cord.square is not None) == at_device]
-        cords = [strand.cord for strand in chosen]
+        chosen = [polyline for polyline in polylines if (polyline.edge.square is not None) == at_device]
+        edges = [polyline.edge for polyline in chosen]
         lines = LineCollection(
-            [strand.points for strand in chosen],
-            colors=[(pens.colour(s.cord.rate_bytes_per_s), _PALE if s.pale else _STRONG) for s in chosen],
-            linewidths=[pens.width(cord.rate_bytes_per_s * cord.cables) for cord in cords],
+            [polyline.points for polyline in chosen],
+            colors=[(pens.colour(s.edge.rate_bytes_per_s), _PALE if s.pale else _STRONG) for s in chosen],
+            linewidths=[pens.width(edge.rate_bytes_per_s * edge.cables) for edge in edges],
             capstyle="round",
             zorder=zorder,
         )
@@ -157,11 +157,11 @@ def _draw_box(page: _Page, box: Box) -> None:
 
 
 def _add_patch(page: _Page, box: Box, shift: float, role: str) -> None:
-    fill, edge = (_SWITCH, _SWITCH) if box.kind == "switch" else (_NODE, _NODE_EDGE)
+    fill, outline = (_SWITCH, _SWITCH) if box.kind == "switch" else (_NODE, _NODE_EDGE)
     corner = (box.at[0] - box.width / 2 + shift, box.at[1] - box.height / 2 - shift)
     style = f"round,pad=0,rounding_size={min(0.06, box.height / 4)}"
     patch = FancyBboxPatch(
-        corner, box.width, box.height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=0.8 * page.scale
+        corner, box.width, box.height, boxstyle=style, facecolor=fill, edgecolor=outline, linewidth=0.8 * page.scale
     )
     # NICs of devices pass over the boxes of nodes, but stop at switches.
     patch.set_zorder(4 if box.kind == "switch" else 2)
@@ -180,17 +180,17 @@ def _draw_squares(page: _Page, boxes: Sequence[Box], colour_of: dict[str, str]) 
             page.write(*square.at, str(square.number), 5.5, "white")
 
 
-def _draw_cable_counts(page: _Page, layout: Layout) -> None:
-    """`×2` on alike strands of several cables, if there is room on all of them; the legend says it anyway."""
-    groups: dict[tuple[float, int], list[Strand]] = defaultdict(list)
-    for strand in layout.strands:
-        if strand.cord.cables > 1 and len(strand.points) == 2:
-            groups[strand.cord.rate_bytes_per_s, strand.cord.cables].append(strand)
+def _draw_cable_counts(page: _Page, layout: GraphLayout) -> None:
+    """Write `×2` on polylines of several cables if there is room on all equal ones; the legend says it anyway."""
+    groups: dict[tuple[float, int], list[Polyline]] = defaultdict(list)
+    for polyline in layout.polylines:
+        if polyline.edge.cables > 1 and len(polyline.points) == 2:
+            groups[polyline.edge.rate_bytes_per_s, polyline.edge.cables].append(polyline)
     taken = [_Patch(*box.at, box.width / 2, box.height / 2) for box in layout.boxes]
     for (_, cables), alike in groups.items():
         text = f"×{cables}"
         readable = len(alike) <= _MOST_LABELS and 7 * page.scale >= _SMALLEST_TEXT
-        places = _places(alike, text, taken, layout.strands) if readable else []
+        places = _places(alike, text, taken, layout.polylines) if readable else []
         for place in places:
             corner = (place.x - place.half_width, place.y - place.half_height)
             size = (2 * place.half_width, 2 * place.half_height)
@@ -201,7 +201,7 @@ def _draw_cable_counts(page: _Page, layout: Layout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """A rectangle on the page, by its middle."""
+    """A rectangle on the page, given by its centre."""
 
     x: float
     y: float
@@ -215,7 +215,7 @@ class _Patch:
         )
 
     def crossed_by(self, start: Point, end: Point) -> bool:
-        """Whether a straight line passes through, by clipping it at each side (Liang and Barsky)."""
+        """Return whether a straight line passes through the patch, by clipping it at each side (Liang and Barsky)."""
         enter, leave = 0.0, 1.0
         sides = ((self.x, self.half_width), (self.y, self.half_height))
         for (middle, half), a, b in zip(sides, start, end, strict=True):
@@ -228,16 +228,18 @@ class _Patch:
         return enter < leave
 
 
-def _places(strands: Sequence[Strand], text: str, taken: Sequence[_Patch], others: Sequence[Strand]) -> list[_Patch]:
-    """A free place on each strand, or none at all if one has none: half of the labels would mislead."""
+def _places(
+    polylines: Sequence[Polyline], text: str, taken: Sequence[_Patch], others: Sequence[Polyline]
+) -> list[_Patch]:
+    """Return a free place on each polyline, or none at all if one has none: labels on half of them would mislead."""
     places: list[_Patch] = []
-    for strand in strands:
-        start, end = strand.points
+    for polyline in polylines:
+        start, end = polyline.points
         for t in (0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8):
             x, y = (a + (b - a) * t for a, b in zip(start, end, strict=True))
             patch = _Patch(x, y, text_width(text, 7) / 2, 0.07)
-            crossing = any(patch.crossed_by(*other.points[:2]) for other in others if other is not strand)
-            if not crossing and not any(patch.overlaps(each) for each in (*taken, *places)):
+            crossing = any(patch.crossed_by(*other.points[:2]) for other in others if other is not polyline)
+            if not crossing and not any(patch.overlaps(other) for other in (*taken, *places)):
                 places.append(patch)
                 break
         else:
@@ -245,12 +247,12 @@ def _places(strands: Sequence[Strand], text: str, taken: Sequence[_Patch], other
     return places
 
 
-def _write_around(page: _Page, layout: Layout, cluster: Cluster, entries: Sequence[Artist]) -> None:
+def _write_around(page: _Page, layout: GraphLayout, cluster: Cluster, entries: Sequence[Artist]) -> None:
     figure, left = page.figure, _MARGIN / page.width
     size = min(13.0, 13.0 * (page.width - 2 * _MARGIN) / max(1.0, text_width(cluster.name, 14)))
     devices = sum(len(node.devices) for node in cluster.nodes)
     counts = ((len(cluster.nodes), "node"), (devices, "device"), (len(cluster.switches), "switch"))
-    subtitle = ", ".join(counted(count, noun) for count, noun in counts)
+    subtitle = ", ".join(count_text(count, noun) for count, noun in counts)
     top = 1 - 0.3 / page.height
     figure.text(left, top, cluster.name, fontsize=size, fontweight="bold", color=_INK, va="center", parse_math=False)
     figure.text(left, top - 0.25 / page.height, subtitle, fontsize=9.5, color=_FAINT, va="center")

@@ -36,13 +36,13 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """As in `n3->leaf0`; a device's own NIC is named after the device."""
+        """The two ends, as in `n3->leaf0`; a device's own NIC is named after the device."""
         return f"{self.tail}->{self.head}"
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """One way from a device out to a core: channels outwards, channels inwards, both in order of travel."""
+    """One path from a device out to a core: channels outwards, channels inwards, both in order of travel."""
 
     out: tuple[int, ...]
     back: tuple[int, ...]
@@ -51,7 +51,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The two channels of a cable, by number, and the core that `out` leads to (for a NIC)."""
+    """The two channels of a cable, by number, and for a NIC the core that `out` leads to."""
 
     out: int
     back: int
@@ -77,17 +77,17 @@ class Fabric:
 
     @cached_property
     def rates(self) -> Floats:
-        """Bytes per second of every channel."""
+        """The rate of every channel in bytes per second."""
         return np.array([channel.rate_bytes_per_s for channel in self.channels])
 
     @cached_property
     def latencies(self) -> Floats:
-        """Seconds of every channel."""
+        """The latency of every channel in seconds."""
         return np.array([channel.latency_s for channel in self.channels])
 
     @cached_property
     def distance(self) -> Floats:
-        """Hops between each pair of cores; infinite where there is no way."""
+        """Hops between each pair of cores; infinite if no path joins them."""
         if len(self.core_names) > MOST_CORES:
             raise UserError(
                 f"{self.cluster.name} has {len(self.core_names)} switches and nodes that forward, more than the "
@@ -100,7 +100,7 @@ class Fabric:
         return hops
 
     def inside(self, source: int, target: int) -> tuple[int, ...] | None:
-        """The channels between two devices of one node over its bus; None where no bus joins them."""
+        """Return the channels between two devices of one node over its bus, or None if no bus joins them."""
         up, down = self._climbs[source], self._climbs[target]
         meeting = next((vertex for vertex in up if vertex in down), None)
         if meeting is None:
@@ -110,7 +110,7 @@ class Fabric:
         return rising + falling
 
     def _lay_links(self) -> dict[str, list[_Pair]]:
-        """Channels of every cable of every link; returns the NICs by the node or device that they serve."""
+        """Add channels for every cable of every link; return the NICs by the node or device that they serve."""
         nics: dict[str, list[_Pair]] = defaultdict(list)
         for link in self.cluster.links:
             near, far = (link.a, link.b) if link.b in self._cores else (link.b, link.a)
@@ -129,7 +129,7 @@ class Fabric:
         return nics
 
     def _lay_buses(self) -> dict[str, _Pair]:
-        """Channels up from each device and each PCIe switch, by the name of the lower end."""
+        """Add channels up from each device and each PCIe switch; return them by the name of the lower end."""
         rungs: dict[str, _Pair] = {}
         for climb, node in zip(self._climbs, self.node_of, strict=True):
             bus = self.cluster.nodes[node].bus
@@ -156,7 +156,7 @@ class Fabric:
 
 
 def _climb(node: Node, local: int) -> list[str]:
-    """The vertices from a device up to its host: itself; its PCIe switch if any; the host if a bus leads there."""
+    """Return the vertices from a device up to its host: itself, its PCIe switch if any, the host if it has a bus."""
     device = f"{node.name}/{local}"
     if node.bus is None:
         return [device]

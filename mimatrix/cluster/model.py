@@ -22,7 +22,7 @@ _SLOWEST, _FASTEST, _LONGEST_S = 1e-3, 1e18, 1e6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One thing that computes: a GPU, or the CPU of a host."""
+    """One processor that computes: a GPU, or the CPU of a host."""
 
     kind: str = "gpu"
     memory_bytes: int = 0
@@ -30,7 +30,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Bus:
-    """What joins the devices of one node, usually PCIe.
+    """The bus that joins the devices of one node, usually PCIe.
 
     With `fanout` devices share a PCIe switch in groups of that size, and the switches meet at the host; with 0 every
     device is joined to the host directly.
@@ -51,13 +51,13 @@ class Node:
     forwards: bool = False
 
     def device_names(self) -> Iterator[str]:
-        """`node/0`, `node/1`, ...: the names that links use."""
+        """Return the names that links use: `node/0`, `node/1`, ..."""
         return (f"{self.name}/{index}" for index in range(len(self.devices)))
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A box that forwards. `group` is its part in the network (leaf, spine, upper, lower, ...)."""
+    """A network switch. `group` is its role in the network (leaf, spine, upper, lower, ...)."""
 
     name: str
     group: str = ""
@@ -65,7 +65,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A cable: full duplex, `rate_bytes_per_s` in each direction; `parallel` such cables side by side."""
+    """A full-duplex cable, or `parallel` equal ones: `rate_bytes_per_s` for each cable and direction."""
 
     a: str
     b: str
@@ -76,7 +76,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything a plan or a simulation needs to know of the hardware. Checked when it is made."""
+    """All that a plan or a simulation needs to know of the hardware. Checked on construction."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -98,7 +98,7 @@ class Cluster:
 
     @cached_property
     def kind_of(self) -> dict[str, Literal["node", "device", "switch"]]:
-        """What a name that a link may end at stands for."""
+        """The kind of each name that a link may end at."""
         kinds: dict[str, Literal["node", "device", "switch"]] = {s.name: "switch" for s in self.switches}
         kinds |= {node.name: "node" for node in self.nodes}
         kinds |= dict.fromkeys(self.device_names, "device")

@@ -1,7 +1,7 @@
-"""Which channels a transfer crosses: shortest paths, and where there are several, a rule that picks.
+"""The channels that a transfer crosses: a shortest path, and a rule that picks among several.
 
 `Ecmp` picks by a seeded hash of source, target and hop, as switches do; `BySource` lets the source choose, as HDRM's
-rule for leaf-spine networks does. Where the path is unique, as between opposite sides of a BiGraph, both agree.
+rule for leaf-spine networks does. If the path is unique, as between opposite sides of a BiGraph, both agree.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ NO_CHANNEL = -1
 
 
 class Routes(Protocol):
-    """The rule that picks among equally short ways: a number for each transfer and hop, taken modulo the choices."""
+    """The rule that picks among equally short paths: a number for each transfer and hop, taken modulo the choices."""
 
     def keys(self, sources: Ints, targets: Ints, hop: int) -> Ints:
-        """A number of 0 or more for each pair of devices."""
+        """Return a number of 0 or more for each pair of devices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ecmp:
-    """By hash, the same for the same seed: what switches do, collisions included."""
+    """Picks by hash, the same for the same seed: what switches do, collisions included."""
 
     seed: int = 0
 
     def keys(self, sources: Ints, targets: Ints, hop: int) -> Ints:
-        """The hash, another one at every hop."""
+        """Return the hash of each pair, a different one at every hop."""
         # In Python's integers, where the product neither overflows nor minds a negative seed.
         offset = np.uint64(self.seed * 0x9E3779B97F4A7C15 % 2**64)
         mixed = _scramble(sources.astype(np.uint64) + offset)
@@ -41,23 +41,23 @@ class Ecmp:
 
 @dataclass(frozen=True, slots=True)
 class BySource:
-    """The source device chooses: `choice[device]` at every hop."""
+    """Lets the source device choose: `choice[device]` at every hop."""
 
     choice: tuple[int, ...]
 
     def keys(self, sources: Ints, targets: Ints, hop: int) -> Ints:  # noqa: ARG002 (the rule looks at the source)
-        """The source's choice."""
+        """Return the choice of each source."""
         return np.asarray(self.choice, dtype=np.int64)[sources]
 
 
 def find_paths(fabric: Fabric, sources: Ints, targets: Ints, routes: Routes) -> Ints:
-    """One row of channels for each (source, target) pair of devices, in order of travel, padded with `NO_CHANNEL`."""
+    """Return a row of channels for each (source, target) pair, in order of travel, padded with `NO_CHANNEL`."""
     within = fabric.node_of[sources] == fabric.node_of[targets]
     inner = [fabric.inside(int(s), int(t)) for s, t in zip(sources[within], targets[within], strict=True)]
     # Devices of one node without a bus meet outside, like any two devices.
     within[np.flatnonzero(within)] = [path is not None for path in inner]
     outside = _paths_outside(fabric, sources[~within], targets[~within], routes)
-    inside = _padded([path for path in inner if path is not None])
+    inside = _pad([path for path in inner if path is not None])
     rows = np.full((len(sources), max(outside.shape[1], inside.shape[1])), NO_CHANNEL, dtype=np.int64)
     rows[~within, : outside.shape[1]] = outside
     rows[within, : inside.shape[1]] = inside
@@ -65,12 +65,12 @@ def find_paths(fabric: Fabric, sources: Ints, targets: Ints, routes: Routes) -> 
 
 
 def _paths_outside(fabric: Fabric, sources: Ints, targets: Ints, routes: Routes) -> Ints:
-    """Out of one device, between cores, into another."""
-    ways = _Ways(fabric)
-    leave, enter = _choose_exits(fabric, ways, sources, targets, routes)
-    outs = ways.out[sources, leave]
-    backs = ways.back[targets, enter]
-    here, there = ways.core[sources, leave], ways.core[targets, enter]
+    """Return the paths out of one device, between cores, into another."""
+    exits = _ExitArrays(fabric)
+    leave, enter = _choose_exits(fabric, exits, sources, targets, routes)
+    outs = exits.out[sources, leave]
+    backs = exits.back[targets, enter]
+    here, there = exits.core[sources, leave], exits.core[targets, enter]
     columns = [outs]
     hop = 0
     while len(here) and (here != there).any():
@@ -80,12 +80,14 @@ def _paths_outside(fabric: Fabric, sources: Ints, targets: Ints, routes: Routes)
     return _compact(np.hstack([*columns, backs]))
 
 
-def _choose_exits(fabric: Fabric, ways: "_Ways", sources: Ints, targets: Ints, routes: Routes) -> tuple[Ints, Ints]:
-    """For each pair the exit and entry that are nearest to one another; the rule picks among equals."""
-    count = ways.core.shape[1]
+def _choose_exits(
+    fabric: Fabric, exits: "_ExitArrays", sources: Ints, targets: Ints, routes: Routes
+) -> tuple[Ints, Ints]:
+    """Return for each pair the exit and entry that are nearest to one another; the rule picks among equals."""
+    count = exits.core.shape[1]
     reach = np.full((len(sources), count * count), np.inf)
     for index in range(count * count):
-        a, b = ways.core[sources, index // count], ways.core[targets, index % count]
+        a, b = exits.core[sources, index // count], exits.core[targets, index % count]
         there = (a >= 0) & (b >= 0)
         reach[there, index] = fabric.distance[a[there], b[there]]
     best = reach.min(axis=1, initial=np.inf)
@@ -95,7 +97,7 @@ def _choose_exits(fabric: Fabric, ways: "_Ways", sources: Ints, targets: Ints, r
 
 
 def _step(fabric: Fabric, here: Ints, there: Ints, keys: Ints) -> tuple[Ints, Ints]:
-    """One hop for every transfer that is not there yet: the channel taken, and the core it leads to."""
+    """Advance every transfer that has not arrived by one hop: return the channel taken, and the core it leads to."""
     taken = np.full(len(here), NO_CHANNEL, dtype=np.int64)
     onward = here.copy()
     channel, tail, head = np.array(fabric.core_channels, dtype=np.int64).T
@@ -117,7 +119,7 @@ def _step(fabric: Fabric, here: Ints, there: Ints, keys: Ints) -> tuple[Ints, In
     return taken, onward
 
 
-class _Ways:
+class _ExitArrays:
     """The exits of every device as arrays, padded: channels out, channels back, the core reached (-1: none)."""
 
     def __init__(self, fabric: Fabric) -> None:
@@ -129,7 +131,7 @@ class _Ways:
 
 def _exit_array(rows: list[list[tuple[int, ...]]], count: int) -> Ints:
     flat = [path for row in rows for path in row + [()] * (count - len(row))]
-    padded = _padded(flat)
+    padded = _pad(flat)
     return padded.reshape(len(rows), count, padded.shape[1])
 
 
@@ -137,7 +139,7 @@ def _cores(exits: tuple[Exit, ...], count: int) -> list[int]:
     return [way.core for way in exits] + [-1] * (count - len(exits))
 
 
-def _padded(paths: list[tuple[int, ...]]) -> Ints:
+def _pad(paths: list[tuple[int, ...]]) -> Ints:
     rows = np.full((len(paths), max(map(len, paths), default=0)), NO_CHANNEL, dtype=np.int64)
     for index, path in enumerate(paths):
         rows[index, : len(path)] = path
@@ -145,14 +147,14 @@ def _padded(paths: list[tuple[int, ...]]) -> Ints:
 
 
 def _compact(rows: Ints) -> Ints:
-    """Padding to the end of each row, and no column of nothing but padding."""
+    """Move the padding to the end of each row, and drop columns of nothing but padding."""
     order = np.argsort(rows == NO_CHANNEL, axis=1, kind="stable")
     tight = np.take_along_axis(rows, order, axis=1)
     return tight[:, (tight != NO_CHANNEL).any(axis=0)]
 
 
 def _pick(allowed: NDArray[np.bool_], keys: Ints) -> Ints:
-    """For each row the (key modulo count)-th column that is allowed."""
+    """Return for each row the (key modulo count)-th column that is allowed."""
     ranked = np.argsort(~allowed, axis=1, kind="stable")
     picked: Ints = ranked[np.arange(len(allowed)), keys % allowed.sum(axis=1)]
     return picked
@@ -169,7 +171,7 @@ def _refuse_unreachable(fabric: Fabric, sources: Ints, targets: Ints, reach: Flo
 
 
 def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every input bit stirs every output bit."""
+    """Apply the finaliser of splitmix64: every input bit affects every output bit."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,9 @@
-"""Shares of GDRAA's blocks for NICs of unlike rates, by linear programme.
+"""Shares of GDRAA's blocks for NICs of unequal rates, by linear programming.
 
 A rank with share f of P ranks sends 1-f and receives f(P-1) of a segment while it is reduced, the other way round
 while it is gathered. The first round only reduces, the last only gathers, and the k-1 between do both at once, where a
-rank sends and receives 1 + f(P-2) in all. So a slow NIC wants to own nothing when there are many segments, and an equal
-share when there is one. The programme minimises the sum of the rounds' times, each as slow as its slowest rank.
+rank sends and receives 1 + f(P-2) in all. So a slow NIC is best off owning nothing when there are many segments, and an
+equal share when there is one. The programme minimises the sum of the rounds' times, each as slow as its slowest rank.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class BandwidthShares:
-    """The shares, what they cost for a message of one byte, and why they are what they are."""
+    """The shares, what they cost for a message of one byte, and the reason for them."""
 
     shares: Shares
     seconds_per_byte: float
@@ -30,7 +30,7 @@ class BandwidthShares:
 
 
 def shares_by_bandwidth(rates_bytes_per_s: Sequence[float], segments: int = 1) -> BandwidthShares:
-    """The best shares for ranks with these NICs when GDRAA runs in `segments`."""
+    """Return the best shares for ranks with these NICs when GDRAA runs in `segments`."""
     ranks = len(rates_bytes_per_s)
     if ranks < 2 or not all(0 < rate < np.inf for rate in rates_bytes_per_s) or segments < 1:
         raise UserError("shares by bandwidth need two or more finite rates above zero and one segment or more")
@@ -42,14 +42,14 @@ def shares_by_bandwidth(rates_bytes_per_s: Sequence[float], segments: int = 1) -
 
 
 def _solve(kinds: Floats, counts: Ints, ranks: int, segments: int) -> tuple[Floats, float]:
-    """Unknowns: a fraction for each kind of NIC, and the time of a first, a middle and a last round."""
+    """Solve for a fraction for each kind of NIC, and the times of a first, a middle and a last round."""
     n = len(kinds)
     unit = kinds.max()
     inverse = unit / kinds
     rows, bounds = [], []
 
     def at_least(round_: int, slope: float, constant: float) -> None:
-        """For each kind: time of `round_` >= (constant + slope * fraction) / rate."""
+        """Constrain, for each kind: time of `round_` >= (constant + slope * fraction) / rate."""
         for kind in range(n):
             row = np.zeros(n + 3)
             row[kind], row[n + round_] = slope * inverse[kind], -1.0
@@ -63,9 +63,9 @@ def _solve(kinds: Floats, counts: Ints, ranks: int, segments: int) -> tuple[Floa
     at_least(2, -1.0, 1.0)
     cost = np.concatenate([np.zeros(n), np.array([1.0, segments - 1.0, 1.0]) / segments])
     total = np.concatenate([counts, np.zeros(3)])[None, :]
-    found = linprog(cost, A_ub=np.array(rows), b_ub=np.array(bounds), A_eq=total, b_eq=[1.0], bounds=(0, None))
-    assert found.x is not None, found.message
-    return np.clip(found.x[:n], 0.0, 1.0), float(cost @ found.x / unit)
+    solution = linprog(cost, A_ub=np.array(rows), b_ub=np.array(bounds), A_eq=total, b_eq=[1.0], bounds=(0, None))
+    assert solution.x is not None, solution.message
+    return np.clip(solution.x[:n], 0.0, 1.0), float(cost @ solution.x / unit)
 
 
 def _reason(fractions: Floats, ranks: int, segments: int) -> str:

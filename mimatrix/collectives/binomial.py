@@ -6,7 +6,7 @@ from mimatrix.collectives.shares import Shares
 
 
 def binomial(collective: Collective, ranks: int, *, segments: int = 1, root: int = 0) -> Schedule:
-    """All-reduce (up, then down) or broadcast (down), pipelined when there are several segments."""
+    """Build the all-reduce (up, then down) or the broadcast (down), pipelined if there are several segments."""
     pieces = []
     for segment in range(segments):
         block = range(segment, segment + 1)
@@ -17,7 +17,7 @@ def binomial(collective: Collective, ranks: int, *, segments: int = 1, root: int
 
 
 def _climb(ranks: int, root: int, block: range) -> list[Round]:
-    """In round s, ranks whose number (counted from the root) ends in s+1 zero bits add their child 2^s further on."""
+    """Build the rounds up: in round s, ranks whose number from the root ends in s+1 zero bits add their child."""
     return [
         tuple(Move((low + half + root) % ranks, (low + root) % ranks, block, adds=True) for low in lows)
         for half, lows in _levels(ranks)
@@ -32,6 +32,6 @@ def _descend(ranks: int, root: int, block: range) -> list[Round]:
 
 
 def _levels(ranks: int) -> list[tuple[int, range]]:
-    """For each distance 2^s the lower ends of the edges of that length."""
+    """Return for each distance 2^s the lower ends of the edges of that length."""
     halves = [1 << step for step in range((ranks - 1).bit_length())]
     return [(half, range(0, ranks - half, 2 * half)) for half in halves]

@@ -1,9 +1,9 @@
-"""Every algorithm by name: what it can do, what it requires, how it is built, what it costs.
+"""Every algorithm by name: its collectives, its requirements, how it is built, what it costs.
 
 A new algorithm is one file and one entry here. The closed forms are for the all-reduce with the defaults, by number of
-ranks: `rounds`; `sends`, the part of the message that the busiest rank sends (an upper bound for
-trees); `roundings`, how often an element is rounded on its way. Those on groups have none: they depend on them. The
-tests hold the forms against the schedules themselves. `moves` bounds the size of a schedule before it is built.
+ranks: `rounds`; `sends`, the part of the message that the busiest rank sends (an upper bound for trees); `roundings`,
+how often an element is rounded on its way. Algorithms on groups have none, because the groups decide. The tests compare
+the forms with the schedules themselves. `moves` bounds the size of a schedule before it is built.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from mimatrix.collectives.double_tree import double_tree
 from mimatrix.collectives.gdraa import gdraa
 from mimatrix.collectives.halving_doubling import halving_doubling, largest_power_of_two
 from mimatrix.collectives.hierarchical import Groups, hierarchical
-from mimatrix.collectives.ordering import even_groups
 from mimatrix.collectives.parameter_server import parameter_server
+from mimatrix.collectives.rank_order import even_groups
 from mimatrix.collectives.ring import ring
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
@@ -27,8 +27,8 @@ MOST_MOVES = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked of an algorithm. Each takes what it knows; the catalog says which options that is."""
+class AlgorithmRequest:
+    """The parameters of a schedule. Each algorithm takes those that its entry in the catalog lists as options."""
 
     collective: Collective
     ranks: int
@@ -46,27 +46,27 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One entry of the catalog."""
+    """An entry of the catalog."""
 
     name: str
     collectives: tuple[Collective, ...]
     options: tuple[str, ...]
     requires: str
-    build: Callable[[Request], Schedule]
-    moves: Callable[[Request], int]
+    build: Callable[[AlgorithmRequest], Schedule]
+    moves: Callable[[AlgorithmRequest], int]
     rounds: Callable[[int], int] | None = None
     sends: Callable[[int], float] | None = None
     roundings: Callable[[int], int] | None = None
 
 
-def build(name: str, request: Request) -> Schedule:
-    """The schedule of the algorithm `name`; one sentence where the request cannot be met."""
+def build(name: str, request: AlgorithmRequest) -> Schedule:
+    """Build the schedule of the algorithm `name`."""
     admit(name, request)
     return find(name).build(request)
 
 
-def admit(name: str, request: Request) -> None:
-    """Refuse what can be refused before anything is built."""
+def admit(name: str, request: AlgorithmRequest) -> None:
+    """Raise an error for a request that can be refused before a schedule is built."""
     algorithm = find(name)
     if request.ranks < 2:
         raise UserError(f"a collective needs two ranks or more, got {request.ranks}; use a larger cluster")
@@ -87,13 +87,13 @@ def admit(name: str, request: Request) -> None:
 
 
 def find(name: str) -> Algorithm:
-    """The entry of that name."""
+    """Return the catalog's entry of that name."""
     if name not in CATALOG:
         raise UserError(f'unknown algorithm "{name}"{nearest(name, CATALOG)}')
     return CATALOG[name]
 
 
-def _hierarchical(request: Request) -> Schedule:
+def _hierarchical(request: AlgorithmRequest) -> Schedule:
     def part(name: str) -> Callable[[Collective, int], Schedule]:
         if name in ("hierarchical", "hdrm"):
             raise UserError(f"{name} cannot be a part of hierarchical; use gdraa, ring or halving_doubling")
@@ -113,43 +113,43 @@ def _hierarchical(request: Request) -> Schedule:
 def _part(name: str, collective: Collective, ranks: int) -> Schedule:
     if collective not in find(name).collectives:
         raise UserError(f"{name} has no {collective}, which a part of hierarchical needs; use gdraa or ring")
-    return build(name, Request(collective, ranks))
+    return build(name, AlgorithmRequest(collective, ranks))
 
 
-def _hdrm(request: Request) -> Schedule:
+def _hdrm(request: AlgorithmRequest) -> Schedule:
     core = request.core or largest_power_of_two(request.ranks)
     schedule = halving_doubling(request.collective, request.ranks, shares=request.shares, fold=request.fold, core=core)
     return replace(schedule, algorithm="hdrm")
 
 
-def _direct_moves(request: Request) -> int:
+def _direct_moves(request: AlgorithmRequest) -> int:
     return 2 * request.ranks * (request.ranks - 1) * request.segments
 
 
-def _ring_moves(request: Request) -> int:
+def _ring_moves(request: AlgorithmRequest) -> int:
     chain = request.collective is Collective.BROADCAST
     return request.ranks * request.segments if chain else _direct_moves(request)
 
 
-def _halving_moves(request: Request) -> int:
+def _halving_moves(request: AlgorithmRequest) -> int:
     return 2 * request.ranks * (_halvings(request.ranks) + 2)
 
 
-def _hierarchical_moves(request: Request) -> int:
+def _hierarchical_moves(request: AlgorithmRequest) -> int:
     groups = _groups(request)
     widest = max(map(len, groups)) + len(groups)
     return 2 * request.segments * request.ranks * (widest + 2)
 
 
-def _two_level_moves(request: Request) -> int:
+def _two_level_moves(request: AlgorithmRequest) -> int:
     return 2 * request.segments * request.ranks * (request.ranks + len(_groups(request)))
 
 
-def _groups(request: Request) -> Groups:
+def _groups(request: AlgorithmRequest) -> Groups:
     return request.groups or even_groups(request.ranks)
 
 
-def _servers(request: Request) -> int:
+def _servers(request: AlgorithmRequest) -> int:
     return request.servers or max(2, request.ranks // 4)
 
 

@@ -1,4 +1,4 @@
-"""Double binary tree: two trees carry half of the message each, and whoever is inner in one is a leaf in the other.
+"""Double binary tree: two trees carry half of the message each, and inner ranks of one are leaves of the other.
 
 So every rank's link is used fully, while the depth stays logarithmic. In segments, pipelined.
 """
@@ -11,9 +11,9 @@ from mimatrix.collectives.shares import Shares
 
 
 def double_tree(collective: Collective, ranks: int, *, segments: int = 1) -> Schedule:
-    """All-reduce over two complementary in-order trees."""
+    """Build the all-reduce over two complementary in-order trees."""
     assert collective is Collective.ALL_REDUCE
-    trees = [_parents(ranks), _mirrored(ranks)]
+    trees = [_parents(ranks), _mirror(ranks)]
     pieces = []
     for segment in range(segments):
         halves = [_up_and_down(tree, range(b, b + 1)) for b, tree in enumerate(trees, start=2 * segment)]
@@ -25,7 +25,7 @@ def double_tree(collective: Collective, ranks: int, *, segments: int = 1) -> Sch
 
 
 def _parents(ranks: int) -> dict[int, int]:
-    """Parent of every rank but the root, in the in-order tree over 1..P in which odd numbers are leaves."""
+    """Return the parent of every rank but the root, in the in-order tree over 1..P in which odd numbers are leaves."""
     parents: dict[int, int] = {}
     for place in range(1, ranks + 1):
         low = place & -place
@@ -37,8 +37,8 @@ def _parents(ranks: int) -> dict[int, int]:
     return parents
 
 
-def _mirrored(ranks: int) -> dict[int, int]:
-    """The second tree. Seen from the other end (or shifted by one, for odd P) leaves and inner ranks change places."""
+def _mirror(ranks: int) -> dict[int, int]:
+    """Return the second tree. Seen from the other end (for odd P shifted by one) leaves and inner ranks swap."""
     places = [ranks - 1 - rank if ranks % 2 == 0 else (rank + 1) % ranks for rank in range(ranks)]
     return {places[child]: places[parent] for child, parent in _parents(ranks).items()}
 
@@ -48,7 +48,7 @@ def _root(parents: dict[int, int]) -> int:
 
 
 def _up_and_down(parents: dict[int, int], block: range) -> list[Round]:
-    """Parents add their children when those are complete; then children read from their parents."""
+    """Build the rounds up, in which parents add their complete children, and down, in which children read."""
     children: dict[int, list[int]] = defaultdict(list)
     for child, parent in sorted(parents.items()):
         children[parent].append(child)

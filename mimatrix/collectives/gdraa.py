@@ -1,4 +1,4 @@
-"""GDRAA, as reconstructed: every rank owns a block; two rounds, whatever the number of ranks.
+"""GDRAA, as reconstructed: every rank owns a block; two rounds for any number of ranks.
 
 Round one: each owner reads its block from every peer and adds it up. Round two: each rank reads every other block from
 its owner. Both in the rotated order r+1, r+2, ..., so that no two ranks start at the same peer. With k segments one is
@@ -15,7 +15,7 @@ from mimatrix.collectives.shares import Shares
 def gdraa(
     collective: Collective, ranks: int, *, shares: Shares | None = None, segments: int = 1, root: int = 0
 ) -> Schedule:
-    """The direct exchange among owners: all-reduce in two rounds, its halves and the broadcast likewise."""
+    """Build the direct exchange among owners: all-reduce in two rounds, its halves and the broadcast likewise."""
     pieces = [_segment(collective, ranks, root, segment * ranks) for segment in range(segments)]
     owners = tuple(range(ranks)) * segments
     sizes = (shares or Shares.equal(ranks)).for_blocks(owners)
@@ -23,31 +23,31 @@ def gdraa(
 
 
 def _segment(collective: Collective, ranks: int, root: int, first: int) -> list[Round]:
-    everyone = range(ranks)
+    every_rank = range(ranks)
     match collective:
         case Collective.ALL_REDUCE:
-            return [reduce_to_owners(ranks, everyone, first), gather_from_owners(ranks, everyone, first)]
+            return [reduce_to_owners(ranks, every_rank, first), gather_from_owners(ranks, every_rank, first)]
         case Collective.REDUCE_SCATTER:
-            return [reduce_to_owners(ranks, everyone, first)]
+            return [reduce_to_owners(ranks, every_rank, first)]
         case Collective.ALL_GATHER:
-            return [gather_from_owners(ranks, everyone, first)]
+            return [gather_from_owners(ranks, every_rank, first)]
         case Collective.BROADCAST:
-            gather = gather_from_owners(ranks, everyone, first)
+            gather = gather_from_owners(ranks, every_rank, first)
             return [_scatter(ranks, root, first), tuple(move for move in gather if move.dst != root)]
 
 
 def reduce_to_owners(ranks: int, owners: Sequence[int], first: int) -> Round:
-    """Owner number i reads block `first + i` from every other rank, starting at its successor, and adds."""
+    """Build the round in which owner i reads block `first + i` from each other rank, its successor first, and adds."""
     return tuple(
         Move((owner + step) % ranks, owner, blocks, adds=True)
-        for owner, blocks in _owned(owners, first)
+        for owner, blocks in _owned_blocks(owners, first)
         for step in range(1, ranks)
     )
 
 
 def gather_from_owners(ranks: int, owners: Sequence[int], first: int) -> Round:
-    """Every rank reads block `first + i` from owner number i, starting at the first owner after itself."""
-    held = sorted(_owned(owners, first), key=lambda pair: pair[0])
+    """Build the round in which every rank reads block `first + i` from owner i, the first owner after itself first."""
+    held = sorted(_owned_blocks(owners, first), key=lambda pair: pair[0])
     numbers = [owner for owner, _ in held]
     moves: list[Move] = []
     start = 0
@@ -59,10 +59,12 @@ def gather_from_owners(ranks: int, owners: Sequence[int], first: int) -> Round:
     return tuple(moves)
 
 
-def _owned(owners: Sequence[int], first: int) -> list[tuple[int, range]]:
+def _owned_blocks(owners: Sequence[int], first: int) -> list[tuple[int, range]]:
     return [(owner, range(first + index, first + index + 1)) for index, owner in enumerate(owners)]
 
 
 def _scatter(ranks: int, root: int, first: int) -> Round:
-    """Every rank but the root reads its own block from the root."""
-    return tuple(Move(root, rank, blocks, adds=False) for rank, blocks in _owned(range(ranks), first) if rank != root)
+    """Build the round in which every rank but the root reads its own block from the root."""
+    return tuple(
+        Move(root, rank, blocks, adds=False) for rank, blocks in _owned_blocks(range(ranks), first) if rank != root
+    )

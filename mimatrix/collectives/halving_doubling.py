@@ -12,14 +12,14 @@ from mimatrix.core.errors import UnsuitedError
 
 
 def largest_power_of_two(count: int) -> int:
-    """The largest power of two that is not above `count`."""
+    """Return the largest power of two that is not above `count`."""
     return 1 << (count.bit_length() - 1)
 
 
 def halving_doubling(
     collective: Collective, ranks: int, *, shares: Shares | None = None, fold: bool = True, core: int = 0
 ) -> Schedule:
-    """All-reduce, reduce-scatter or all-gather among `core` ranks, rank e >= core folded onto rank e mod core."""
+    """Build an all-reduce, reduce-scatter or all-gather among `core` ranks, rank e >= core folded onto e mod core."""
     core = core or largest_power_of_two(ranks)
     if core != ranks and not fold:
         raise UnsuitedError(
@@ -40,7 +40,7 @@ def halving_doubling(
 
 
 def _default_shares(collective: Collective, ranks: int, core: int) -> Shares:
-    """Equal; in an all-reduce nobody needs the folded ranks to own anything, so they do not."""
+    """Return equal shares; in an all-reduce the folded ranks own nothing, because no rank needs them to."""
     folded_weight = 0.0 if collective is Collective.ALL_REDUCE else 1.0
     return Shares.of([1.0] * core + [folded_weight] * (ranks - core))
 
@@ -60,14 +60,14 @@ class _Layout:
         self.owners = tuple(owners)
 
     def halve(self) -> list[Round]:
-        """Reduce-scatter: in step s every rank keeps, of what it holds, the half that bit s of its number names."""
+        """Build the reduce-scatter: in step s every rank keeps the half of its blocks named by bit s of its number."""
         return [
             tuple(Move(rank ^ (1 << step), rank, self._held(rank, step + 1), adds=True) for rank in range(self.core))
             for step in range(self.steps)
         ]
 
     def double(self) -> list[Round]:
-        """All-gather: the mirror image, each rank reading what its partner holds."""
+        """Build the all-gather, the mirror image: each rank reads what its partner holds."""
         rounds = []
         for step in reversed(range(self.steps)):
             pairs = [(rank, rank ^ (1 << step)) for rank in range(self.core)]
@@ -75,28 +75,28 @@ class _Layout:
         return rounds
 
     def fold_in(self) -> Round:
-        """Partners add all that the folded ranks hold."""
-        return tuple(Move(rank, rank % self.core, range(self.ranks), adds=True) for rank in self._folded())
+        """Build the round in which partners add all that the folded ranks hold."""
+        return tuple(Move(rank, rank % self.core, range(self.ranks), adds=True) for rank in self._folded_ranks())
 
     def fold_out(self, *, but_own: bool = False) -> Round:
-        """Folded ranks read the result from their partners."""
+        """Build the round in which folded ranks read the result from their partners."""
         moves: list[Move] = []
-        for rank in self._folded():
+        for rank in self._folded_ranks():
             own = self.owners.index(rank)
             ranges = [range(own), range(own + 1, self.ranks)] if but_own else [range(self.ranks)]
             moves += [Move(rank % self.core, rank, blocks, adds=False) for blocks in ranges if blocks]
         return tuple(moves)
 
     def hand_out(self) -> Round:
-        """Folded ranks read just the block that they own."""
-        return tuple(Move(rank % self.core, rank, self._own(rank), adds=False) for rank in self._folded())
+        """Build the round in which folded ranks read just the block that they own."""
+        return tuple(Move(rank % self.core, rank, self._own(rank), adds=False) for rank in self._folded_ranks())
 
     def hand_in(self) -> Round:
-        """Partners read the blocks that folded ranks own."""
-        return tuple(Move(rank, rank % self.core, self._own(rank), adds=False) for rank in self._folded())
+        """Build the round in which partners read the blocks that folded ranks own."""
+        return tuple(Move(rank, rank % self.core, self._own(rank), adds=False) for rank in self._folded_ranks())
 
     def _held(self, rank: int, steps: int) -> range:
-        """The blocks that `rank` is left with after `steps` halvings."""
+        """Return the blocks that `rank` is left with after `steps` halvings."""
         width = self.core >> steps
         low = self._place[rank] // width * width
         return range(self._edge[low], self._edge[low + width])
@@ -105,7 +105,7 @@ class _Layout:
         place = self.owners.index(rank)
         return range(place, place + 1)
 
-    def _folded(self) -> Sequence[int]:
+    def _folded_ranks(self) -> Sequence[int]:
         return range(self.core, self.ranks)
 
 

@@ -1,8 +1,8 @@
 """HDRM: halving-doubling whose ranks are placed so that no two transfers of a step share a link.
 
-On a BiGraph the placement is a closed form (docs/decisions/0004); on a leaf-spine network ranks stand leaf by leaf and
-each source has its own spine. Sizes other than powers of two are in no publication: ours fold the extra ranks onto
-partners, on the opposite side where there is room.
+On a BiGraph the placement is a closed form (docs/decisions/0004); on a leaf-spine network ranks are numbered leaf by
+leaf and each source has its own spine. No publication covers sizes other than powers of two: this one folds the extra
+ranks onto partners, on the opposite side if there is room.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ UPPER, LOWER = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """Where HDRM puts its ranks: the device of each, how many form the power-of-two core, and the routes to use."""
+    """HDRM's placement: the device of each rank, how many ranks form the power-of-two core, and the routes to use."""
 
     placement: tuple[int, ...]
     core: int
@@ -26,19 +26,22 @@ class RankMapping:
 
 
 def side(rank: int) -> int:
-    """Even number of one bits: upper; odd: lower. Partners differ in one bit, so they sit on opposite sides."""
+    """Return the side of a rank: upper for an even number of one bits, otherwise lower.
+
+    Partners differ in one bit, so they sit on opposite sides.
+    """
     return rank.bit_count() % 2
 
 
 def switch_and_port(rank: int, switches: int) -> tuple[int, int]:
-    """The switch (of its side) and the port on it for a rank of the core; `switches` per side, a power of two."""
+    """Return the switch (of its side) and the port on it for a core rank; `switches` per side, a power of two."""
     group, within = divmod(rank, 2 * switches)
     pair = within // 2
     return ((pair + group) % switches if side(rank) == UPPER else pair), group
 
 
 def map_ranks(fabric: Fabric, ranks: int) -> RankMapping:
-    """HDRM's placement on a BiGraph or a leaf-spine network; refuses other networks."""
+    """Return HDRM's placement on a BiGraph or a leaf-spine network; refuse other networks."""
     groups = {switch.group for switch in fabric.cluster.switches}
     if groups == {"upper", "lower"}:
         return _on_bigraph(fabric, ranks)
@@ -73,7 +76,7 @@ def _on_bigraph(fabric: Fabric, ranks: int) -> RankMapping:
 
 
 def _cables(fabric: Fabric, placement: list[int], switches: int) -> Routes:
-    """Where cables lie in parallel, groups of ranks that would share one take turns; otherwise there is no choice."""
+    """Return routes on which groups of ranks that would share one of several parallel cables take turns."""
     if all(link.parallel == 1 for link in fabric.cluster.links):
         return Ecmp()
     turn = [0] * len(fabric.exits)
@@ -83,14 +86,14 @@ def _cables(fabric: Fabric, placement: list[int], switches: int) -> Routes:
 
 
 def _core_shape(switches: int, endpoints: int, ranks: int) -> tuple[int, int]:
-    """The largest power-of-two BiGraph that fits both the network and the number of ranks: (switches, endpoints)."""
+    """Return the largest power-of-two BiGraph that fits both the network and the ranks: (switches, endpoints)."""
     across = min(largest_power_of_two(switches), largest_power_of_two(max(1, ranks // 2)))
     deep = min(largest_power_of_two(endpoints), largest_power_of_two(max(1, ranks // (2 * across))))
     return across, deep
 
 
 def _ports(fabric: Fabric) -> tuple[list[list[int]], list[list[int]]]:
-    """For each side the devices on each of its switches."""
+    """Return for each side the devices on each of its switches."""
     on: dict[int, list[int]] = defaultdict(list)
     for device, exits in enumerate(fabric.exits):
         for way in exits[:1]:
@@ -116,7 +119,7 @@ def _refuse_missing_links(fabric: Fabric) -> None:
 
 
 def _on_leaf_spine(fabric: Fabric, ranks: int) -> RankMapping:
-    """Ranks leaf by leaf; a device's traffic goes up to the spine of its place on the leaf, so no uplink is shared."""
+    """Place ranks leaf by leaf; each device sends up to the spine of its place on the leaf, so no uplink is shared."""
     on: dict[int, list[int]] = defaultdict(list)
     for device, exits in enumerate(fabric.exits):
         on[exits[0].core if exits else -1].append(device)

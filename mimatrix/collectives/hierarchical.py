@@ -1,13 +1,13 @@
 """Hierarchical: reduce inside groups, all-reduce between groups (one rail for each place in a group), gather inside.
 
 Any algorithm inside, any between. In segments, the fabric inside the groups works on one segment while the fabric
-between them works on another. Groups may be of unlike size: members beyond the smallest group's size hand their data
+between them works on another. Groups may be of unequal size: members beyond the smallest group's size pass their data
 to the rails first and read the result from them last.
 """
 
 from collections.abc import Callable, Sequence
 
-from mimatrix.collectives.compose import mapped, side_by_side, stagger
+from mimatrix.collectives.compose import side_by_side, stagger, translate
 from mimatrix.collectives.schedule import Collective, Move, Round, Schedule
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UnsuitedError
@@ -25,7 +25,7 @@ def hierarchical(
     segments: int = 1,
     shares: Shares | None = None,
 ) -> Schedule:
-    """The composition. Reduce-scatter and all-gather need groups of one size, since every rank owns a block there."""
+    """Compose the phases. Reduce-scatter and all-gather need groups of one size, since every rank owns a block."""
     sizes = {len(group) for group in groups}
     if collective is not Collective.ALL_REDUCE and len(sizes) > 1:
         raise UnsuitedError(
@@ -42,7 +42,7 @@ def hierarchical(
 
 
 class _Nest:
-    """One segment's blocks: for each inner block (a rail) as many as the algorithm between the groups cuts it into."""
+    """The blocks of one segment: each inner block (a rail) has those that the algorithm between the groups needs."""
 
     def __init__(self, groups: Groups, inside: Build, between: Build, collective: Collective) -> None:
         self.groups = groups
@@ -55,7 +55,7 @@ class _Nest:
         self.owners = tuple(groups[group][rail] for rail in self.reduce.owners for group in self.across.owners)
 
     def phases(self, segment: int) -> list[list[Round]]:
-        """The rounds of one segment: those inside, those between, those inside again."""
+        """Return the rounds of one segment: those inside, those between, those inside again."""
         first = segment * len(self.owners)
         reduce, across, gather = self._inside(self.reduce, first), self._across(first), self._inside(self.gather, first)
         match self.collective:
@@ -68,17 +68,17 @@ class _Nest:
                 return [phase for phase in (folded[0], reduce, across, gather, folded[1]) if phase and phase != [()]]
 
     def _inside(self, schedule: Schedule, first: int) -> list[Round]:
-        return side_by_side(mapped(schedule.rounds, group, first, self.across.blocks) for group in self.groups)
+        return side_by_side(translate(schedule.rounds, group, first, self.across.blocks) for group in self.groups)
 
     def _across(self, first: int) -> list[Round]:
         rails = []
         for place, rail in enumerate(self.reduce.owners):
             members = [group[rail] for group in self.groups]
-            rails.append(mapped(self.across.rounds, members, first + place * self.across.blocks))
+            rails.append(translate(self.across.rounds, members, first + place * self.across.blocks))
         return side_by_side(rails)
 
     def _fold_in(self, first: int) -> Round:
-        """Every rail adds its chunk of the members that are no rails."""
+        """Build the round in which every rail adds its chunk of the members that are not rails."""
         return tuple(
             Move(extra, group[rail], chunk, adds=True)
             for group in self.groups
@@ -101,7 +101,7 @@ class _Nest:
 
 
 def _build(build: Build, collective: Collective, count: int) -> Schedule:
-    """The part for `count` ranks; among one there is nothing to do."""
+    """Build the part for `count` ranks; a single rank needs no rounds."""
     if count == 1:
         return Schedule("alone", collective, 1, (0,), Shares.equal(1), ())
     return build(collective, count)

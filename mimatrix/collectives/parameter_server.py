@@ -1,4 +1,4 @@
-"""Parameter servers, for comparison: a few ranks own everything, all others send to them and read from them."""
+"""Parameter servers, for comparison: a few ranks own all blocks, all others send to them and read from them."""
 
 from mimatrix.collectives.gdraa import gather_from_owners, reduce_to_owners
 from mimatrix.collectives.schedule import Collective, Schedule
@@ -7,7 +7,7 @@ from mimatrix.core.errors import UserError
 
 
 def parameter_server(collective: Collective, ranks: int, *, servers: int = 1, shares: Shares | None = None) -> Schedule:
-    """All-reduce through `servers` of the ranks, spread evenly over them; each serves one block and works as well."""
+    """Build the all-reduce through `servers` of the ranks, spread evenly; each serves one block and works as well."""
     assert collective is Collective.ALL_REDUCE
     if not 1 <= servers <= ranks:
         raise UserError(f"{servers} servers among {ranks} ranks cannot be; use 1 to {ranks}")

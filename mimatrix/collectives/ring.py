@@ -17,7 +17,7 @@ def ring(
     order: Sequence[int] | None = None,
     root: int = 0,
 ) -> Schedule:
-    """The ring in the given order of ranks, segments following one another round by round. Broadcast is a chain."""
+    """Build the ring in the given order of ranks, segments following one another by rounds. Broadcast is a chain."""
     circle = list(order or range(ranks))
     assert sorted(circle) == list(range(ranks)), "the order must name every rank once"
     if collective is Collective.BROADCAST:
@@ -39,7 +39,7 @@ def _segment(collective: Collective, circle: Sequence[int], first: int) -> list[
 
 
 def _turn(circle: Sequence[int], back: int, first: int, *, adds: bool) -> Round:
-    """Every rank reads from its predecessor the block whose owner sits `back` places before the reader."""
+    """Build the round in which each rank reads from its predecessor the block whose owner is `back` places away."""
     return tuple(
         Move(circle[place - 1], rank, _block(first + circle[(place - back) % len(circle)]), adds)
         for place, rank in enumerate(circle)

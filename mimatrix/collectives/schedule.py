@@ -1,6 +1,6 @@
 """A collective as a value: rounds of moves that peers pull from one another's memory.
 
-One value, many readers: `verify` proves it, `netsim.replay` prices it, the executors run it. All of them hold to one
+One value has many readers: `verify` proves it, `netsim.replay` prices it, the executors run it. All of them follow one
 **wait rule**: a rank enters round k when it has finished its own moves of round k-1 and so has every peer that it reads
 from in round k. There is no global barrier. The number of rounds is the number of synchronisations.
 """
@@ -16,7 +16,7 @@ from mimatrix.collectives.shares import Shares
 
 
 class Collective(StrEnum):
-    """What must hold at the end; see `verify`."""
+    """The operation, which decides what must hold at the end; see `verify`."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -40,7 +40,7 @@ Round = tuple[Move, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What moves where. `owners[b]` is the rank that owns block b; `shares` says how large each block is."""
+    """The rounds of a collective. `owners[b]` is the rank that owns block b; `shares` has the size of each block."""
 
     algorithm: str
     collective: Collective
@@ -56,14 +56,14 @@ class Schedule:
         return len(self.owners)
 
     def moves_of(self, number: int) -> dict[int, list[Move]]:
-        """The moves of one round by the rank that reads them, each in its order."""
+        """Return the moves of one round by the rank that reads them, each list in its order."""
         by_reader: dict[int, list[Move]] = defaultdict(list)
         for move in self.rounds[number]:
             by_reader[move.dst].append(move)
         return by_reader
 
     def sent(self) -> NDArray[np.float64]:
-        """For each rank the part of the message that others read from it, all rounds together."""
+        """Return for each rank the part of the message that others read from it, all rounds together."""
         ends = self.shares.ends()
         sent = np.zeros(self.ranks)
         for moves in self.rounds:
@@ -72,7 +72,7 @@ class Schedule:
         return sent
 
     def roundings(self) -> int:
-        """How often an element is rounded on its way at the most.
+        """Return how often an element is rounded on its way, at most.
 
         Sums within a round are kept in higher precision and rounded once, when the round ends.
         """

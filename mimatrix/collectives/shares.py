@@ -13,7 +13,7 @@ from mimatrix.core.errors import UnsuitedError, UserError
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Fractions that sum to one. Some may be zero: such a part has a place but nothing in it."""
+    """Fractions that sum to one. Some may be zero: such a part has a place but is empty."""
 
     fractions: tuple[float, ...]
 
@@ -27,7 +27,7 @@ class Shares:
 
     @classmethod
     def of(cls, weights: Iterable[float]) -> "Shares":
-        """Shares in the proportion of `weights`."""
+        """Return shares in proportion to `weights`."""
         parts = [float(weight) for weight in weights]
         if not all(math.isfinite(part) and part >= 0 for part in parts) or not any(parts):
             raise UserError("weights must be finite, not negative and not all zero; write for example 4,4,1,1")
@@ -39,25 +39,25 @@ class Shares:
 
     @classmethod
     def equal(cls, count: int) -> "Shares":
-        """The same for everyone."""
+        """Return `count` equal shares."""
         return cls((1.0 / count,) * count)
 
     def __len__(self) -> int:
         return len(self.fractions)
 
     def ends(self) -> NDArray[np.float64]:
-        """Where each part starts as a fraction of the whole, and 1 at the end: part b is [ends[b], ends[b+1])."""
+        """Return the start of each part as a fraction of the whole, then 1: part b is [ends[b], ends[b+1])."""
         sums = np.concatenate(([0.0], np.cumsum(self.fractions)))
         # Divided, not set: so that empty parts at the end stay empty when the sum is rounded.
         ends: NDArray[np.float64] = sums / sums[-1]
         return ends
 
     def cut(self, count: int) -> tuple[int, ...]:
-        """`count` elements in whole parts that sum to it exactly; each is within one element of its share."""
+        """Cut `count` elements into integer parts that sum to it exactly; each is within one element of its share."""
         return _cut(self, count)
 
     def for_blocks(self, owners: Sequence[int]) -> "Shares":
-        """Shares of ranks as shares of blocks: a rank's share is spread evenly over the blocks that it owns.
+        """Turn shares of ranks into shares of blocks: a rank's share is spread evenly over the blocks that it owns.
 
         Shares of ranks that own no block fall to the others in proportion.
         """
@@ -74,6 +74,6 @@ class Shares:
 
 @lru_cache(maxsize=4096)
 def _cut(shares: Shares, count: int) -> tuple[int, ...]:
-    """What `Shares.cut` gives; collectives on the same tensors ask for it again and again."""
+    """Compute `Shares.cut`; cached, because collectives on the same tensors ask for it again and again."""
     ends = np.floor(shares.ends() * count + 0.5).astype(np.int64)
     return tuple(int(size) for size in np.diff(ends))

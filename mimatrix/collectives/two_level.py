@@ -16,7 +16,7 @@ from mimatrix.core.errors import UnsuitedError
 
 
 def two_level(collective: Collective, hosts: Groups, *, shares: Shares | None = None, segments: int = 1) -> Schedule:
-    """The all-reduce in four rounds, and its halves in two; `hosts` has the ranks of each host.
+    """Build the all-reduce in four rounds, and its halves in two; `hosts` has the ranks of each host.
 
     Without `shares`, an all-reduce gives every host the same part, since a network carries what hosts own.
     """
@@ -70,7 +70,7 @@ def _gather(hosts: Groups, first: int) -> list[Round]:
 
 
 def _blocks(hosts: Groups, first: int) -> list[tuple[int, range, list[int]]]:
-    """Each block's owner, the block, and the rank of every host that deals with it: its owner in its own host.
+    """Return each block's owner, the block, and its delegate in every host: in the owner's host the owner itself.
 
     Owners at the same place of their hosts have the same delegates, so that work is spread over the ranks of a host.
     """
@@ -86,6 +86,6 @@ def _delegate(host: Sequence[int], owner: int, place: int) -> int:
 
 
 def _others(ranks: Sequence[int], rank: int) -> list[int]:
-    """The other ranks, from the one after it on, so that not all begin with the same."""
+    """Return the other ranks, from the one after it on, so that not all begin with the same."""
     at = ranks.index(rank)
     return [*ranks[at + 1 :], *ranks[:at]]

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from mimatrix.collectives.catalog import Request, build
-from mimatrix.collectives.compose import grouped_by_owner
+from mimatrix.collectives.catalog import AlgorithmRequest, build
+from mimatrix.collectives.compose import group_by_owner
 from mimatrix.collectives.hierarchical import Groups
 from mimatrix.collectives.schedule import Collective, Schedule
 from mimatrix.collectives.shares import Shares
@@ -51,7 +51,7 @@ class ProgramCache:
         is_fitted = choice.transport != "mixed" and op.collective is Collective.ALL_REDUCE and not op.shares
         if self._forecast and is_fitted:
             return self._forecast.schedule(choice, op.collective)
-        request = Request(
+        request = AlgorithmRequest(
             op.collective,
             self._world_size,
             shares=shares,
@@ -61,7 +61,7 @@ class ProgramCache:
         )
         schedule = build(choice.algorithm, request)
         if count:
-            schedule = grouped_by_owner(schedule, (shares or Shares.equal(self._world_size)).cut(count))
+            schedule = group_by_owner(schedule, (shares or Shares.equal(self._world_size)).cut(count))
         is_in_order = list(schedule.owners) == sorted(schedule.owners)
         if op.collective in SHARDED and not (is_in_order and len(set(schedule.owners)) == self._world_size):
             raise UnsuitedError(f"{choice} does not leave each rank one shard in the order of ranks; use gdraa or ring")

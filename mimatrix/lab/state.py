@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from mimatrix.cluster.files import read_cluster, write_cluster
 from mimatrix.cluster.model import Cluster
+from mimatrix.cluster.toml_files import read_cluster, write_cluster
 from mimatrix.core.errors import UserError
 from mimatrix.core.files import create_atomic, write_atomic
 from mimatrix.lab.ip_commands import namespace, prefix

@@ -1,4 +1,4 @@
-"""A timeline as a picture: above, every rank's rounds and waits; below, how full the busiest links were when."""
+"""Drawing a timeline: above, every rank's rounds and waits; below, the use of the busiest links over time."""
 
 import numpy as np
 from matplotlib import colormaps
@@ -18,7 +18,7 @@ _BINS = 240
 
 
 def draw_timeline(timeline: Timeline, title: str) -> Figure:
-    """Gantt chart of the ranks over a heat map of the links, on one time axis."""
+    """Draw a Gantt chart of the ranks over a heat map of the links, on one time axis."""
     ranks = min(timeline.traffic.ranks, _MOST_RANKS)
     channels = min(int((timeline.channel_bytes > 0).sum()), _MOST_CHANNELS)
     figure = Figure(figsize=(11, 2.4 + 0.14 * (ranks + channels)), layout="constrained")
@@ -36,7 +36,10 @@ def draw_timeline(timeline: Timeline, title: str) -> Figure:
 
 
 def link_use(timeline: Timeline, channels: NDArray[np.int64], bins: int) -> Floats:
-    """[channel, bin]: the part of each channel's capacity used in each slice of time, reads taken as even in time."""
+    """Return [channel, bin]: the fraction of each channel's capacity used per slice of time.
+
+    Reads count as even in time.
+    """
     edges = np.linspace(0.0, timeline.seconds, bins + 1)
     traffic = timeline.traffic
     carried = np.zeros((len(channels), bins + 1))

@@ -1,10 +1,10 @@
-"""The figures of one replay, for people and for machines."""
+"""The figures of one replay, as printed and as JSON."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mimatrix.cluster.fabric import Fabric
-from mimatrix.collectives.fitting import Fitted, Wishes, fit
+from mimatrix.collectives.fitting import FitOptions, Fitted, fit
 from mimatrix.collectives.schedule import Collective
 from mimatrix.netsim.bounds import lower_bound_seconds
 from mimatrix.netsim.simulation import Costs, run
@@ -13,8 +13,8 @@ from mimatrix.netsim.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What `mimatrix simulate --json` prints for one algorithm."""
+class SimulationReport:
+    """The figures that `mimatrix simulate --json` prints for one algorithm."""
 
     algorithm: str
     collective: str
@@ -39,23 +39,23 @@ def simulate(
     fabric: Fabric,
     collective: Collective,
     message_bytes: int,
-    wishes: Wishes,
+    options: FitOptions,
     costs: Costs,
     *,
     tolerance: float = 0.0,
     watch: Callable[[float], None] | None = None,
-) -> tuple[Report, Timeline]:
-    """Fit an algorithm to the cluster, replay it (see `run` for `tolerance` and `watch`), report."""
-    fitted = fit(name, fabric, collective, wishes)
+) -> tuple[SimulationReport, Timeline]:
+    """Fit an algorithm to the cluster, replay it (see `run` for `tolerance` and `watch`), and report the figures."""
+    fitted = fit(name, fabric, collective, options)
     traffic = Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes)
     timeline = run(traffic, message_bytes, costs, tolerance=tolerance, watch=watch)
     return report(fitted, timeline), timeline
 
 
-def report(fitted: Fitted, timeline: Timeline) -> Report:
-    """The figures of a replay of `fitted`."""
+def report(fitted: Fitted, timeline: Timeline) -> SimulationReport:
+    """Return the figures of a replay of `fitted`."""
     schedule, traffic, message_bytes = fitted.schedule, timeline.traffic, timeline.message_bytes
-    return Report(
+    return SimulationReport(
         schedule.algorithm,
         schedule.collective.value,
         traffic.fabric.cluster.name,

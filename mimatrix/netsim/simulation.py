@@ -17,7 +17,7 @@ from mimatrix.cluster.model import Cluster
 from mimatrix.cluster.routes import Routes
 from mimatrix.collectives.schedule import Schedule
 from mimatrix.core.errors import UserError
-from mimatrix.netsim.fairness import fair_rates
+from mimatrix.netsim.max_min_fairness import fair_rates
 from mimatrix.netsim.timeline import Timeline
 from mimatrix.netsim.traffic import Traffic
 
@@ -27,12 +27,12 @@ Floats = NDArray[np.float64]
 _SLACK = 1e-12
 """Events closer together than this part of the time passed are one event: rounding must not split a lockstep."""
 
-_TURNS_BETWEEN_WATCHES = 500
+_EVENTS_BETWEEN_WATCHES = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What there is beside the wires: cost of a synchronisation, rate of adding, reads that a rank keeps in flight."""
+    """Costs besides the links: of a synchronisation, of adding, and the number of reads that a rank keeps in flight."""
 
     sync_s: float = 0.0
     add_bytes_per_s: float = np.inf
@@ -57,7 +57,7 @@ def replay(
     routes: Routes | None = None,
     tolerance: float = 0.0,
 ) -> Timeline:
-    """What `schedule` costs on `cluster` for a message of that size, rank i on device `placement[i]`."""
+    """Replay `schedule` on `cluster` for a message of that size, rank i on device `placement[i]`."""
     return run(Traffic.of(schedule, Fabric(cluster), placement, routes), message_bytes, costs, tolerance=tolerance)
 
 
@@ -69,11 +69,11 @@ def run(
     tolerance: float = 0.0,
     watch: Callable[[float], None] | None = None,
 ) -> Timeline:
-    """The same for a schedule that is laid out already, so that several sizes can share the laying out.
+    """Replay traffic that is laid out already, so that several sizes can share the laying out.
 
-    With a `tolerance`, transfers with no more than that part of their bytes left end together with the next event: far
-    fewer events on large networks with collisions, and times too short by about that part at the most. `watch` is told
-    now and then which part of the transfers is done.
+    With a `tolerance`, transfers with no more than that fraction of their bytes left end together with the next event:
+    far fewer events on large networks with collisions, and times too short by about that fraction at most. `watch` is
+    called from time to time with the fraction of the transfers that are done.
     """
     if not 0 < message_bytes < np.inf:
         raise UserError(f"a message of {message_bytes} bytes cannot be replayed; use 1 byte or more")
@@ -85,7 +85,7 @@ def run(
 
 
 class _Flows:
-    """The reads in flight: move number, bytes left, rate, path. Rates are computed anew when the set has changed."""
+    """The reads in flight: move number, bytes left, rate, path. Rates are computed again when the set has changed."""
 
     def __init__(self, paths: Ints, capacities: Floats) -> None:
         self._paths, self._capacities = paths, capacities
@@ -97,11 +97,11 @@ class _Flows:
         self._used: Floats = np.zeros(len(capacities))
 
     def next_end(self) -> float:
-        """Seconds until the first flow ends at the present rates."""
+        """Return the seconds until the first flow ends at the present rates."""
         return float((self.left / self.rate).min(initial=np.inf))
 
     def over(self, slack_s: float, rests: Floats) -> NDArray[np.bool_]:
-        """Which flows end now: those that would within `slack_s`, and those with no more than their rest left."""
+        """Return the flows that end now: those due within `slack_s`, and those with no more than their rest left."""
         with np.errstate(invalid="ignore"):
             rest = np.fmax(self.rate * slack_s, rests[self.move])
         return np.isinf(self.rate) | (self.left <= rest)
@@ -113,7 +113,7 @@ class _Flows:
             self.busy_s[self._used > 0] += seconds
 
     def change(self, keep: NDArray[np.bool_], started: Ints, sizes: Floats) -> None:
-        """Some flows end, others start. What ends has carried all of its bytes, a tolerated rest included."""
+        """End some flows and start others. Those that end count as fully carried, a tolerated rest included."""
         ended = self._paths[self.move[~keep]]
         rests = np.repeat(self.left[~keep], ended.shape[1])
         self.carried += np.bincount(ended.ravel(), rests, len(self._capacities))
@@ -155,10 +155,10 @@ class _Simulation:
         self.move_ended = np.full(len(self.size), np.nan)
 
     def run(self, watch: Callable[[float], None]) -> None:
-        """Events in order of time until every rank has finished its last round."""
-        # Nobody has anything to wait for before the first round: every rank's data are there.
+        """Process events in order of time until every rank has finished its last round."""
+        # No rank waits before the first round: the data of every rank are there.
         self._enter(np.arange(self.traffic.ranks))
-        for turn in count(1):
+        for event in count(1):
             due = min(self.starts_at.min(), self.ends_at.min())
             after = min(self.flows.next_end(), due - self.now)
             if not np.isfinite(after):
@@ -166,7 +166,7 @@ class _Simulation:
             self.flows.advance(after)
             self.now += after
             self._turn()
-            if turn % _TURNS_BETWEEN_WATCHES == 0:
+            if event % _EVENTS_BETWEEN_WATCHES == 0:
                 watch(1.0 - float(np.isnan(self.move_ended).mean()))
         assert (self.round == self.traffic.rounds).all(), "the replay stopped before every rank was done"
 
@@ -186,7 +186,7 @@ class _Simulation:
         )
 
     def _turn(self) -> None:
-        """Everything that happens now: flows end, ranks finish rounds and enter the next, reads start."""
+        """Process all events that are due: flows end, ranks finish rounds and enter the next, reads start."""
         soon = self.now * (1 + _SLACK)
         over = self.flows.over(soon - self.now, self.rest)
         active = [self._end_flows(self.flows.move[over])]
@@ -202,15 +202,15 @@ class _Simulation:
             self.flows.change(~over, started, self.size[started])
 
     def _end_flows(self, moves: Ints) -> Ints:
-        """The reads are over; returns the ranks that may start another."""
+        """End these reads; return the ranks that may start another."""
         readers = self.traffic.dst[moves]
         self.move_ended[moves] = self.now
         np.maximum.at(self.last_arrival, readers, self.now + self.traffic.latency_s[moves])
         np.subtract.at(self.in_flight, readers, 1)
-        hungry = np.unique(readers)
-        empty = hungry[(self.in_flight[hungry] == 0) & (self.queue[hungry] == self.queue_end[hungry])]
+        readers = np.unique(readers)
+        empty = readers[(self.in_flight[readers] == 0) & (self.queue[readers] == self.queue_end[readers])]
         self.ends_at[empty] = self.last_arrival[empty]
-        return hungry
+        return readers
 
     def _start_reads(self, ranks: Ints) -> Ints:
         """Fill each rank's window of reads in flight from its queue, in order."""
@@ -227,23 +227,23 @@ class _Simulation:
             self.in_flight[ranks] += 1
 
     def _finish(self, ranks: Ints) -> None:
-        """These ranks are done with their rounds; whoever waited for nothing else enters the next."""
+        """End the rounds of these ranks; ranks that waited for nothing else enter the next."""
         rounds = self.traffic.rounds
         self.ends_at[ranks] = np.inf
         self.finished[ranks, self.round[ranks]] = self.now
-        going_on = ranks[self.round[ranks] + 1 < rounds]
+        unfinished = ranks[self.round[ranks] + 1 < rounds]
         self.round[ranks[self.round[ranks] + 1 == rounds]] = rounds
-        following = self.round[going_on] + 1
-        readers = _gather(self.traffic.readers, self.traffic.reader_end, going_on * rounds + following)
-        lengths = _lengths(self.traffic.reader_end, going_on * rounds + following)
-        waiting = np.concatenate([readers * rounds + np.repeat(following, lengths), going_on * rounds + following])
+        following = self.round[unfinished] + 1
+        readers = _gather(self.traffic.readers, self.traffic.reader_end, unfinished * rounds + following)
+        lengths = _lengths(self.traffic.reader_end, unfinished * rounds + following)
+        waiting = np.concatenate([readers * rounds + np.repeat(following, lengths), unfinished * rounds + following])
         flat = self.needs.reshape(-1)
         np.subtract.at(flat, waiting, 1)
         freed = np.unique(waiting[flat[waiting] == 0])
         self._enter(freed // rounds)
 
     def _enter(self, ranks: Ints) -> None:
-        """The wait is over: the round starts after the synchronisation's cost. Who reads nothing waits for nobody."""
+        """Enter the next round, which starts after a synchronisation; a rank that reads nothing does not wait."""
         self.round[ranks] += 1
         place = ranks * self.traffic.rounds + self.round[ranks]
         self.queue_end[ranks] = self.traffic.queue_end[place]
@@ -252,7 +252,7 @@ class _Simulation:
         self.starts_at[ranks] = self.now + np.where(waited, self.costs.sync_s, 0.0)
 
     def _begin(self, ranks: Ints) -> None:
-        """The round starts; where there is nothing to read it is over as well."""
+        """Begin the rounds of these ranks; a round with nothing to read ends at once."""
         self.began[ranks, self.round[ranks]] = self.now
         self.starts_at[ranks] = np.inf
         self.last_arrival[ranks] = self.now
@@ -260,7 +260,7 @@ class _Simulation:
 
 
 def _with_adders(traffic: Traffic, costs: Costs) -> tuple[Ints, Floats]:
-    """Paths and capacities: the fabric's channels, the padding, and where adding has a rate one adder for each rank."""
+    """Return paths and capacities: of the fabric, the padding, and an adder for each rank if adding has a rate."""
     channels = len(traffic.fabric.channels)
     capacities = np.append(traffic.fabric.rates, np.inf)
     if np.isinf(costs.add_bytes_per_s):
@@ -270,12 +270,12 @@ def _with_adders(traffic: Traffic, costs: Costs) -> tuple[Ints, Floats]:
 
 
 def _lengths(ends: Ints, rows: Ints) -> Ints:
-    """Lengths of rows of a compressed list whose rows end at `ends`."""
+    """Return the lengths of rows of a compressed list whose rows end at `ends`."""
     return ends[rows] - np.where(rows > 0, ends[rows - 1], 0)
 
 
 def _gather(values: Ints, ends: Ints, rows: Ints) -> Ints:
-    """The values of several rows of a compressed list, one after the other."""
+    """Return the values of several rows of a compressed list, one after the other."""
     lengths = _lengths(ends, rows)
     offsets = np.repeat(ends[rows] - np.cumsum(lengths), lengths)
     return values[offsets + np.arange(lengths.sum())]

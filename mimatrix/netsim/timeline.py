@@ -1,4 +1,4 @@
-"""What a replay found: when every rank did what, and how much each channel carried."""
+"""The result of a replay: when every rank did what, and how much each channel carried."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """One rank in one round: `reads` from `began_s` until the last of its data arrived at `ended_s`; waiting before."""
+class RoundSpan:
+    """One rank in one round: it reads from `began_s` until its last data arrived at `ended_s`, and waits before."""
 
     rank: int
     round: int
@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The outcome of a replay. Times in seconds from the start; channels in the order of `traffic.fabric.channels`."""
+    """The result of a replay. Times in seconds from the start; channels in the order of `traffic.fabric.channels`."""
 
     traffic: Traffic
     message_bytes: float
@@ -41,33 +41,33 @@ class Timeline:
     adding_s: float = 0.0
     """How long the rank that adds most would need for that alone."""
 
-    def spans(self, rank: int) -> list[Span]:
-        """The rounds of one rank, those left out in which it had nothing to read."""
+    def spans(self, rank: int) -> list[RoundSpan]:
+        """Return the rounds of one rank, without those in which it had nothing to read."""
         ends = np.concatenate(([0.0], self.ended_s[rank, :-1]))
         return [
-            Span(rank, number, float(ends[number]), float(began), float(ended))
+            RoundSpan(rank, number, float(ends[number]), float(began), float(ended))
             for number, (began, ended) in enumerate(zip(self.began_s[rank], self.ended_s[rank], strict=True))
             if ended > began
         ]
 
     @property
     def bottleneck(self) -> int:
-        """The channel that would need longest for what it carried if nothing else held it up."""
+        """The channel that would need longest for what it carried if nothing else delayed it."""
         return int(np.argmax(self.channel_bytes / self.traffic.fabric.rates))
 
     @property
     def bottleneck_name(self) -> str:
-        """Its name, as in `n3->leaf0`."""
+        """The name of the bottleneck channel, as in `n3->leaf0`."""
         return self.traffic.fabric.channels[self.bottleneck].name
 
     @property
     def bottleneck_use(self) -> float:
-        """The part of the whole time that the bottleneck's capacity was really used; low means latency rules."""
+        """The fraction of the bottleneck's capacity used over the whole time; if low, latency dominates."""
         need = self.channel_bytes[self.bottleneck] / self.traffic.fabric.rates[self.bottleneck]
         return float(need / self.seconds) if self.seconds else 0.0
 
     def blame(self) -> str:
-        """One sentence on what the time goes into."""
+        """Return a sentence on what the time goes into."""
         channel = self.traffic.fabric.channels[self.bottleneck]
         use = self.bottleneck_use
         link = f"{channel.name} ({format_rate(channel.rate_bytes_per_s)})"

@@ -7,7 +7,7 @@ _MOST_MOVES = 200_000
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:
-    """Rows of rounds for each rank, and below each rank the reads themselves where there are not too many."""
+    """Return rows of rounds for each rank, and below each rank its reads unless there are too many."""
     events: list[dict[str, object]] = []
     names = timeline.traffic.fabric.cluster.device_names
     for rank in range(timeline.traffic.ranks):

@@ -1,4 +1,4 @@
-"""A schedule laid on a cluster: which channels each move crosses, who waits for whom. For messages of any size."""
+"""A schedule laid on a cluster: the channels that each move crosses, which rank waits for which. For any size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,9 +49,9 @@ class Traffic:
         devices = check_placement(fabric, schedule.ranks, placement)
         rounds = len(schedule.rounds)
         moves = _columns(schedule)
-        moves = moves.chosen(np.argsort(moves.dst * rounds + moves.round, kind="stable"))
+        moves = moves.select(np.argsort(moves.dst * rounds + moves.round, kind="stable"))
         needs, reader_end, readers = _waits(schedule, moves)
-        moves = moves.chosen(np.flatnonzero(moves.fraction > 0))
+        moves = moves.select(np.flatnonzero(moves.fraction > 0))
         path = _paths(fabric, devices[moves.src], devices[moves.dst], routes or Ecmp())
         lengths = np.bincount(moves.dst * rounds + moves.round, minlength=schedule.ranks * rounds)
         return cls(
@@ -73,18 +73,18 @@ class Traffic:
         )
 
     def max_link_flows(self) -> int:
-        """Most moves on one channel in one round, whether or not at the same moment."""
+        """Return the most moves on one channel in one round, whether or not at the same moment."""
         return int(self.link_flows().max(initial=0))
 
     def link_flows(self) -> Ints:
-        """[round, channel]: the moves on each channel in each round."""
+        """Return [round, channel]: the moves on each channel in each round."""
         channels = len(self.fabric.channels) + 1
         keys = (self.round[:, None] * channels + self.path).ravel()
         return np.bincount(keys, minlength=self.rounds * channels).reshape(self.rounds, channels)[:, :-1]
 
 
 def check_placement(fabric: Fabric, ranks: int, placement: Sequence[int] | None) -> Ints:
-    """The device of each rank, or one sentence on what is wrong with the placement."""
+    """Return the device of each rank, or raise an error that says what is wrong with the placement."""
     ports = len(fabric.exits)
     if ranks > ports:
         raise UserError(
@@ -108,7 +108,7 @@ class _Columns:
     fraction: Floats
     adds: NDArray[np.bool_]
 
-    def chosen(self, rows: Ints) -> "_Columns":
+    def select(self, rows: Ints) -> "_Columns":
         return _Columns(self.src[rows], self.dst[rows], self.round[rows], self.fraction[rows], self.adds[rows])
 
 
@@ -125,14 +125,14 @@ def _columns(schedule: Schedule) -> _Columns:
 
 
 def _fractions(schedule: Schedule, start: Ints, stop: Ints) -> Floats:
-    """Part of the message in blocks [start, stop); exactly zero where all those blocks are empty."""
+    """Return the part of the message in blocks [start, stop); exactly zero if all those blocks are empty."""
     ends = schedule.shares.ends()
     filled = np.concatenate(([0], np.cumsum(np.asarray(schedule.shares.fractions) > 0)))
     return np.where(filled[stop] > filled[start], ends[stop] - ends[start], 0.0)
 
 
 def _waits(schedule: Schedule, moves: _Columns) -> tuple[Ints, Ints, Ints]:
-    """By the wait rule: needs of each (rank, round), and who waits for each (rank, round)."""
+    """Return, by the wait rule, the needs of each (rank, round), and the ranks that wait for each (rank, round)."""
     rounds, ranks = len(schedule.rounds), schedule.ranks
     pairs = np.unique((moves.src * rounds + moves.round) * ranks + moves.dst)
     waited_for, reader = np.divmod(pairs, ranks)
@@ -142,7 +142,7 @@ def _waits(schedule: Schedule, moves: _Columns) -> tuple[Ints, Ints, Ints]:
 
 
 def _paths(fabric: Fabric, sources: Ints, targets: Ints, routes: Routes) -> Ints:
-    """Routes of all moves; each pair of devices is routed once."""
+    """Return the routes of all moves; each pair of devices is routed once."""
     devices = len(fabric.exits)
     pairs, pair_of = np.unique(sources * devices + targets, return_inverse=True)
     rows = find_paths(fabric, pairs // devices, pairs % devices, routes)

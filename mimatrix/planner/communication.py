@@ -7,8 +7,8 @@ import numpy as np
 
 from mimatrix.cluster import Cluster, Fabric
 from mimatrix.collectives import Collective, Shares, nic_rates, shares_by_bandwidth
-from mimatrix.collectives.catalog import Request, build, find
-from mimatrix.collectives.ordering import natural_groups, ring_order
+from mimatrix.collectives.catalog import AlgorithmRequest, build, find
+from mimatrix.collectives.rank_order import natural_groups, ring_order
 from mimatrix.core.errors import UnsuitedError
 from mimatrix.core.units import format_bytes, format_seconds
 from mimatrix.netsim import Costs, Traffic, run
@@ -54,24 +54,24 @@ def _tried(fabric: Fabric, model_bytes: int, members: Sequence[int]) -> Iterator
         yield run(traffic, model_bytes, COSTS, tolerance=_TOLERANCE).seconds, label
 
 
-def _candidates(fabric: Fabric, members: Sequence[int]) -> list[tuple[str, str, Request]]:
+def _candidates(fabric: Fabric, members: Sequence[int]) -> list[tuple[str, str, AlgorithmRequest]]:
     """Those worth a replay: with few moves, or the least if all have many."""
     ranks, what = len(members), Collective.ALL_REDUCE
     if ranks == 2:
         # All of them come to the same: half of the data there, and half of it back.
-        return [("gdraa", "gdraa", Request(what, ranks))]
+        return [("gdraa", "gdraa", AlgorithmRequest(what, ranks))]
     found = [
-        ("halving_doubling", "halving_doubling", Request(what, ranks)),
-        ("gdraa", "gdraa", Request(what, ranks)),
-        ("ring", "ring", Request(what, ranks, order=ring_order(fabric, members))),
+        ("halving_doubling", "halving_doubling", AlgorithmRequest(what, ranks)),
+        ("gdraa", "gdraa", AlgorithmRequest(what, ranks)),
+        ("ring", "ring", AlgorithmRequest(what, ranks, order=ring_order(fabric, members))),
     ]
     shares = _uneven(fabric, members)
     if shares:
         label = "gdraa with shares by bandwidth"
-        found.append((label, "gdraa", Request(what, ranks, shares, segments=_SEGMENTS)))
+        found.append((label, "gdraa", AlgorithmRequest(what, ranks, shares, segments=_SEGMENTS)))
     groups = natural_groups(fabric, members)
     if 1 < len(groups) < ranks:
-        found.append(("hierarchical", "hierarchical", Request(what, ranks, groups=groups)))
+        found.append(("hierarchical", "hierarchical", AlgorithmRequest(what, ranks, groups=groups)))
     moves = {label: find(name).moves(request) for label, name, request in found}
     most = max(_MOST_MOVES, min(moves.values()))
     return [each for each in found if moves[each[0]] <= most]

@@ -17,10 +17,10 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from mimatrix.cluster import Cluster, Device, Link, Node, Switch, named
+from mimatrix.cluster import Cluster, Device, Link, Node, Switch, topology_from_name
 from mimatrix.cluster.drawing import draw
-from mimatrix.cluster.picture import Box, Layout, arrange
-from mimatrix.cluster.picture.scene import SQUARE
+from mimatrix.cluster.layout import Box, GraphLayout, arrange
+from mimatrix.cluster.layout.scene import SQUARE
 
 FAMILIES = [
     "star:1",
@@ -72,7 +72,7 @@ def mixed() -> Cluster:
 
 @cache
 def cluster(word: str) -> Cluster:
-    return mixed() if word == "mixed" else named(word)
+    return mixed() if word == "mixed" else topology_from_name(word)
 
 
 @cache
@@ -90,7 +90,7 @@ def words(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
 
 
-def by_name(layout: Layout) -> dict[str, Box]:
+def by_name(layout: GraphLayout) -> dict[str, Box]:
     return {box.name: box for box in layout.boxes}
 
 
@@ -114,9 +114,9 @@ def test_saves_as_png_and_svg(word: str) -> None:
 @pytest.mark.parametrize("word", FAMILIES)
 def test_one_box_per_node_and_switch_and_one_square_per_device(word: str) -> None:
     figure = picture(word)
-    for role, things in (("node", cluster(word).nodes), ("switch", cluster(word).switches)):
+    for role, vertices in (("node", cluster(word).nodes), ("switch", cluster(word).switches)):
         drawn = sorted(str(box.get_gid()) for box in boxes(figure, role))
-        assert drawn == sorted(f"{role}:{thing.name}" for thing in things)
+        assert drawn == sorted(f"{role}:{vertex.name}" for vertex in vertices)
     squares = next(each for each in figure.axes[0].collections if isinstance(each, PatchCollection))
     assert len(squares.get_paths()) == len(cluster(word).device_names)
 
@@ -157,7 +157,7 @@ def test_no_box_overlaps_another(word: str) -> None:
 
 
 def test_names_and_counts_are_written() -> None:
-    said = words(draw(named("leaf_spine:2x2,devices=8")))
+    said = words(draw(topology_from_name("leaf_spine:2x2,devices=8")))
     assert said.count("leaf_spine:2x2,devices=8") == 1
     assert "4 nodes, 32 devices, 4 switches" in said
     assert {"leaf0", "leaf1", "spine0", "spine1", "n0", "n3", "100Gbit", "gpu", "2 spine switches"} <= set(said)
@@ -170,14 +170,14 @@ def test_long_names_are_shortened_and_dollars_are_no_formulas() -> None:
 
 
 def test_names_go_where_they_have_no_room() -> None:
-    assert "n0" in words(draw(named("star:40")))
-    said = words(draw(named("star:41")))
+    assert "n0" in words(draw(topology_from_name("star:40")))
+    said = words(draw(topology_from_name("star:41")))
     assert "n0" not in said
     assert "41 nodes" in said
 
 
 def test_layers_from_nodes_to_core() -> None:
-    placed = by_name(arrange(named("fat_tree:4")))
+    placed = by_name(arrange(topology_from_name("fat_tree:4")))
     tiers = [
         {box.at[1] for box in placed.values() if box.name.startswith(kind)} for kind in ("n", "edge", "agg", "core")
     ]
@@ -186,7 +186,7 @@ def test_layers_from_nodes_to_core() -> None:
 
 
 def test_nodes_hang_under_their_own_leaf() -> None:
-    placed = by_name(arrange(named("leaf_spine:4x8")))
+    placed = by_name(arrange(topology_from_name("leaf_spine:4x8")))
     for index in range(32):
         leaf = min(
             (placed[f"leaf{each}"] for each in range(4)), key=lambda box: abs(box.at[0] - placed[f"n{index}"].at[0])
@@ -195,7 +195,7 @@ def test_nodes_hang_under_their_own_leaf() -> None:
 
 
 def test_bigraph_has_its_groups_above_and_below() -> None:
-    placed = by_name(arrange(named("bigraph:4x4")))
+    placed = by_name(arrange(topology_from_name("bigraph:4x4")))
     heights = [placed[name].at[1] for name in ("n0", "upper0", "lower0", "n16")]
     assert heights == sorted(heights, reverse=True)
     # Devices face the network: below the name in the upper nodes, above it in the lower.
@@ -204,7 +204,7 @@ def test_bigraph_has_its_groups_above_and_below() -> None:
 
 
 def test_bigraph_of_rails_has_its_nodes_between_the_groups() -> None:
-    placed = by_name(arrange(named("bigraph:4x4,devices=4,nic=own")))
+    placed = by_name(arrange(topology_from_name("bigraph:4x4,devices=4,nic=own")))
     assert placed["lower0"].at[1] < placed["n0"].at[1] < placed["upper0"].at[1]
     up, down = (placed["n0"].squares[number].at[1] for number in (0, 1))
     assert down < placed["n0"].text_at[1] < up
@@ -212,7 +212,7 @@ def test_bigraph_of_rails_has_its_nodes_between_the_groups() -> None:
 
 @pytest.mark.parametrize("word", ["star:8", "ring:8"])
 def test_star_and_ring_are_round(word: str) -> None:
-    layout = arrange(named(word))
+    layout = arrange(topology_from_name(word))
     around = [box.at for box in layout.boxes if box.kind == "node"]
     assert len(around) == 8
     assert [math.hypot(*at) for at in around] == pytest.approx([math.hypot(*around[0])] * 8)
@@ -220,44 +220,44 @@ def test_star_and_ring_are_round(word: str) -> None:
 
 
 def test_torus_is_a_grid_whose_ends_are_joined_around() -> None:
-    layout = arrange(named("torus:3x4"))
+    layout = arrange(topology_from_name("torus:3x4"))
     assert len({box.at[0] for box in layout.boxes}) == 4
     assert len({box.at[1] for box in layout.boxes}) == 3
-    assert sum(strand.pale for strand in layout.strands) == 3 + 4
+    assert sum(polyline.pale for polyline in layout.polylines) == 3 + 4
     placed = by_name(layout)
     assert placed["n0"].at[1] == placed["n3"].at[1] > placed["n4"].at[1]
 
 
 def test_nodes_that_are_not_a_torus_make_a_circle() -> None:
-    whole = named("torus:4x4")
+    whole = topology_from_name("torus:4x4")
     broken = Cluster("broken", whole.nodes, (), whole.links[1:])
     assert len({round(math.hypot(*box.at), 6) for box in arrange(broken).boxes}) == 1
 
 
 def test_own_nics_end_at_devices_and_shared_ones_at_the_box() -> None:
-    layout = arrange(named("leaf_spine:2x2,devices=4,nic=own"))
+    layout = arrange(topology_from_name("leaf_spine:2x2,devices=4,nic=own"))
     placed = by_name(layout)
-    ends = [strand.points[0] for strand in layout.strands if strand.cord.a == "n1"]
+    ends = [polyline.points[0] for polyline in layout.polylines if polyline.edge.a == "n1"]
     squares = [square.at for square in placed["n1"].squares]
     assert ends == [pytest.approx((x, y + SQUARE / 2)) for x, y in squares]
-    layout = arrange(named("leaf_spine:2x2,devices=4"))
+    layout = arrange(topology_from_name("leaf_spine:2x2,devices=4"))
     node = by_name(layout)["n1"]
-    ends = [strand.points[0] for strand in layout.strands if strand.cord.a == "n1"]
+    ends = [polyline.points[0] for polyline in layout.polylines if polyline.edge.a == "n1"]
     assert ends == [pytest.approx((node.at[0], node.at[1] + node.height / 2))]
 
 
-def test_strands_of_switches_end_at_their_edges() -> None:
-    layout = arrange(named("leaf_spine:4x8"))
+def test_polylines_of_switches_end_at_their_edges() -> None:
+    layout = arrange(topology_from_name("leaf_spine:4x8"))
     placed = by_name(layout)
-    for strand in layout.strands:
-        for name, (x, y) in ((strand.cord.a, strand.points[0]), (strand.cord.b, strand.points[-1])):
+    for polyline in layout.polylines:
+        for name, (x, y) in ((polyline.edge.a, polyline.points[0]), (polyline.edge.b, polyline.points[-1])):
             box = placed[name]
             assert abs(y - box.at[1]) == pytest.approx(box.height / 2)
             assert abs(x - box.at[0]) <= box.width / 2
 
 
 def test_rates_differ_in_colour_and_width() -> None:
-    figure = draw(named("star:4,rate=2*40Gbit+2*10Gbit"))
+    figure = draw(topology_from_name("star:4,rate=2*40Gbit+2*10Gbit"))
     entries = legend(figure)
     assert list(entries) == ["10Gbit", "40Gbit", "gpu"]
     (lines,) = (each for each in figure.axes[0].collections if isinstance(each, LineCollection) and each.get_segments())
@@ -268,13 +268,13 @@ def test_rates_differ_in_colour_and_width() -> None:
 
 def test_many_rates_share_colours() -> None:
     rates = "+".join(f"{rate}Gbit" for rate in range(1, 21))
-    entries = list(legend(draw(named(f"star:20,rate={rates}"))))
+    entries = list(legend(draw(topology_from_name(f"star:20,rate={rates}"))))
     assert len(entries) == 7
     assert entries[0] == "1Gbit to 4Gbit"
 
 
 def test_parallel_cables_are_counted() -> None:
-    figure = draw(named("bigraph:2x2,parallel=3"))
+    figure = draw(topology_from_name("bigraph:2x2,parallel=3"))
     assert "3 × 100Gbit" in legend(figure)
     nodes, links = (
         (Node("a", (Device(),)), Node("b", (Device(),))),
@@ -284,7 +284,7 @@ def test_parallel_cables_are_counted() -> None:
 
 
 def test_labels_of_cables_are_on_all_alike_strands_or_on_none() -> None:
-    assert words(draw(named("bigraph:4x4,parallel=2"))).count("×2") in (0, 16)
+    assert words(draw(topology_from_name("bigraph:4x4,parallel=2"))).count("×2") in (0, 16)
 
 
 def test_kinds_of_devices_are_in_the_legend() -> None:
@@ -297,24 +297,24 @@ def test_crowds_become_bundles(word: str) -> None:
     bundles = [box for box in layout.boxes if box.kind == "bundle"]
     homes = {link.b for link in cluster(word).links if link.a.startswith("n")}
     assert len(bundles) == len(homes)
-    nics = [strand.cord.cables for strand in layout.strands if strand.cord.a in {box.name for box in bundles}]
+    nics = [polyline.edge.cables for polyline in layout.polylines if polyline.edge.a in {box.name for box in bundles}]
     assert sum(nics) == len(cluster(word).nodes)
 
 
 def test_bundles_say_how_many_they_are() -> None:
-    figure = draw(named("bigraph:16x16"))
+    figure = draw(topology_from_name("bigraph:16x16"))
     assert len(boxes(figure, "bundle")) == 32
     assert words(figure).count("16 nodes") == 32
     assert words(figure).count("16 × 16 nodes") == 2
     assert words(figure).count("×16") == 32
-    said = words(draw(named("leaf_spine:8x16,devices=8")))
+    said = words(draw(topology_from_name("leaf_spine:8x16,devices=8")))
     assert said.count("16 nodes\n128 devices") == 8
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("word", ["leaf_spine:128x32", "torus:32x32", "ring:300"])
 def test_large_clusters_are_drawn_within_the_page(word: str) -> None:
-    figure = draw(named(word))
+    figure = draw(topology_from_name(word))
     figure.savefig(io.BytesIO(), format="png", dpi=50)
     width, height = figure.get_size_inches()
     assert width < 23
@@ -327,7 +327,7 @@ def test_neither_pyplot_nor_the_package_itself_loads_a_screen() -> None:
         import mimatrix.cluster
         assert "matplotlib" not in sys.modules, "mimatrix.cluster imports matplotlib"
         from mimatrix.cluster.drawing import draw
-        draw(mimatrix.cluster.named("star:4"))
+        draw(mimatrix.cluster.topology_from_name("star:4"))
         assert "matplotlib.pyplot" not in sys.modules, "drawing imports pyplot"
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)

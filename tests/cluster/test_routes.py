@@ -9,7 +9,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mimatrix.cluster import Bus, BySource, Cluster, Device, Ecmp, Fabric, Link, Node, Routes, Switch, named
+from mimatrix.cluster import (
+    Bus,
+    BySource,
+    Cluster,
+    Device,
+    Ecmp,
+    Fabric,
+    Link,
+    Node,
+    Routes,
+    Switch,
+    topology_from_name,
+)
 from mimatrix.cluster import fabric as fabrics
 from mimatrix.cluster.routes import NO_CHANNEL, find_paths
 from mimatrix.core.errors import UserError
@@ -170,7 +182,7 @@ FAMILIES = [
 @pytest.mark.parametrize("word", FAMILIES)
 @pytest.mark.parametrize("routes", [Ecmp(0), Ecmp(7), BySource(tuple(range(64)))])
 def test_every_pair_of_every_family(word: str, routes: Routes) -> None:
-    paths = Paths(named(word))
+    paths = Paths(topology_from_name(word))
     for source, target in product(paths.number, repeat=2):
         if source != target:
             paths.check(source, target, paths.channels(source, target, routes))
@@ -245,12 +257,12 @@ def test_channels_are_as_fast_as_their_cables() -> None:
 
 def test_no_pairs_give_no_paths() -> None:
     none = np.array([], dtype=np.int64)
-    assert find_paths(Fabric(named("star:2")), none, none, Ecmp()).shape[0] == 0
+    assert find_paths(Fabric(topology_from_name("star:2")), none, none, Ecmp()).shape[0] == 0
 
 
 def test_to_itself_there_is_nothing_to_cross() -> None:
     for word in ("star:2", "star:2,devices=2", "ring:3"):
-        fabric = Fabric(named(f"{word},bus=1GB"))
+        fabric = Fabric(topology_from_name(f"{word},bus=1GB"))
         rows = find_paths(fabric, np.array([1, 0]), np.array([1, 0]), Ecmp())
         assert (rows == NO_CHANNEL).all()
 
@@ -261,7 +273,7 @@ class TestEcmp:
 
     def spines(self, seed: int) -> list[str]:
         """The spine of every pair from the first leaf to the second, in order."""
-        fabric = Fabric(named(self.WORD))
+        fabric = Fabric(topology_from_name(self.WORD))
         sources, targets = np.divmod(np.arange(self.SPINES**2), self.SPINES)
         rows = find_paths(fabric, sources, targets + self.SPINES, Ecmp(seed))
         return [fabric.channels[row[1]].head for row in rows]
@@ -291,7 +303,7 @@ class TestEcmp:
             assert 1 < max(counts.values()) - min(counts.values()) < 16
 
     def test_there_and_back_are_picked_apart(self) -> None:
-        paths = Paths(named(self.WORD))
+        paths = Paths(topology_from_name(self.WORD))
         pairs = list(product([f"n{i}/0" for i in range(8)], [f"n{i}/0" for i in range(8, 16)]))
         same = sum(paths.names(a, b)[1].split("->")[1] == paths.names(b, a)[1].split("->")[1] for a, b in pairs)
         assert 0 < same < 24, "of 64 pairs, 8 agree by chance"
@@ -313,7 +325,7 @@ class TestEcmp:
     def test_every_equal_path_is_taken_and_none_is_preferred(
         self, word: str, source: str, target: str, count: int
     ) -> None:
-        paths = Paths(named(word))
+        paths = Paths(topology_from_name(word))
         assert paths.ways.choices(source, target) == count
         seeds = 30 * count
         taken = Counter(paths.channels(source, target, Ecmp(seed)) for seed in range(seeds))
@@ -336,7 +348,7 @@ def test_all_equal_paths_of_random_clusters_are_taken(cluster: Cluster, data: st
 
 class TestBySource:
     def test_the_source_picks_the_spine(self) -> None:
-        paths = Paths(named("leaf_spine:3x4"))
+        paths = Paths(topology_from_name("leaf_spine:3x4"))
         choice = (3, 2, 1, 0, 5, 6, 7, 4, 0, 0, 0, 0)
         for source, target in permutations(range(12), 2):
             names = paths.names(f"n{source}/0", f"n{target}/0", BySource(choice))
@@ -347,7 +359,7 @@ class TestBySource:
                 assert names[1:3] == [f"leaf{source // 4}->{spine}", f"{spine}->leaf{target // 4}"]
 
     def test_the_source_picks_the_cable(self) -> None:
-        paths = Paths(named("bigraph:1x1,parallel=3"))
+        paths = Paths(topology_from_name("bigraph:1x1,parallel=3"))
         picked = [paths.channels("n0/0", "n1/0", BySource((choice, 0))) for choice in range(6)]
         assert len(set(picked[:3])) == 3
         assert picked[3:] == picked[:3]
@@ -362,7 +374,7 @@ class TestBySource:
 
 def test_bigraph_opposite_sides_are_one_link_apart() -> None:
     """What HDRM relies on: between the sides there is one way, whatever the rule."""
-    paths = Paths(named("bigraph:3x2"))
+    paths = Paths(topology_from_name("bigraph:3x2"))
     side = {f"n{index}/0": "upper" if index < 6 else "lower" for index in range(12)}
     home = {f"n{index}/0": f"{'upper' if index < 6 else 'lower'}{index % 6 // 2}" for index in range(12)}
     for source, target in permutations(side, 2):
@@ -380,15 +392,15 @@ def test_bigraph_opposite_sides_are_one_link_apart() -> None:
 
 
 def test_the_bus_joins_devices_of_a_node() -> None:
-    flat = Paths(named("star:1,devices=4"))
+    flat = Paths(topology_from_name("star:1,devices=4"))
     assert flat.names("n0/0", "n0/3") == ["n0/0->n0", "n0->n0/3"]
-    tree = Paths(named("star:1,devices=5,fanout=2"))
+    tree = Paths(topology_from_name("star:1,devices=5,fanout=2"))
     assert tree.names("n0/0", "n0/1") == ["n0/0->n0/pcie0", "n0/pcie0->n0/1"]
     assert tree.names("n0/1", "n0/4") == ["n0/1->n0/pcie0", "n0/pcie0->n0", "n0->n0/pcie2", "n0/pcie2->n0/4"]
 
 
 def test_the_bus_is_taken_even_by_devices_with_nics() -> None:
-    paths = Paths(named("star:1,devices=2,nic=own"))
+    paths = Paths(topology_from_name("star:1,devices=2,nic=own"))
     assert paths.names("n0/0", "n0/1") == ["n0/0->n0", "n0->n0/1"]
 
 
@@ -401,9 +413,9 @@ def test_without_a_bus_devices_of_a_node_meet_outside() -> None:
 
 
 def test_a_nic_of_its_own_is_on_the_pcie_switch() -> None:
-    paths = Paths(named("star:2,devices=4,fanout=2,nic=own"))
+    paths = Paths(topology_from_name("star:2,devices=4,fanout=2,nic=own"))
     assert paths.names("n0/1", "n1/2") == ["n0/1->n0/pcie0", "n0/1->hub", "hub->n1/2", "n1/pcie1->n1/2"]
-    shared = Paths(named("star:2,devices=4,fanout=2"))
+    shared = Paths(topology_from_name("star:2,devices=4,fanout=2"))
     assert shared.names("n0/1", "n1/2") == [
         "n0/1->n0/pcie0",
         "n0/pcie0->n0",
@@ -459,9 +471,9 @@ def test_the_unreachable_are_both_named() -> None:
 
 def test_more_cores_than_distances_are_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fabrics, "MOST_CORES", 5)
-    assert len(Paths(named("ring:5")).names("n0/0", "n2/0")) == 2
+    assert len(Paths(topology_from_name("ring:5")).names("n0/0", "n2/0")) == 2
     with pytest.raises(UserError, match=r"^ring:6 has 6 switches and nodes that forward, .*; use a smaller one$"):
-        Paths(named("ring:6")).names("n0/0", "n2/0")
+        Paths(topology_from_name("ring:6")).names("n0/0", "n2/0")
 
 
 def test_no_switches_and_no_links() -> None:

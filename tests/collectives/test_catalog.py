@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mimatrix.collectives import CATALOG, Collective, Request, Shares, build, even_groups, verify
+from mimatrix.collectives import CATALOG, AlgorithmRequest, Collective, Shares, build, even_groups, verify
 from mimatrix.core.errors import UserError
 
 COUNTS = [*range(2, 65), 100]
@@ -17,13 +17,13 @@ def random_shares(ranks: int, seed: int) -> Shares:
     return Shares.of([1.0, *(dice.choice([0.0, 1.0, 1.0, 1.0]) * dice.random() for _ in range(ranks - 1))])
 
 
-def admitted(name: str, collective: Collective, ranks: int, **options: object) -> Request:
+def admitted(name: str, collective: Collective, ranks: int, **options: object) -> AlgorithmRequest:
     """A request that the algorithm takes; hierarchical halves get groups of one size, which they require."""
     groups = None
     if name == "hierarchical" and collective is not Collective.ALL_REDUCE:
         sizes = [size for size in range(2, ranks) if ranks % size == 0]
         groups = even_groups(ranks, sizes[len(sizes) // 2] if sizes else ranks)
-    return Request(collective, ranks, groups=groups, **options)  # type: ignore[arg-type]
+    return AlgorithmRequest(collective, ranks, groups=groups, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "collective"), CASES)
@@ -53,7 +53,7 @@ def test_verifies_in_segments(name: str, collective: Collective, segments: int) 
 def test_verifies_from_every_root(name: str, collective: Collective) -> None:
     for ranks in (2, 5, 8):
         for root in range(ranks):
-            verify(build(name, Request(collective, ranks, root=root)))
+            verify(build(name, AlgorithmRequest(collective, ranks, root=root)))
 
 
 @pytest.mark.parametrize("inside", ["gdraa", "ring", "halving_doubling"])
@@ -64,7 +64,7 @@ def test_hierarchical_takes_any_parts(inside: str, between: str) -> None:
     for ranks, size in ((8, 4), (12, 3), (10, 4), (18, 8), (7, 2), (9, 8), (6, 6), (5, 1)):
         for segments in (1, 3):
             groups = even_groups(ranks, size)
-            wanted = Request(
+            wanted = AlgorithmRequest(
                 Collective.ALL_REDUCE, ranks, groups=groups, inside=inside, between=between, segments=segments
             )
             verify(build("hierarchical", wanted))
@@ -77,7 +77,7 @@ def test_costs_what_the_catalog_says(name: str) -> None:
     assert entry.sends
     assert entry.roundings
     for ranks in COUNTS:
-        schedule = build(name, Request(Collective.ALL_REDUCE, ranks))
+        schedule = build(name, AlgorithmRequest(Collective.ALL_REDUCE, ranks))
         assert len(schedule.rounds) == entry.rounds(ranks)
         assert schedule.roundings() == entry.roundings(ranks)
         busiest = schedule.sent().max()
@@ -97,13 +97,13 @@ def test_moves_are_bounded_before_they_are_built(name: str, collective: Collecti
 
 def test_gdraa_has_two_rounds_and_one_more_for_each_segment() -> None:
     for ranks in (2, 3, 17, 64, 200):
-        assert len(build("gdraa", Request(Collective.ALL_REDUCE, ranks)).rounds) == 2
+        assert len(build("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, ranks)).rounds) == 2
     for segments in (1, 2, 16):
-        assert len(build("gdraa", Request(Collective.ALL_REDUCE, 6, segments=segments)).rounds) == segments + 1
+        assert len(build("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 6, segments=segments)).rounds) == segments + 1
 
 
 def test_gdraa_starts_at_the_successor_so_that_nobody_is_crowded() -> None:
-    schedule = build("gdraa", Request(Collective.ALL_REDUCE, 9))
+    schedule = build("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 9))
     for number in range(2):
         queues = schedule.moves_of(number)
         for place in range(8):
@@ -113,7 +113,7 @@ def test_gdraa_starts_at_the_successor_so_that_nobody_is_crowded() -> None:
 def test_the_slow_owner_of_nothing_sends_and_receives_the_message_once() -> None:
     """A rank with share f sends S(1 + f(P-2)) in all: the formula that shares by bandwidth rest on."""
     weights = (0.5, 0.3, 0.2, 0.0)
-    schedule = build("gdraa", Request(Collective.ALL_REDUCE, 4, shares=Shares.of(weights), segments=4))
+    schedule = build("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 4, shares=Shares.of(weights), segments=4))
     for rank, share in enumerate(weights):
         assert schedule.sent()[rank] == pytest.approx(1 + share * 2, rel=1e-12)
 
@@ -121,26 +121,30 @@ def test_the_slow_owner_of_nothing_sends_and_receives_the_message_once() -> None
 @pytest.mark.parametrize(
     ("name", "request_", "sentence"),
     [
-        ("gdra", Request(Collective.ALL_REDUCE, 4), 'unknown algorithm "gdra"; did you mean "gdraa"?'),
-        ("gdraa", Request(Collective.ALL_REDUCE, 1), "needs two ranks or more, got 1"),
+        ("gdra", AlgorithmRequest(Collective.ALL_REDUCE, 4), 'unknown algorithm "gdra"; did you mean "gdraa"?'),
+        ("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 1), "needs two ranks or more, got 1"),
         (
             "double_tree",
-            Request(Collective.BROADCAST, 4),
+            AlgorithmRequest(Collective.BROADCAST, 4),
             "double_tree has no broadcast; use gdraa or ring or binomial",
         ),
-        ("ring", Request(Collective.ALL_REDUCE, 4, shares=Shares.equal(3)), "got 3 shares for 4 ranks"),
-        ("gdraa", Request(Collective.ALL_REDUCE, 4, segments=0), "got 0 segments; use 1 or more"),
-        ("ring", Request(Collective.ALL_REDUCE, 100_000), "more than the 10,000,000 that a schedule may have"),
+        ("ring", AlgorithmRequest(Collective.ALL_REDUCE, 4, shares=Shares.equal(3)), "got 3 shares for 4 ranks"),
+        ("gdraa", AlgorithmRequest(Collective.ALL_REDUCE, 4, segments=0), "got 0 segments; use 1 or more"),
+        ("ring", AlgorithmRequest(Collective.ALL_REDUCE, 100_000), "more than the 10,000,000 that a schedule may have"),
         (
             "halving_doubling",
-            Request(Collective.ALL_REDUCE, 6, fold=False),
+            AlgorithmRequest(Collective.ALL_REDUCE, 6, fold=False),
             'needs a power of two of ranks, got 6; use algorithm = "ring", or fold = true',
         ),
-        ("hierarchical", Request(Collective.ALL_REDUCE, 8, inside="hdrm"), "hdrm cannot be a part of hierarchical"),
-        ("sharded_parameter_server", Request(Collective.ALL_REDUCE, 4, servers=9), "9 servers among 4 ranks"),
+        (
+            "hierarchical",
+            AlgorithmRequest(Collective.ALL_REDUCE, 8, inside="hdrm"),
+            "hdrm cannot be a part of hierarchical",
+        ),
+        ("sharded_parameter_server", AlgorithmRequest(Collective.ALL_REDUCE, 4, servers=9), "9 servers among 4 ranks"),
     ],
 )
-def test_refuses_with_one_sentence(name: str, request_: Request, sentence: str) -> None:
+def test_refuses_with_one_sentence(name: str, request_: AlgorithmRequest, sentence: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]+$") as caught:
         build(name, request_)
     assert sentence in str(caught.value)

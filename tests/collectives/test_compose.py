@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimatrix.collectives import Collective, Move, Request, Schedule, Shares, build, verify
-from mimatrix.collectives.compose import grouped_by_owner
+from mimatrix.collectives import AlgorithmRequest, Collective, Move, Schedule, Shares, build, verify
+from mimatrix.collectives.compose import group_by_owner
 
 HALVES = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 COUNTS = st.lists(st.integers(0, 1000), min_size=2, max_size=7).filter(any)
@@ -15,7 +15,7 @@ COUNTS = st.lists(st.integers(0, 1000), min_size=2, max_size=7).filter(any)
 
 
 def in_segments(name: str, collective: Collective, counts: list[int], segments: int) -> Schedule:
-    return build(name, Request(collective, len(counts), shares=Shares.of(counts), segments=segments))
+    return build(name, AlgorithmRequest(collective, len(counts), shares=Shares.of(counts), segments=segments))
 
 
 @settings(max_examples=200, deadline=None)
@@ -29,7 +29,7 @@ def test_grouped_by_owner_keeps_the_collective_and_puts_each_ranks_blocks_side_b
     name: str, collective: Collective, counts: list[int], segments: int
 ) -> None:
     plain = in_segments(name, collective, counts, segments)
-    grouped = grouped_by_owner(plain, counts)
+    grouped = group_by_owner(plain, counts)
     verify(grouped)
     assert grouped.owners == tuple(rank for rank in range(len(counts)) for _ in range(segments))
     ends = [0, *accumulate(grouped.shares.cut(sum(counts)))]
@@ -50,7 +50,7 @@ def test_grouped_by_owner_moves_the_same_blocks_in_the_same_rounds(
     name: str, collective: Collective, counts: list[int], segments: int
 ) -> None:
     plain = in_segments(name, collective, counts, segments)
-    grouped = grouped_by_owner(plain, counts)
+    grouped = group_by_owner(plain, counts)
     assert [[_without_place(plain, move) for move in moves] for moves in plain.rounds] == [
         [_without_place(grouped, move) for move in moves] for moves in grouped.rounds
     ]
@@ -64,6 +64,6 @@ def _without_place(schedule: Schedule, move: Move) -> tuple[int, int, bool, int,
 
 
 def test_grouped_by_owner_refuses_moves_of_several_blocks() -> None:
-    schedule = build("halving_doubling", Request(Collective.REDUCE_SCATTER, 4))
+    schedule = build("halving_doubling", AlgorithmRequest(Collective.REDUCE_SCATTER, 4))
     with pytest.raises(AssertionError, match="would not stay side by side"):
-        grouped_by_owner(schedule, [1, 2, 3, 4])
+        group_by_owner(schedule, [1, 2, 3, 4])

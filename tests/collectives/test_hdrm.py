@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mimatrix.cluster import BySource, Fabric, named
-from mimatrix.collectives import Collective, Wishes, fit, map_ranks, verify
+from mimatrix.cluster import BySource, Fabric, topology_from_name
+from mimatrix.collectives import Collective, FitOptions, fit, map_ranks, verify
 from mimatrix.collectives.hdrm import side, switch_and_port
 from mimatrix.core.errors import UserError
 from mimatrix.netsim import Traffic
@@ -20,7 +20,7 @@ BIGRAPHS = [
 
 @pytest.mark.parametrize(("switches", "endpoints"), BIGRAPHS)
 def test_every_transfer_has_a_private_link(switches: int, endpoints: int) -> None:
-    fabric = Fabric(named(f"bigraph:{switches}x{endpoints}"))
+    fabric = Fabric(topology_from_name(f"bigraph:{switches}x{endpoints}"))
     fitted = fit("hdrm", fabric, Collective.ALL_REDUCE)
     traffic = Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes)
     assert (traffic.link_flows().max(axis=1) == 1).all()
@@ -33,14 +33,14 @@ def test_every_transfer_has_a_private_link(switches: int, endpoints: int) -> Non
 
 @pytest.mark.parametrize(("switches", "endpoints"), [(4, 4), (8, 8), (16, 4), (32, 32)])
 def test_random_placement_shares_links(switches: int, endpoints: int) -> None:
-    fabric = Fabric(named(f"bigraph:{switches}x{endpoints}"))
-    fitted = fit("hdrm", fabric, Collective.ALL_REDUCE, Wishes(placement="random", seed=1))
+    fabric = Fabric(topology_from_name(f"bigraph:{switches}x{endpoints}"))
+    fitted = fit("hdrm", fabric, Collective.ALL_REDUCE, FitOptions(placement="random", seed=1))
     assert Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes).max_link_flows() >= 3
 
 
 def test_twice_as_many_endpoints_as_switches_load_each_link_twice() -> None:
     for switches in (2, 4, 8):
-        fabric = Fabric(named(f"bigraph:{switches}x{2 * switches}"))
+        fabric = Fabric(topology_from_name(f"bigraph:{switches}x{2 * switches}"))
         fitted = fit("hdrm", fabric, Collective.ALL_REDUCE)
         traffic = Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes)
         assert traffic.max_link_flows() == 2
@@ -58,7 +58,7 @@ def test_the_closed_form_by_hand() -> None:
     "word", ["bigraph:3x4", "bigraph:4x3", "bigraph:5x5", "bigraph:7x7", "bigraph:6x1", "bigraph:2x7"]
 )
 def test_other_sizes_fold_onto_the_opposite_side(word: str) -> None:
-    fabric = Fabric(named(word))
+    fabric = Fabric(topology_from_name(word))
     fitted = fit("hdrm", fabric, Collective.ALL_REDUCE)
     verify(fitted.schedule)
     mapping = map_ranks(fabric, len(fabric.exits))
@@ -70,8 +70,8 @@ def test_other_sizes_fold_onto_the_opposite_side(word: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 12, 31])
 def test_fewer_ranks_than_ports(ranks: int) -> None:
-    fabric = Fabric(named("bigraph:4x4"))
-    fitted = fit("hdrm", fabric, Collective.ALL_REDUCE, Wishes(ranks=ranks))
+    fabric = Fabric(topology_from_name("bigraph:4x4"))
+    fitted = fit("hdrm", fabric, Collective.ALL_REDUCE, FitOptions(ranks=ranks))
     verify(fitted.schedule)
     assert len(set(fitted.placement)) == ranks
 
@@ -80,7 +80,7 @@ def test_fewer_ranks_than_ports(ranks: int) -> None:
     "word", ["leaf_spine:4x8", "leaf_spine:8x4", "leaf_spine:2x16", "leaf_spine:4x4,devices=4,nic=own"]
 )
 def test_leaf_spine_gives_every_source_its_spine(word: str) -> None:
-    fabric = Fabric(named(word))
+    fabric = Fabric(topology_from_name(word))
     fitted = fit("hdrm", fabric, Collective.ALL_REDUCE)
     assert isinstance(fitted.routes, BySource)
     assert Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes).max_link_flows() == 1
@@ -90,11 +90,11 @@ def test_leaf_spine_gives_every_source_its_spine(word: str) -> None:
 
 def test_refuses_other_networks() -> None:
     with pytest.raises(UserError, match=r"hdrm needs a BiGraph .* or a leaf-spine network, .* use halving_doubling"):
-        fit("hdrm", Fabric(named("star:8")), Collective.ALL_REDUCE)
+        fit("hdrm", Fabric(topology_from_name("star:8")), Collective.ALL_REDUCE)
 
 
 def test_parallel_cables_carry_twice_the_endpoints() -> None:
     for word in ("bigraph:4x8,parallel=2", "bigraph:2x8,parallel=4"):
-        fabric = Fabric(named(word))
+        fabric = Fabric(topology_from_name(word))
         fitted = fit("hdrm", fabric, Collective.ALL_REDUCE)
         assert Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes).max_link_flows() == 1

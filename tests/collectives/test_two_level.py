@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.collectives import Collective, Schedule, Shares, verify
-from mimatrix.collectives.compose import grouped_by_owner
+from mimatrix.collectives.compose import group_by_owner
 from mimatrix.collectives.two_level import two_level
 
 HALVES = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
@@ -43,7 +43,7 @@ def test_two_level_is_right_for_any_hosts_shares_and_segments(
     verify(schedule)
     if collective in HALVES and segments > 1:
         counts = (shares or Shares.equal(len(layout))).cut(1000)
-        verify(grouped_by_owner(schedule, counts))
+        verify(group_by_owner(schedule, counts))
 
 
 @pytest.mark.parametrize("layout", ["ab", "aabb", "abab", "abbb", "aabbcc", "abbccc"])

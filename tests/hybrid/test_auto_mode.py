@@ -51,7 +51,7 @@ def learnt(losses: list[float]) -> bool:
 
 @pytest.mark.long
 def test_auto_mode_runs_what_it_chose(tmp_path: Path) -> None:
-    """Which it is depends on what else this machine does: that is for bench/hybrid/choosing.py."""
+    """Which it is depends on what else this machine does: that is for bench/hybrid/auto_mode.py."""
     ranks, said = told(tmp_path, 2)
     (chosen,) = {(each["mode"], each["ranks"]) for each in ranks}
     assert chosen in {("sync", 2), ("hybrid", 1)}

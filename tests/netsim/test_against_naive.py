@@ -8,8 +8,20 @@ import pytest
 from numpy.typing import NDArray
 from support.naive_simulator import Outcome, simulate
 
-from mimatrix.cluster import Bus, BySource, Cluster, Device, Ecmp, Fabric, Link, Node, Routes, Switch, named
-from mimatrix.collectives import CATALOG, Collective, Request, Schedule, Shares, build, find
+from mimatrix.cluster import (
+    Bus,
+    BySource,
+    Cluster,
+    Device,
+    Ecmp,
+    Fabric,
+    Link,
+    Node,
+    Routes,
+    Switch,
+    topology_from_name,
+)
+from mimatrix.collectives import CATALOG, AlgorithmRequest, Collective, Schedule, Shares, build, find
 from mimatrix.core.errors import UserError
 from mimatrix.netsim import Costs, Timeline, Traffic, lower_bound_seconds, replay, run
 
@@ -61,8 +73,8 @@ def test_blocks_that_are_empty_but_for_rounding_carry_nothing(algorithm: str, we
     # These weights do not add up to one in floating point; the rest must not become a read that pays for its latency.
     shares, ranks = Shares.of(weights), len(weights)
     for collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
-        schedule = build(algorithm, Request(collective, ranks, shares=shares))
-        case = Case(named(f"star:{ranks}"), schedule, tuple(range(ranks)), 1e3, Costs(sync_s=1e-6), Ecmp())
+        schedule = build(algorithm, AlgorithmRequest(collective, ranks, shares=shares))
+        case = Case(topology_from_name(f"star:{ranks}"), schedule, tuple(range(ranks)), 1e3, Costs(sync_s=1e-6), Ecmp())
         compare(case)
 
 
@@ -184,7 +196,7 @@ def random_schedule(rng: Random, algorithm: str, ranks: int) -> Schedule:
         }
         asked = {name: offer for name, offer in offers.items() if name in entry.options}
         try:
-            return build(algorithm, Request(rng.choice(entry.collectives), ranks, **asked))  # type: ignore[arg-type]
+            return build(algorithm, AlgorithmRequest(rng.choice(entry.collectives), ranks, **asked))  # type: ignore[arg-type]
         except UserError:
             continue
     raise AssertionError(f"{algorithm} built nothing for {ranks} ranks")

@@ -4,9 +4,9 @@ from math import log2
 
 import pytest
 
-from mimatrix.cluster import named
-from mimatrix.cluster.families import Server, star
-from mimatrix.collectives import Collective, Request, build
+from mimatrix.cluster import topology_from_name
+from mimatrix.cluster.topologies import Server, star
+from mimatrix.collectives import AlgorithmRequest, Collective, build
 from mimatrix.netsim import Costs, replay
 
 RATE, LATENCY, SYNC = 25e9 / 8, 1.5e-6, 4e-6
@@ -15,7 +15,7 @@ SIZES = [1, 1000, 1 << 20, 10**9]
 
 
 def seconds(name: str, ranks: int, size: int, costs: Costs = Costs(sync_s=SYNC), **options: int) -> float:  # noqa: B008
-    schedule = build(name, Request(Collective.ALL_REDUCE, ranks, **options))  # type: ignore[arg-type]
+    schedule = build(name, AlgorithmRequest(Collective.ALL_REDUCE, ranks, **options))  # type: ignore[arg-type]
     cluster = star(ranks, Server(rates_bytes_per_s=(RATE,), latency_s=LATENCY))
     return replay(schedule, cluster, None, size, costs=costs).seconds
 
@@ -72,9 +72,9 @@ def test_adding_can_be_the_bottleneck() -> None:
 
 def test_a_rank_waits_only_for_those_it_reads_from() -> None:
     """One slow NIC in a ring: its successor is late from the first round on, the rank before it only at the end."""
-    cluster = named("star:8,rate=100Gbit+7*100Gbit,latency=0us")
-    slow = named("star:8,rate=10Gbit+7*100Gbit,latency=0us")
-    schedule = build("ring", Request(Collective.ALL_REDUCE, 8))
+    cluster = topology_from_name("star:8,rate=100Gbit+7*100Gbit,latency=0us")
+    slow = topology_from_name("star:8,rate=10Gbit+7*100Gbit,latency=0us")
+    schedule = build("ring", AlgorithmRequest(Collective.ALL_REDUCE, 8))
     fast_ends, slow_ends = (replay(schedule, each, None, 8 * 10**8).ended_s for each in (cluster, slow))
     assert slow_ends[1, 0] == pytest.approx(10 * fast_ends[1, 0])
     for far, rounds in ((2, 1), (4, 3), (6, 5)):

@@ -10,9 +10,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from mimatrix.cluster import Bus, Cluster, Device, Ecmp, Fabric, Link, Node, Switch, named
+from mimatrix.cluster import Bus, Cluster, Device, Ecmp, Fabric, Link, Node, Switch, topology_from_name
 from mimatrix.cluster.routes import NO_CHANNEL, find_paths
-from mimatrix.collectives import CATALOG, Collective, Request, Schedule, Shares, build
+from mimatrix.collectives import CATALOG, AlgorithmRequest, Collective, Schedule, Shares, build
 from mimatrix.core.errors import UserError
 from mimatrix.netsim import Costs, replay
 
@@ -38,7 +38,7 @@ def mixed() -> Cluster:
 
 
 CLUSTERS = {
-    word: named(word)
+    word: topology_from_name(word)
     for word in (
         "star:7",
         "star:3,devices=2",
@@ -64,7 +64,7 @@ def schedule_for(cluster: str, algorithm: str, collective: Collective) -> Schedu
     ranks = len(CLUSTERS[cluster].device_names)
     shares = Shares.of([1 + rank % 3 for rank in range(ranks - 1)] + [0])
     takes_shares = "shares" in CATALOG[algorithm].options
-    return build(algorithm, Request(collective, ranks, shares=shares if takes_shares else None))
+    return build(algorithm, AlgorithmRequest(collective, ranks, shares=shares if takes_shares else None))
 
 
 def buildable() -> list[tuple[str, str, Collective]]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.cluster import Fabric, load_cluster, named
-from mimatrix.collectives import CATALOG, Collective, Wishes, fit
+from mimatrix.cluster import Fabric, load_cluster, topology_from_name
+from mimatrix.collectives import CATALOG, Collective, FitOptions, fit
 from mimatrix.core.errors import UnsuitedError, UserError
 from mimatrix.netsim import Costs, Timeline, Traffic, run, simulate
 from mimatrix.netsim.drawing import draw_timeline, link_use
@@ -18,27 +18,27 @@ UNEVEN = "star:4,rate=2*40Gbit+2*10Gbit"
 SLOW = 10e9 / 8
 
 
-def seconds(algorithm: str, wishes: Wishes = Wishes()) -> float:  # noqa: B008 (a value)
-    found, _ = simulate(algorithm, Fabric(named(UNEVEN)), Collective.ALL_REDUCE, SIZE, wishes, Costs())
+def seconds(algorithm: str, options: FitOptions = FitOptions()) -> float:  # noqa: B008 (a value)
+    found, _ = simulate(algorithm, Fabric(topology_from_name(UNEVEN)), Collective.ALL_REDUCE, SIZE, options, Costs())
     return found.seconds
 
 
 def timeline(algorithm: str, cluster: str) -> Timeline:
-    fabric = Fabric(named(cluster))
+    fabric = Fabric(topology_from_name(cluster))
     fitted = fit(algorithm, fabric, Collective.ALL_REDUCE)
     return run(Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes), SIZE)
 
 
 def test_shares_by_bandwidth_reach_the_bound_of_the_slow_nic() -> None:
-    shared = seconds("gdraa", Wishes(segments=16, shares="bandwidth"))
+    shared = seconds("gdraa", FitOptions(segments=16, shares="bandwidth"))
     assert SIZE / SLOW <= shared <= 1.10 * SIZE / SLOW
     assert seconds("ring") >= 1.35 * shared
-    assert seconds("gdraa", Wishes(segments=16)) >= 1.35 * shared
+    assert seconds("gdraa", FitOptions(segments=16)) >= 1.35 * shared
     assert seconds("gdraa") >= 1.35 * shared
 
 
 def test_one_segment_gains_nothing_from_shares() -> None:
-    assert seconds("gdraa", Wishes(shares="bandwidth")) == pytest.approx(seconds("gdraa"), rel=1e-9)
+    assert seconds("gdraa", FitOptions(shares="bandwidth")) == pytest.approx(seconds("gdraa"), rel=1e-9)
 
 
 def test_a_timeline_names_the_bottleneck() -> None:
@@ -90,12 +90,12 @@ def test_draws(algorithm: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("collective", list(Collective))
 def test_nothing_beats_the_lower_bound(cluster: str, collective: Collective) -> None:
-    fabric = Fabric(named(cluster))
+    fabric = Fabric(topology_from_name(cluster))
     able = [entry.name for entry in CATALOG.values() if collective in entry.collectives]
     ran = set()
     for name, shares in product(able, ("equal", "bandwidth")):
         try:
-            found, _ = simulate(name, fabric, collective, SIZE, Wishes(segments=4, shares=shares), Costs())  # type: ignore[arg-type]
+            found, _ = simulate(name, fabric, collective, SIZE, FitOptions(segments=4, shares=shares), Costs())  # type: ignore[arg-type]
         except UnsuitedError:
             continue
         ran.add(name)
@@ -112,22 +112,22 @@ def test_nothing_beats_the_lower_bound(cluster: str, collective: Collective) -> 
     ],
 )
 def test_refuses_impossible_placements(placement: list[int], sentence: str) -> None:
-    fabric = Fabric(named("star:4"))
+    fabric = Fabric(topology_from_name("star:4"))
     schedule = fit("ring", fabric, Collective.ALL_REDUCE).schedule
     with pytest.raises(UserError, match=sentence):
         Traffic.of(schedule, fabric, placement)
 
 
 def test_refuses_more_ranks_than_devices_and_empty_messages() -> None:
-    fabric = Fabric(named("star:4"))
+    fabric = Fabric(topology_from_name("star:4"))
     with pytest.raises(UserError, match="9 ranks do not fit star:4, which has 4 device"):
-        fit("ring", fabric, Collective.ALL_REDUCE, Wishes(ranks=9))
+        fit("ring", fabric, Collective.ALL_REDUCE, FitOptions(ranks=9))
     with pytest.raises(UserError, match="0 bytes cannot be replayed"):
         run(Traffic.of(fit("ring", fabric, Collective.ALL_REDUCE).schedule, fabric), 0)
 
 
 def test_a_tolerance_is_close_and_keeps_the_bytes() -> None:
-    fabric = Fabric(named("fat_tree:4"))
+    fabric = Fabric(topology_from_name("fat_tree:4"))
     fitted = fit("gdraa", fabric, Collective.ALL_REDUCE)
     traffic = Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes)
     exact, rough = run(traffic, SIZE), run(traffic, SIZE, tolerance=0.02)
@@ -140,7 +140,7 @@ def test_a_tolerance_is_close_and_keeps_the_bytes() -> None:
 
 
 def test_whoever_watches_sees_it_advance() -> None:
-    fabric = Fabric(named("fat_tree:6"))
+    fabric = Fabric(topology_from_name("fat_tree:6"))
     fitted = fit("gdraa", fabric, Collective.ALL_REDUCE)
     seen: list[float] = []
     run(Traffic.of(fitted.schedule, fabric, fitted.placement, fitted.routes), SIZE, watch=seen.append)
@@ -151,33 +151,33 @@ def test_whoever_watches_sees_it_advance() -> None:
 
 def test_segments_let_both_fabrics_of_a_hierarchy_work_at_once() -> None:
     """Servers of eight behind one NIC: one segment keeps the NIC idle while the bus works, eight hardly do."""
-    fabric = Fabric(named("star:4,devices=8"))
+    fabric = Fabric(topology_from_name("star:4,devices=8"))
     found = {}
     for segments in (1, 8):
-        wishes = Wishes(segments=segments, inside="ring", between="ring")
-        found[segments], _ = simulate("hierarchical", fabric, Collective.ALL_REDUCE, 4 * SIZE, wishes, Costs())
+        options = FitOptions(segments=segments, inside="ring", between="ring")
+        found[segments], _ = simulate("hierarchical", fabric, Collective.ALL_REDUCE, 4 * SIZE, options, Costs())
     assert found[8].seconds < 0.7 * found[1].seconds
     assert found[8].bottleneck_use > 0.8 > found[1].bottleneck_use
 
 
 def test_shares_by_bandwidth_elsewhere_are_equal_and_say_so() -> None:
-    fabric = Fabric(named(UNEVEN))
+    fabric = Fabric(topology_from_name(UNEVEN))
     for name, collective in (("ring", Collective.ALL_REDUCE), ("gdraa", Collective.ALL_GATHER)):
-        fitted = fit(name, fabric, collective, Wishes(shares="bandwidth"))
+        fitted = fit(name, fabric, collective, FitOptions(shares="bandwidth"))
         assert len(set(fitted.schedule.shares.fractions)) == 1
         assert any("shares by bandwidth are computed for the all_reduce of gdraa only" in why for why in fitted.reasons)
 
 
 def test_what_an_algorithm_does_not_have_is_said() -> None:
-    asked = Wishes(segments=4, root=1, servers=2, shares="bandwidth")
-    reasons = fit("parameter_server", Fabric(named("star:4")), Collective.ALL_REDUCE, asked).reasons
+    asked = FitOptions(segments=4, root=1, servers=2, shares="bandwidth")
+    reasons = fit("parameter_server", Fabric(topology_from_name("star:4")), Collective.ALL_REDUCE, asked).reasons
     for option in ("segments", "root", "servers", "shares"):
         assert f"ignored: {option}, which parameter_server does not have" in reasons
 
 
 def test_slow_adding_is_blamed() -> None:
-    fabric = Fabric(named("star:4"))
-    found, _ = simulate("gdraa", fabric, Collective.ALL_REDUCE, SIZE, Wishes(), Costs(add_bytes_per_s=1e9))
+    fabric = Fabric(topology_from_name("star:4"))
+    found, _ = simulate("gdraa", fabric, Collective.ALL_REDUCE, SIZE, FitOptions(), Costs(add_bytes_per_s=1e9))
     assert found.blame.startswith("adding takes 93%")
 
 
@@ -209,10 +209,10 @@ def test_the_bound_holds_where_a_forwarding_nodes_devices_have_nics(tmp_path: Pa
     (tmp_path / "mixed.toml").write_text(FORWARDING_WITH_NICS)
     fabric = Fabric(load_cluster(str(tmp_path / "mixed.toml")))
     for name in ("gdraa", "ring", "hierarchical"):
-        found, _ = simulate(name, fabric, Collective.ALL_REDUCE, SIZE, Wishes(), Costs())
+        found, _ = simulate(name, fabric, Collective.ALL_REDUCE, SIZE, FitOptions(), Costs())
         assert 0 < found.lower_bound_seconds <= found.seconds * (1 + 1e-9)
 
 
 def test_very_many_segments_are_laid_out_quickly() -> None:
-    fitted = fit("gdraa", Fabric(named("star:2")), Collective.ALL_REDUCE, Wishes(segments=40_000))
+    fitted = fit("gdraa", Fabric(topology_from_name("star:2")), Collective.ALL_REDUCE, FitOptions(segments=40_000))
     assert len(fitted.schedule.rounds) == 40_001

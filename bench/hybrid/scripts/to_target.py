@@ -1,7 +1,7 @@
-"""Trains digits and notes parameters as time goes by: `to_target.py MODE EPOCHS SEED FOLDER`.
+"""Train digits and take snapshots of the parameters: `to_target.py MODE EPOCHS SEED FOLDER`.
 
-Every rank says in FOLDER which process it is, and waits for the file `slowed`; says that it is ready, and waits for `go`.
-What rank 0 has noted is looked at afterwards, so that looking takes no time from training.
+Every rank writes into FOLDER which process it is, and waits for the file `slowed`; then that it is ready, and waits for `go`.
+The snapshots of rank 0 are evaluated afterwards, so that evaluating takes no time from training.
 """
 
 import json
@@ -23,17 +23,17 @@ me = os.environ.get("RANK", "0")
 torch.set_num_threads(1)
 
 
-def said(what: str, awaited: str) -> None:
-    """Say something, and wait for an answer."""
+def exchange(what: str, awaited: str) -> None:
+    """Write a message, and wait for an answer."""
     (folder / f"{what}-{me}").write_text(str(os.getpid()))
     deadline = time.monotonic() + PATIENCE_S
     while not (folder / awaited).exists():
         if time.monotonic() > deadline:
-            sys.exit(f"nobody said {awaited}")
+            sys.exit(f"the file {awaited} did not appear within {PATIENCE_S:g} s")
         time.sleep(0.01)
 
 
-said("pid", "slowed")
+exchange("pid", "slowed")
 if mode != "sync":
     run = mimatrix.init(BATCH, mode="hybrid", seed=seed, quiet=True)
 else:
@@ -44,7 +44,7 @@ frozen = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3, padding=1
 
 
 def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Of a micro-batch; beside it a frozen net computes, so that a step is mostly computing."""
+    """Return the loss of a micro-batch; a frozen net computes as well, so that a step is mostly computing."""
     with torch.no_grad():
         for _ in range(WORK):
             frozen(batch[0])
@@ -53,7 +53,7 @@ def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 sgd = torch.optim.SGD(net.parameters(), lr=task.lr, momentum=0.9)
 model, optimizer, loader = run.prepare(net, sgd, torch.utils.data.TensorDataset(*task.train), loss=loss_fn)
-said("ready", "go")
+exchange("ready", "go")
 noted: list[tuple[float, dict[str, torch.Tensor]]] = []
 began, steps = time.monotonic(), 0
 for _ in run.epochs(epochs):

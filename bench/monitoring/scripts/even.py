@@ -1,4 +1,4 @@
-"""Trains evenly for as long as it is let: both ranks have the same to do in every step."""
+"""Train evenly until the job is ended: both ranks have the same work in every step."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ dataset = TensorDataset(torch.randn(4096, 256), torch.randint(0, 10, (4096,)))
 
 
 def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Of one micro-batch, with some more work so that a step takes some ten milliseconds."""
+    """Return the loss of a micro-batch, with extra work so that a step takes some ten milliseconds."""
     for _ in range(7):
         model(batch[0])
     return nn.functional.cross_entropy(model(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""Trains with reports and without in turns, and writes when steps ended, when reports were made and what they took."""
+"""Train with reports and without in turns; write when steps ended, when reports were made and what they took."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ dataset = TensorDataset(torch.randn(128 * STEPS, 512), torch.randint(0, 10, (128
 
 
 def loss_fn(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Of one micro-batch."""
+    """Return the loss of a micro-batch."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -33,8 +33,8 @@ real, is_on = reporter._send_report, True
 reports: list[tuple[float, float, float]] = []
 
 
-def reported(pause: float) -> float:
-    """A report, or none."""
+def timed_report(pause: float) -> float:
+    """Send a report and record its time, or send none."""
     if not is_on:
         return pause or 1.0
     began_s, took_s = time.monotonic(), time.thread_time()
@@ -43,7 +43,7 @@ def reported(pause: float) -> float:
     return again_s
 
 
-reporter._send_report = reported
+reporter._send_report = timed_report
 found: dict[str, list[list[float]]] = {"with": [], "without": []}
 # The first two turns warm up; then with, without, without, with and so on, so that drifts cancel.
 for turn in run.epochs(2 * turns + 2):

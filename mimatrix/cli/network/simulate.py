@@ -14,9 +14,9 @@ from mimatrix.core.units import format_bytes, format_rate, format_seconds, parse
 
 if TYPE_CHECKING:
     from mimatrix.cluster import Fabric
-    from mimatrix.collectives import Algorithm, Collective, Shares, Wishes
+    from mimatrix.collectives import Algorithm, Collective, FitOptions, Shares
     from mimatrix.collectives.fitting import Placement
-    from mimatrix.netsim import Costs, Report, Timeline
+    from mimatrix.netsim import Costs, SimulationReport, Timeline
 
 
 class PlacementChoice(StrEnum):
@@ -73,13 +73,13 @@ def simulate(
     """
     with progress("loading"):
         from mimatrix.cluster import Fabric, load_cluster
-        from mimatrix.collectives import Wishes
+        from mimatrix.collectives import FitOptions
         from mimatrix.netsim import Costs
 
     names = _names(algorithm)
     _check_outputs(names, trace, picture)
     where: Placement | None = placement.value if placement else None
-    wishes = Wishes(ranks, where, _shares(shares), segments, order.value, inside, between, root, servers, seed)
+    wishes = FitOptions(ranks, where, _shares(shares), segments, order.value, inside, between, root, servers, seed)
     costs = Costs(parse_seconds(sync), float("inf") if add_rate == "unlimited" else parse_rate(add_rate), in_flight)
     runs = _Runs(Fabric(load_cluster(cluster)), _collective(collective), parse_bytes(size), wishes, costs, tolerance)
     runs.run(names, skip=algorithm == "all")
@@ -107,13 +107,13 @@ class _Runs:
         fabric: "Fabric",
         collective: "Collective",
         message_bytes: int,
-        wishes: "Wishes",
+        wishes: "FitOptions",
         costs: "Costs",
         tolerance: float,
     ) -> None:
         self.fabric, self.collective, self.bytes = fabric, collective, message_bytes
         self.wishes, self.costs, self.tolerance = wishes, costs, tolerance
-        self.reports: list[Report] = []
+        self.reports: list[SimulationReport] = []
         self.left_out: dict[str, str] = {}
         self.timeline: Timeline
 
@@ -180,12 +180,12 @@ class _CatalogRow:
 
 def _catalog_row(entry: "Algorithm", ranks: int) -> _CatalogRow:
     """By the catalog's closed forms; from the schedule itself where there are none."""
-    from mimatrix.collectives import Collective, Request, build
+    from mimatrix.collectives import AlgorithmRequest, Collective, build
 
     if entry.rounds and entry.sends and entry.roundings:
         costs = entry.rounds(ranks), float(entry.sends(ranks)), entry.roundings(ranks)
     else:
-        schedule = build(entry.name, Request(Collective.ALL_REDUCE, ranks))
+        schedule = build(entry.name, AlgorithmRequest(Collective.ALL_REDUCE, ranks))
         costs = len(schedule.rounds), float(schedule.sent().max()), schedule.roundings()
     kinds = tuple(each.value for each in entry.collectives)
     return _CatalogRow(entry.name, kinds, entry.options, entry.requires, ranks, *costs)

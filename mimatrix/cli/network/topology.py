@@ -12,7 +12,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_rate
 
 if TYPE_CHECKING:
-    from mimatrix.cluster.figures import Figures
+    from mimatrix.cluster.summary import ClusterSummary
 
 
 def topology(
@@ -31,10 +31,10 @@ def topology(
         check_file(picture, (".png", ".svg", ".pdf"))
     with progress("looking at the network"):
         from mimatrix.cluster import Fabric, load_cluster, write_cluster
-        from mimatrix.cluster.figures import figures
+        from mimatrix.cluster.summary import summarize
 
         described = load_cluster(cluster)
-        found = None if toml else figures(Fabric(described))
+        found = None if toml else summarize(Fabric(described))
     if picture:
         with progress("drawing"):
             from mimatrix.cluster.drawing import draw
@@ -54,7 +54,7 @@ def _without_infinity(values: dict[str, object]) -> dict[str, object]:
     return {key: None if value == inf else value for key, value in values.items()}
 
 
-def _print(name: str, found: "Figures", picture: Path | None) -> None:
+def _print(name: str, found: "ClusterSummary", picture: Path | None) -> None:
     from rich.table import Table
 
     table = Table(title=name, title_justify="left", show_header=False)

@@ -9,14 +9,14 @@ import numpy as np
 from mimatrix.cluster import Fabric
 from mimatrix.collectives import (
     Collective,
+    FitOptions,
     Schedule,
-    Wishes,
     fit,
     nic_rates,
-    relabelled,
+    relabel,
     shares_by_bandwidth,
 )
-from mimatrix.collectives.catalog import Request, build
+from mimatrix.collectives.catalog import AlgorithmRequest, build
 from mimatrix.collectives.hierarchical import Groups
 from mimatrix.comm.tuning.choice import AlgorithmChoice
 from mimatrix.comm.tuning.known_cluster import KnownCluster
@@ -69,12 +69,12 @@ class Forecast:
         key = (choice, collective)
         if key not in self._schedules and choice.transport == "mixed":
             ranks = len(self._cluster.device_names)
-            request = Request(collective, ranks, choice.shares, choice.segments, groups=self._hosts)
+            request = AlgorithmRequest(collective, ranks, choice.shares, choice.segments, groups=self._hosts)
             self._schedules[key] = build(choice.algorithm, request)
         if key not in self._schedules:
-            wishes = Wishes(segments=choice.segments, shares=choice.shares or "equal")
-            fitted = fit(choice.algorithm, self._fabric, collective, wishes)
-            self._schedules[key] = relabelled(fitted.schedule, fitted.placement)
+            options = FitOptions(segments=choice.segments, shares=choice.shares or "equal")
+            fitted = fit(choice.algorithm, self._fabric, collective, options)
+            self._schedules[key] = relabel(fitted.schedule, fitted.placement)
         return self._schedules[key]
 
     def seconds(self, choice: AlgorithmChoice, collective: Collective, size: int) -> float:

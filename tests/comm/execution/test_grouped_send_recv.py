@@ -8,8 +8,8 @@ from support.fake_nccl import FakeGroupedMessages, fake_mailboxes
 from support.ranks import together
 
 from mimatrix.collectives import Collective, Shares
-from mimatrix.collectives.catalog import Request, build
-from mimatrix.collectives.compose import grouped_by_owner
+from mimatrix.collectives.catalog import AlgorithmRequest, build
+from mimatrix.collectives.compose import group_by_owner
 from mimatrix.comm.calls import CallSignature, CollectiveOp
 from mimatrix.comm.execution.grouped_send_recv import GroupedSendRecvExecutor
 from mimatrix.comm.execution.program import Compiler
@@ -33,10 +33,10 @@ def expected(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tenso
 
 
 def compiler(op: CollectiveOp, algorithm: str, segments: int, rank: int, ranks: int, count: int) -> Compiler:
-    request = Request(op.collective, ranks, shares=op.shares, segments=segments, root=op.root)
+    request = AlgorithmRequest(op.collective, ranks, shares=op.shares, segments=segments, root=op.root)
     schedule = build(algorithm, request)
     if op.collective in SHARDED and segments > 1 and count:
-        schedule = grouped_by_owner(schedule, (op.shares or Shares.equal(ranks)).cut(count))
+        schedule = group_by_owner(schedule, (op.shares or Shares.equal(ranks)).cut(count))
     return Compiler(schedule, rank)
 
 

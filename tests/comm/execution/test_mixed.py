@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.ranks import ARENA_BYTES, in_groups
 
-from mimatrix.collectives import Collective, Request, build
+from mimatrix.collectives import AlgorithmRequest, Collective, build
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm import AlgorithmChoice, Group
 from mimatrix.comm.calls import CollectiveOp
@@ -105,8 +105,8 @@ def test_mixed_is_refused_where_there_is_nothing_to_mix(hosts: list[str]) -> Non
 def test_schedules_whose_messages_would_replace_what_neighbours_read_are_refused() -> None:
     hosts = ((0, 1), (2, 3))
     with pytest.raises(UnsuitedError, match="use two_level"):
-        check_mixed(build("ring", Request(Collective.ALL_REDUCE, 4)), hosts)
-    check_mixed(build("two_level", Request(Collective.ALL_REDUCE, 4, groups=hosts)), hosts)
+        check_mixed(build("ring", AlgorithmRequest(Collective.ALL_REDUCE, 4)), hosts)
+    check_mixed(build("two_level", AlgorithmRequest(Collective.ALL_REDUCE, 4, groups=hosts)), hosts)
 
 
 def test_algorithm_that_does_not_fit_is_refused_on_all_ranks_alike() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.ranks import in_groups
 from support.remote_windows import FakeRemoteWindows
 
-from mimatrix.collectives import Collective, Request, Schedule, Shares, build, verify
-from mimatrix.collectives.compose import grouped_by_owner
+from mimatrix.collectives import AlgorithmRequest, Collective, Schedule, Shares, build, verify
+from mimatrix.collectives.compose import group_by_owner
 from mimatrix.comm import AlgorithmChoice, Group
 from mimatrix.comm.c10d import is_native
 from mimatrix.comm.calls import DTYPES, REDUCE_OPS, SHARDED, CollectiveOp
@@ -63,9 +63,11 @@ def test_every_candidate_has_a_schedule_that_leaves_shards_in_the_order_of_ranks
 
 
 def schedule_of(choice: AlgorithmChoice, collective: Collective, shares: Shares, count: int) -> Schedule:
-    schedule = build(choice.algorithm, Request(collective, len(shares), shares=shares, segments=choice.segments))
+    schedule = build(
+        choice.algorithm, AlgorithmRequest(collective, len(shares), shares=shares, segments=choice.segments)
+    )
     is_regrouped = choice.segments > 1 and collective in SHARDED
-    return grouped_by_owner(schedule, shares.cut(count)) if is_regrouped else schedule
+    return group_by_owner(schedule, shares.cut(count)) if is_regrouped else schedule
 
 
 def sum_by_owner(schedule: Schedule, count: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.ranks import in_groups
 
-from mimatrix.cluster import Cluster, named, write_cluster
+from mimatrix.cluster import Cluster, topology_from_name, write_cluster
 from mimatrix.collectives import Collective
 from mimatrix.comm import Group
 from mimatrix.comm.tuning.choice import AlgorithmChoice
@@ -13,7 +13,7 @@ from mimatrix.comm.tuning.known_cluster import remember_cluster
 from mimatrix.core.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-UNEVEN = named("star:3,rate=2*400Mbit+100Mbit")
+UNEVEN = topology_from_name("star:3,rate=2*400Mbit+100Mbit")
 HOSTS = ["a", "b", "c"]
 
 
