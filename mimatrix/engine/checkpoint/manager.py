@@ -41,6 +41,7 @@ from mimatrix.engine.checkpoint.state import (
     merge_metadata,
     take_snapshot,
 )
+from mimatrix.engine.checkpoint.tensor_files import TensorReader
 from mimatrix.engine.checkpoint.user_state import UserState, copy_user_state, read_user_state
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.modules.averaged_weights import AverageRegistry
@@ -160,12 +161,12 @@ class CheckpointManager:
         path, metadata = checkpoint
         self._check(metadata, progress)
         finish: list[Callable[[], None]] = []
-        tensors = storage.TensorReader(path)
+        tensors = TensorReader(path, metadata)
         user_state: dict[Any, Any] = {}
 
         def read() -> None:
-            finish.append(loading.read_state(self._state, metadata, tensors))
             user_state.update(read_user_state(metadata["user_state"], tensors))
+            finish.append(loading.read_state(self._state, metadata, tensors))
             if self._state.outer:
                 finish.append(self._state.outer.restore(metadata["outer"], tensors))
 
