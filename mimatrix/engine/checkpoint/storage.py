@@ -3,8 +3,9 @@
     checkpoints/
       step-00000120/           complete: it gets this name last
         __0_0.distcp ...       the tensors, flat, one file per rank
-        run.json               everything else: where each tensor is, and the checksum of every file
-        .metadata              for torch.distributed.checkpoint, which can read the tensors without us; we never read it
+        tensors.json           where each tensor is in them
+        .metadata              the same for torch.distributed.checkpoint, which can read them without us; not read here
+        run.json               everything else, and the checksum of every file
       .unfinished-...          being written, or left by a crash: the next save removes it
 
 A directory is only ever renamed into place, never written in place.
@@ -26,6 +27,7 @@ from typing import Any
 from mimatrix.core.errors import WorldError
 from mimatrix.engine.checkpoint.metric import Metric
 from mimatrix.engine.checkpoint.tensor_files import (
+    INDEX,
     TORCH_INDEX,
     TensorIndex,
     TensorSlices,
@@ -102,11 +104,12 @@ def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping
     """Complete a checkpoint that all ranks have written, and give it its name."""
     tensors = merge_indexes([part.tensors for part in written])
     write_torch_index(unfinished, tensors)
+    _write(unfinished / INDEX, json.dumps(tensors).encode())
     files = {name: checksum for part in written for name, checksum in part.files.items()}
-    files[TORCH_INDEX] = _size_and_checksum(unfinished / TORCH_INDEX)
+    files |= {name: _size_and_checksum(unfinished / name) for name in (INDEX, TORCH_INDEX)}
     for rank in range(len(written)):
         _written_path(unfinished, rank).unlink()
-    run = {"format": FORMAT, "saved_at": time.time(), **metadata, "tensors": tensors, "files": files}
+    run = {"format": FORMAT, "saved_at": _next_saved_at(unfinished.parent), **metadata, "files": files}
     _write(unfinished / _RUN, json.dumps(run, indent=1).encode())
     _sync_folder(unfinished)
     path = _rename_to_free_name(unfinished, metadata["step"])
@@ -114,10 +117,9 @@ def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping
     return path
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the first `keep` checkpoints of a folder, as `list_checkpoints` orders them."""
-    for path in list_checkpoints(folder)[keep:]:
-        shutil.rmtree(_rename_to_removed(path), ignore_errors=True)
+def remove_complete(path: Path) -> None:
+    """Remove a complete checkpoint."""
+    shutil.rmtree(_rename_to_removed(path), ignore_errors=True)
 
 
 def replace(old: Path, new: Path) -> Path:
@@ -160,19 +162,32 @@ def list_checkpoints(folder: Path) -> list[Path]:
     )
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether every file of a checkpoint has its size; checksums are not compared."""
+    try:
+        files = read_metadata(path)["files"]
+        return all((path / name).stat().st_size == size for name, (size, _) in files.items())
+    except (OSError, WorldError, ValueError, TypeError):
+        return False
+
+
+def count_bytes(path: Path) -> int:
+    """Return the size of a checkpoint's files."""
+    return sum(size for size, _ in read_metadata(path)["files"].values())
+
+
 def describe_checkpoints(folder: Path, most: int = 20) -> tuple[CheckpointInfo, ...]:
     """Describe the complete checkpoints of a folder, in the order of `list_checkpoints`."""
     checkpoints = []
     for path in list_checkpoints(folder)[:most]:
         with suppress(WorldError, KeyError):  # copied only in part, or of another version
             metadata = read_metadata(path)
-            size_bytes = sum(size for size, _ in metadata["files"].values())
             metric = Metric.from_metadata(metadata)
             info = CheckpointInfo(
                 path=str(path),
                 step=metadata["step"],
                 at_s=metadata["saved_at"],
-                bytes=size_bytes,
+                bytes=count_bytes(path),
                 metric=metric.value if metric else None,
             )
             checkpoints.append(info)
@@ -217,6 +232,12 @@ def _goodness_and_time(path: Path) -> tuple[float | None, float]:
         with suppress(OSError):  # another group that saved has removed it
             return None, path.stat().st_mtime
         return None, 0.0
+
+
+def _next_saved_at(folder: Path) -> float:
+    """Return the time, or what comes after the newest checkpoint where the clock was ahead when that was saved."""
+    times = [_goodness_and_time(path)[1] for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return max(time.time(), math.nextafter(max(times, default=0.0), math.inf))
 
 
 def _rename_to_removed(path: Path) -> Path:

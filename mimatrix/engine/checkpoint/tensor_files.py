@@ -1,9 +1,10 @@
 """The tensors of a checkpoint: files that ranks write with torch.distributed.checkpoint, and our index of them.
 
-Where a tensor is in the files stands in `run.json`, as JSON. torch keeps the same in a pickle, `.metadata`, which is
-written for torch's own tools and never read here: to load a pickle is to run what it says.
+Where a tensor is in the files stands in `tensors.json`. torch keeps the same in a pickle, `.metadata`, which is written
+for torch's own tools and never read here: to load a pickle is to run what it says.
 """
 
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mimatrix.core.errors import WorldError
 from mimatrix.engine.checkpoint.json_codec import dtype_name, parse_dtype
 
-TORCH_INDEX = ".metadata"
-"""The index that torch.distributed.checkpoint reads."""
+INDEX, TORCH_INDEX = "tensors.json", ".metadata"
+"""Our index of the tensors, and the one that torch.distributed.checkpoint reads."""
 TensorIndex = dict[str, dict[str, Any]]
 """By key: `dtype`, `count`, and `chunks`, each of which is [start, count, file, offset in the file, bytes]."""
 
@@ -89,7 +90,11 @@ def write_tensors(folder: Path, rank: int, parts: TensorSlices) -> TensorIndex:
     planner, writer = _SavePlanner(parts), FileSystemWriter(folder, per_thread_copy_ahead=0)
     # The storage names a file after the number of its plan, so ours must come at the index of this rank.
     plans = writer.prepare_global_plan([*[SavePlan([])] * rank, planner.create_local_plan()])
-    results = writer.write_data(plans[rank], planner).wait()
+    try:
+        results = writer.write_data(plans[rank], planner).wait()
+    except RuntimeError as error:
+        # torch.save closes its archive after the disk has failed, and that failure hides the first one.
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     return {result.index.fqn: _describe_written(parts[result.index.fqn], result.storage_data) for result in results}
 
 
@@ -113,7 +118,8 @@ def merge_indexes(by_rank: Sequence[TensorIndex]) -> TensorIndex:
 def write_torch_index(folder: Path, index: TensorIndex) -> None:
     """Write the index that torch's own tools read."""
     metadata = _torch_metadata(index)
-    results = [WriteResult(where, storage.length, storage) for where, storage in (metadata.storage_data or {}).items()]
+    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+    results = [WriteResult(where, place.length, place) for where, place in places.items()]
     FileSystemWriter(folder).finish(metadata, [results])
 
 
@@ -121,11 +127,11 @@ class TensorReader:
     """The tensors of a checkpoint, by key."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        self._path, self._index = path, metadata["tensors"]
-        self._reader = FileSystemReader(path)
+        self._path, self._reader = path, FileSystemReader(path)
+        self._index: TensorIndex = _read_index(path)
         for file in list_files(self._index):
             if file not in metadata["files"]:
-                raise WorldError(f'the checkpoint names a file that is not in it: "{file}"')
+                raise WorldError(f'{INDEX} names a file that is not in it: "{file}"')
 
     def has(self, key: str) -> bool:
         """Return whether there is a tensor of this key."""
@@ -147,6 +153,14 @@ class TensorReader:
     @cached_property
     def _torch_metadata(self) -> Metadata:
         return _torch_metadata(self._index)
+
+
+def _read_index(path: Path) -> TensorIndex:
+    try:
+        index: TensorIndex = json.loads((path / INDEX).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise WorldError(f"{INDEX} of {path.name} cannot be read ({type(error).__name__})") from error
+    return index
 
 
 def _describe_written(part: TensorSlice, storage: _StorageInfo) -> dict[str, Any]:
