@@ -118,7 +118,8 @@ def test_exporting_a_hostile_checkpoint_runs_no_code(
     place: Callable[[Path, CreatesFile], None], checkpoint: Path, tmp_path: Path
 ) -> None:
     place(checkpoint, CreatesFile(tmp_path / "created"))
-    command = [sys.executable, "-m", "mimatrix.engine.checkpoint.export", checkpoint, tmp_path / "model.safetensors"]
+    module, file = "mimatrix.engine.checkpoint.export", tmp_path / "model.safetensors"
+    command = [sys.executable, "-m", module, str(checkpoint), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert not (tmp_path / "created").exists()
     report = json.loads(done.stdout.splitlines()[-1])
