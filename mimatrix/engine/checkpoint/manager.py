@@ -150,7 +150,7 @@ class CheckpointManager:
             folder: Where the checkpoint goes; by default where the script saves.
 
         Returns:
-            False if this has to wait until ranks without data have joined a save that is under way.
+            False if this has to wait until ranks without data have joined a save in progress.
         """
         home = self._home if folder is None else _Home(folder)
         saved = _Saved(Path(home.folder).absolute(), progress.step, None)

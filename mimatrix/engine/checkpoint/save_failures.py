@@ -35,7 +35,7 @@ class SaveFailures:
             step: The step whose checkpoint is not saved.
             place: The line of the script that saved.
             is_raised: Whether the script waits for the save, so that the failure is raised in any case.
-            may_end_process: Whether the process fails if it ends and nobody has raised this.
+            may_end_process: Whether the process fails if it ends before this was raised.
         """
         # Logged as well as raised: the script may not come to another call of `save` for long, or at all.
         sentence = f"the checkpoint of step {step} is not saved: {error}"

@@ -1,4 +1,4 @@
-"""Write one checkpoint, on a thread beside training: begin, write this rank's part, and publish when all have written.
+"""Write one checkpoint, on a thread of its own: begin, write this rank's part, and publish when all have written.
 
 The ranks use a process group of their own, so that the collectives of training keep their order. While a rank writes,
 they exchange messages every few seconds, so that no disk is too slow for a timeout and a rank that died is named.

@@ -285,8 +285,7 @@ class TrainLoop:
     def open_iterator(self) -> object:
         """Begin a loop over the loader, and return what identifies it; an iterator that is still open ends with this.
 
-        The samples of an epoch that a loop has begun and left are not taken up again, as with torch's DataLoader; those
-        of a checkpoint are.
+        An epoch that a loop has left is not taken up again, as with torch's DataLoader; that of a checkpoint is.
         """
         self._end_last_loop()
         self._iterator, self._cursor.draws = object(), 0
