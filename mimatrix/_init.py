@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.core.logs import configure_logging
 from mimatrix.engine.excepthook import install_excepthook
@@ -39,6 +40,8 @@ def init(
     mode: str | Mode = "sync",
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
+    checkpoint_every: float | str | None = None,
+    max_failed_saves: int = 3,
     quiet: bool = False,
 ) -> Run:
     """Join a training run and return this process's handle to it.
@@ -69,6 +72,12 @@ def init(
             for each other. "auto": `prepare` measures, and takes the faster one.
         device: The device of this rank; by default its GPU by local rank, or the CPU.
         timeout_s: How long to wait for a peer before it counts as lost.
+        checkpoint_every: Save by itself, whatever the script saves: after a time such as "15m" or 900 (seconds), or
+            after steps, such as "500 steps". By default what `MIMATRIX_CHECKPOINT_EVERY` says, which the job server
+            sets to 15 minutes; otherwise, and with "never", only the script saves. Such a checkpoint goes where the
+            script saves, or loads from if it has not saved yet, and has the script's state as `run.save` without
+            `user_state` would; see `run.register_user_state`.
+        max_failed_saves: After how many failed saves in a row training stops, as a disk is full or broken.
         quiet: Log warnings only.
 
     Returns:
@@ -97,6 +106,8 @@ def init(
         quiet=quiet,
         plan=plan,
         rebalance=rebalance,
+        checkpoint_every=environment.CHECKPOINT_EVERY.get() or None if checkpoint_every is None else checkpoint_every,
+        max_failed_saves=max_failed_saves,
     )
     own_device = _check_device(device) if device is not None else _default_device()
     if own_device.type == "cuda":

@@ -64,6 +64,7 @@ RUN = [
     "prepare",
     "prepare_scheduler",
     "rank",
+    "register_user_state",
     "save",
     "settings",
     "shares",

@@ -43,6 +43,13 @@ CACHE = Variable(
     "Default: `XDG_CACHE_HOME`, or `~/.cache`.",
     "/scratch/cache",
 )
+CHECKPOINT_EVERY = Variable(
+    "MIMATRIX_CHECKPOINT_EVERY",
+    "you, job server",
+    "How often a run saves by itself, if `mimatrix.init` is not given `checkpoint_every`: `15m`, `500 steps` or "
+    "`never`. Default: never; the job server sets `15m`, unless a job is submitted with another value.",
+    "15m",
+)
 CLUSTER = Variable(
     "MIMATRIX_CLUSTER",
     "you, `mimatrix lab run`",

@@ -1,6 +1,5 @@
 """What a run has before `run.prepare` was called."""
 
-from mimatrix.engine.checkpoint.storage import CheckpointInfo
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.step_timer import StepStats
@@ -25,7 +24,6 @@ class NotPrepared:
     step = 0
     position = DataPosition(0, 0)
     stats: tuple[StepStats, ...] = ()
-    saved: tuple[CheckpointInfo, ...] = ()
     strategy: ShardingStrategy | None = None
 
     def __init__(self, world: World) -> None:

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import CheckpointManager
+from mimatrix.engine.checkpoint.manager import DEFAULT_FOLDER, CheckpointManager
 from mimatrix.engine.checkpoint.state import TrainState
 from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
 from mimatrix.engine.data.loading import LoadingConfig, check_loading, describe_dataset
 from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.loop.automatic_saves import AutomaticSaves, PeriodicSaves
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
 from mimatrix.engine.loop.hidden_grads import HiddenGrads
@@ -158,7 +159,13 @@ def prepare(
         stream_mode=context.source.stream_mode,
     )
     # Made here and not at the first save: ranks without data do not come to that.
-    checkpoints = CheckpointManager(world.new_group("checkpoint") if world.main else None, state)
+    interval = world.settings.save_interval
+    checkpoints = CheckpointManager(
+        world.new_group("checkpoint") if world.main else None,
+        state,
+        folder=str(preemption.folder) if preemption else DEFAULT_FOLDER,
+        max_failed_saves=world.settings.max_failed_saves,
+    )
     loop = TrainLoop(
         world,
         strategy=strategy,
@@ -170,7 +177,9 @@ def prepare(
         checkpoints=checkpoints,
         idle_ranks=IdleRanks(world.rank, schedulers, checkpoints, peers),
         lr_schedulers=schedulers,
-        preemption=preemption,
+        saves=AutomaticSaves(
+            checkpoints, preemption, PeriodicSaves(interval) if interval and world.rank == 0 else None
+        ),
         metrics=_create_metric_log(world, peers[1].run_id if peers else None),
         stage=stage,
         shares=shares,

@@ -68,7 +68,8 @@ def gather_or_raise(exchange: RankExchange, task: Callable[[], Any], *, action: 
         The results of all ranks, in order.
 
     Raises:
-        WorldError: With `action`; its cause is this rank's own error, if it has one.
+        WorldError: With `action`; its cause is this rank's own error, if it has one, or a `UserError` if that was the
+            failing rank's error.
         UserError: Without `action`.
     """
     result, error = None, None
@@ -76,14 +77,16 @@ def gather_or_raise(exchange: RankExchange, task: Callable[[], Any], *, action: 
         result = task()
     except Exception as raised:  # noqa: BLE001 (the other ranks wait for a message; it is raised after that)
         error = raised
-    messages = exchange.all_gather({"error": _describe_error(error), "result": result})
+    is_user_error = isinstance(error, UserError)
+    messages = exchange.all_gather({"error": _describe_error(error), "by_user": is_user_error, "result": result})
     if error and not action and not isinstance(error, UserError):
         raise error
     for rank, message in enumerate(messages):
         if not message["error"]:
             continue
         if action:
-            raise WorldError(f"rank {rank} could not {action}: {message['error']}") from error
+            cause = error or (UserError(message["error"]) if message["by_user"] else None)
+            raise WorldError(f"rank {rank} could not {action}: {message['error']}") from cause
         is_named = len(messages) == 1 or message["error"].startswith("rank")
         raise UserError(message["error"] if is_named else f"rank {rank}: {message['error']}")
     return [message["result"] for message in messages]

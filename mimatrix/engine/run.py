@@ -126,10 +126,8 @@ class Run(RunSaving):
         """
         if not isinstance(self._loop, NotPrepared):
             raise UserError("run.prepare was called twice; make another run with mimatrix.init for another model")
-        if isinstance(optimizer, PreparedOptimizer):
-            optimizer = optimizer.optimizer
-        if isinstance(scheduler, SyncedLRScheduler):
-            scheduler = scheduler.scheduler
+        optimizer = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        scheduler = scheduler.scheduler if isinstance(scheduler, SyncedLRScheduler) else scheduler
         inputs = PrepareInputs(
             model=model,
             optimizer=optimizer,
@@ -392,9 +390,6 @@ class Run(RunSaving):
         if isinstance(self._loop, NotPrepared):
             raise UserError("nothing is prepared yet; call run.prepare(model, optimizer, dataset) first")
         return self._loop
-
-    def _default_folder(self) -> Path:
-        return self._preemption.folder if self._preemption else Path("checkpoints")
 
 
 def start_run(mode: Mode, settings: Settings, device: torch.device, timeout_s: float) -> Run:

@@ -1,7 +1,7 @@
 """The part of a run that keeps things: checkpoints, the script's own state, and full weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP
+from mimatrix.engine.checkpoint.manager import DEFAULT_FOLDER, DEFAULT_KEEP
 from mimatrix.engine.checkpoint.metric import Metric
 from mimatrix.engine.checkpoint.storage import CheckpointInfo
+from mimatrix.engine.loop.preemption import Preemption
 from mimatrix.engine.loop.train_loop import TrainLoop
 from mimatrix.engine.modules.averaged_weights import AveragedWeights, Kind
 from mimatrix.engine.not_prepared import NotPrepared
@@ -26,14 +27,11 @@ class RunSaving(ABC):
 
     _world: World
     _loop: TrainLoop | NotPrepared
+    _preemption: Preemption | None
 
     @abstractmethod
     def _prepared(self) -> TrainLoop:
         """Return the training loop; refuse if nothing is prepared yet."""
-
-    @abstractmethod
-    def _default_folder(self) -> Path:
-        """Return where checkpoints go if the script does not say so."""
 
     @as_user_call(run_call("run.save"))
     def save(
@@ -48,19 +46,25 @@ class RunSaving(ABC):
     ) -> None:
         """Begin a checkpoint; training continues while it is written, and it appears only once it is complete.
 
-        All ranks call it, with the same arguments; those without data in this global batch take part by themselves. A
-        failure is raised by the next `save`, by `close`, or here with `wait`; if the script ends before, the process
-        exits with code 1, or 2 if the script is to blame. A second call for the same step and folder replaces the
-        checkpoint if it is given `user_state` or another metric, and otherwise does nothing.
+        All ranks call it, with the same arguments; those without data in this global batch take part by themselves. If
+        a disk fails or is full, that is logged and training continues; the failure is raised by `close` if the last
+        save failed, by the next save after `max_failed_saves` in a row (see `mimatrix.init`), and here with `wait`. If
+        the script ends before, the process exits with code 1. A failure that the script is to blame for is raised by
+        the next `save`, or is exit code 2. A second call for the same step and folder replaces the checkpoint if it is
+        given `user_state` or another metric, and otherwise does nothing.
 
         Args:
             folder: Where checkpoints go, as `folder/step-00000120`. By default `checkpoints`, or in a job the job's
                 own folder, from which it resumes.
-            keep: How many checkpoints of the folder to keep: the newest, or the best by `metric`.
+            keep: How many checkpoints of the folder to keep: the newest, or the best by `metric`. Periodic ones are
+                kept while they are among the newest `keep` of all, and never push out those of the script. If the
+                disk has no room for one more, the oldest is removed before; the newest stays until the new one is
+                complete.
             wait: Return only when the checkpoint is complete.
             user_state: What the script wants back as `run.user_state` after `load`: dicts, lists and tuples of
                 numbers, strings and tensors, the same on all ranks. By default what it gave last, or loaded. Of tensors
-                of floats only the shapes are compared, and rank 0's are kept.
+                of floats only the shapes are compared, and rank 0's are kept. Nothing else is written: a checkpoint
+                holds plain data, so that loading one runs no code.
             metric: A number, the same on all ranks, such as a result of `evaluate`: only the `keep` best checkpoints
                 of the folder are kept, and one that is not among them, or whose metric is NaN, is not written. All
                 checkpoints of such a folder are saved with a metric; name a folder for it.
@@ -68,7 +72,7 @@ class RunSaving(ABC):
 
         Raises:
             UserError: An argument is wrong, or the call came inside a global batch.
-            WorldError: The previous checkpoint could not be saved, or with `wait` this one.
+            SaveError: Checkpoints could not be saved, or with `wait` this one.
 
         Example:
             >>> run.save(user_state={"best_accuracy": best})
@@ -116,6 +120,20 @@ class RunSaving(ABC):
         loop.require_all_ranks("run.full_state_dict")
         return loop.strategy.full_state_dict(loop.checkpoints.model if model is None else model)
 
+    def register_user_state(self, get_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Let every save that is given no `user_state` take what `get_state` returns, periodic saves included.
+
+        Call it on all ranks, after `prepare`. `get_state` is called between two global batches, after what the loop did
+        in the last one, on all ranks that had data in it, and returns the same on all of them.
+
+        Args:
+            get_state: Returns what `run.save(user_state=...)` takes.
+
+        Example:
+            >>> run.register_user_state(lambda: {"best_accuracy": best})
+        """
+        self._prepared().checkpoints.get_user_state = get_state
+
     @property
     def user_state(self) -> dict[str, Any]:
         """The state of the script from the checkpoint that was loaded, tensors on the CPU; {} if there is none.
@@ -130,7 +148,7 @@ class RunSaving(ABC):
 
         The newest comes first, or where they have a metric the best.
         """
-        return self._loop.saved
+        return () if isinstance(self._loop, NotPrepared) else self._loop.checkpoints.saved
 
     @as_user_call(run_call("run.ema"))
     def ema(self, decay: float = 0.999) -> EMA:
@@ -206,4 +224,5 @@ class RunSaving(ABC):
         }
 
     def _folder_of(self, given: str | Path | None) -> str:
-        return str(self._default_folder() if given is None else given)
+        default = self._preemption.folder if self._preemption else DEFAULT_FOLDER
+        return str(default if given is None else given)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError, nearest
+from mimatrix.engine.save_interval import SaveInterval
 from mimatrix.planner.model.plan import Plan
 
 Batch = Literal["auto"] | int | Sequence[int] | Mapping[int | str, int]
@@ -33,6 +34,8 @@ class Settings:
     quiet: bool = False
     plan: Plan | Path | str | None = None
     rebalance: bool | None = None
+    checkpoint_every: float | str | None = None
+    max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
         if self.global_batch is not None and (not _is_count(self.global_batch) or self.global_batch < 1):
@@ -47,11 +50,22 @@ class Settings:
             raise UserError(f"unit_bytes is {self.unit_bytes!r}; give a number of bytes above 0, or leave it out")
         if self.shares is not None and not _are_numbers(self.shares):
             raise UserError(f"shares is {self.shares!r}; give a list with a number for each rank, such as [0.75, 0.25]")
+        if not _is_count(self.max_failed_saves) or self.max_failed_saves < 1:
+            raise UserError(
+                f"max_failed_saves is {self.max_failed_saves!r}; give after how many failed saves in a row training "
+                "stops, at least 1"
+            )
+        SaveInterval.parse(self.checkpoint_every)
         self._check_plan()
         names = self.precision.values() if isinstance(self.precision, Mapping) else [self.precision]
         for name in names:
             if name not in PRECISIONS:
                 raise UserError(f'unknown precision "{name}"{nearest(str(name), PRECISIONS)}')
+
+    @property
+    def save_interval(self) -> SaveInterval | None:
+        """How often the run saves by itself; None if it does not."""
+        return SaveInterval.parse(self.checkpoint_every)
 
     @property
     def follows(self) -> bool:

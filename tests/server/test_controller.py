@@ -194,3 +194,12 @@ def test_a_long_queue_is_explained_without_a_flood_of_events(tmp_path: Path) -> 
         for number in numbers:
             turned_until(there, number, *ENDED)
         assert max(len(reasons(there, number)) for number in numbers) <= 6
+
+
+@pytest.mark.timeout(60)
+def test_jobs_save_every_15_minutes_unless_they_say_something_else(tmp_path: Path) -> None:
+    with house(tmp_path, checkpoints=str(tmp_path / "checkpoints")) as there:
+        for given, expected in (({}, "15m"), ({"MIMATRIX_CHECKPOINT_EVERY": "never"}, "never")):
+            script = f"import os, sys; sys.exit(os.environ['MIMATRIX_CHECKPOINT_EVERY'] != {expected!r})"
+            job = submitted(there, script, environment=given)
+            assert turned_until(there, job, *ENDED).state == JobState.DONE

@@ -46,13 +46,14 @@ class House:
 
 @contextmanager
 def house(
-    folder: Path, database: str = "", devices: int = 4, clock: Callable[[], float] = time.time
+    folder: Path, database: str = "", devices: int = 4, clock: Callable[[], float] = time.time, checkpoints: str = ""
 ) -> Iterator[House]:
     engine, sessions = opened(database or address_in(folder))
     launcher = LocalLauncher(folder / "launcher", devices=cores(devices))
     context = Context(sessions, launcher, Snapshots(folder / "snapshots"), Doorkeeper(sessions, clock), clock)
     environment = {"PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
-    loop = Loop(context, Serving("http://127.0.0.1:1", (sys.executable,), environment), lambda _: None)
+    serving = Serving("http://127.0.0.1:1", (sys.executable,), environment, checkpoints=checkpoints)
+    loop = Loop(context, serving, lambda _: None)
     with TestClient(application(context, loop), raise_server_exceptions=False) as http:
         found = House(context, loop, http)
         with sessions.begin() as session:

@@ -17,6 +17,7 @@ from mimatrix.core.logs import configure_logging
 from mimatrix.engine.checkpoint import storage
 from mimatrix.engine.checkpoint.json_codec import parse_dtype
 from mimatrix.engine.checkpoint.state import Metadata
+from mimatrix.engine.checkpoint.tensor_files import TensorReader, TensorSlice
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,11 @@ def read_weights(path: Path, metadata: Metadata) -> dict[str, torch.Tensor]:
     """Read parameters and buffers in their shapes, under all their names: tied ones are copies."""
     weights = {name: _empty_tensor(entry) for name, entry in (metadata["parameters"] | metadata["buffers"]).items()}
     parts = {
-        f"model.{name}": storage.TensorSlice(tensor.view(-1), 0, tensor.numel())
+        f"model.{name}": TensorSlice(tensor.view(-1), 0, tensor.numel())
         for name, tensor in weights.items()
         if tensor.numel()
     }
-    storage.TensorReader(path).read(parts)
+    TensorReader(path, metadata).read(parts)
     tied = {
         other: weights[name].clone() for name, entry in metadata["parameters"].items() for other in entry["names"][1:]
     }

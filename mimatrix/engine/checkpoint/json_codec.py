@@ -1,14 +1,24 @@
-"""Small values as JSON and back, exactly: hyper-parameters, the state of schedulers, counters of an optimizer."""
+"""Small values as JSON and back, exactly: hyper-parameters, the state of schedulers, counters of an optimizer.
+
+Only the types that are listed here: to read a checkpoint must never run code, so there is no pickle for the others.
+"""
 
 import base64
-import pickle
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import UserError, WorldError
+
+_DTYPES: dict[str, torch.dtype] = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+_ARRAY_KINDS, _MOST_ITEM_BYTES = "biuf", 8
+"""The NumPy types whose numbers JSON holds exactly: bool, integers and floats of up to 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,46 +30,88 @@ class StoredTensor:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """How values of one class are written."""
+
+    kind: type
+    to_json: Callable[[Any], Any]
+    from_json: Callable[[Any], Any]
+
+
+_CODECS = {
+    "tuple": _Codec(tuple, lambda value: [pack(item) for item in value], lambda items: tuple(map(unpack, items))),
+    "set": _Codec(set, lambda value: [pack(item) for item in value], lambda items: {*map(unpack, items)}),
+    "frozenset": _Codec(
+        frozenset, lambda value: [pack(item) for item in value], lambda items: frozenset(map(unpack, items))
+    ),
+    "stored": _Codec(
+        StoredTensor, lambda value: [value.key, value.shape, value.dtype], lambda content: StoredTensor(*content)
+    ),
+    "complex": _Codec(complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "bytes": _Codec(bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "datetime": _Codec(datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": _Codec(date, date.isoformat, date.fromisoformat),
+    "timedelta": _Codec(
+        timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)
+    ),
+    "path": _Codec(PurePath, str, Path),
+    "device": _Codec(torch.device, str, torch.device),
+    "dtype": _Codec(torch.dtype, lambda value: dtype_name(value), lambda name: parse_dtype(name)),
+}
+
+
 def pack(value: Any) -> Any:
-    """Return a value that JSON can hold. A type that JSON lacks becomes a dict with one entry that names the type."""
+    """Return a value that JSON can hold. A type that JSON lacks becomes a dict with one entry that names the type.
+
+    Raises:
+        UserError: A checkpoint cannot hold values of this type.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
         return [pack(item) for item in value]
-    if isinstance(value, tuple):
-        return {"tuple": [pack(item) for item in value]}
     if isinstance(value, dict):
-        if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {"dict": {key: pack(item) for key, item in value.items()}}
-        kind = "counter" if isinstance(value, Counter) else "pairs"
-        return {kind: [[pack(key), pack(item)] for key, item in value.items()]}
-    if isinstance(value, StoredTensor):
-        return {"stored": [value.key, value.shape, value.dtype]}
-    if isinstance(value, torch.Tensor) and not value.is_complex():
-        return {"tensor": value.detach().tolist(), "dtype": dtype_name(value.dtype)}
-    return {"pickle": _pickle_base64(value)}
+        return _pack_dict(value)
+    if isinstance(value, torch.Tensor):
+        numbers = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        return {"tensor": numbers.tolist(), "dtype": dtype_name(value.dtype)}
+    if isinstance(value, np.ndarray | np.generic):
+        return _pack_array(value)
+    for name, codec in _CODECS.items():
+        if isinstance(value, codec.kind):
+            return {name: codec.to_json(value)}
+    raise _refusal(value)
 
 
 def unpack(packed: Any) -> Any:
-    """Return what `pack` was given; tensors come back on the CPU."""
+    """Return what `pack` was given; tensors come back on the CPU.
+
+    Raises:
+        WorldError: It is not what `pack` writes.
+    """
     if isinstance(packed, list):
         return [unpack(item) for item in packed]
     if not isinstance(packed, dict):
         return packed
     if "tensor" in packed:
-        return torch.tensor(packed["tensor"], dtype=parse_dtype(packed["dtype"]))
-    ((kind, content),) = packed.items()
-    if kind == "tuple":
-        return tuple(unpack(item) for item in content)
-    if kind == "stored":
-        return StoredTensor(*content)
-    if kind == "pickle":
-        # Only types that are not listed here; the index of torch.distributed.checkpoint is a pickle, too.
-        return pickle.loads(base64.b64decode(content))  # noqa: S301
-    if kind == "dict":
+        return _unpack_tensor(packed)
+    if "array" in packed:
+        array = np.array(packed["array"], dtype=np.dtype(packed["type"]))
+        return array if array.ndim or packed["is_array"] else array[()]
+    if len(packed) != 1:
+        raise WorldError(
+            f"the checkpoint has a value with the entries {sorted(packed)}, which this version does not know"
+        )
+    ((name, content),) = packed.items()
+    if name == "dict":
         return {key: unpack(item) for key, item in content.items()}
-    pairs = {unpack(key): unpack(item) for key, item in content}
-    return Counter(pairs) if kind == "counter" else pairs
+    if name in ("pairs", "counter"):
+        pairs = {unpack(key): unpack(item) for key, item in content}
+        return Counter(pairs) if name == "counter" else pairs
+    if name not in _CODECS:
+        raise WorldError(f'the checkpoint has a value of the kind "{name}", which is not read: it could run code')
+    return _CODECS[name].from_json(content)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -69,16 +121,33 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def parse_dtype(name: str) -> torch.dtype:
     """Return the dtype with this name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    if name not in _DTYPES:
+        raise WorldError(f'the checkpoint has the dtype "{name}", which this version of torch does not know')
+    return _DTYPES[name]
 
 
-def _pickle_base64(value: Any) -> str:
-    try:
-        return base64.b64encode(pickle.dumps(value)).decode()
-    except Exception as error:
-        kind = type(value).__name__
-        raise UserError(
-            f"a {kind} cannot be written to a checkpoint ({error}); keep only numbers in optimizers and schedulers"
-        ) from error
+def _pack_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: pack(item) for key, item in value.items()}}
+    kind = "counter" if isinstance(value, Counter) else "pairs"
+    return {kind: [[pack(key), pack(item)] for key, item in value.items()]}
+
+
+def _pack_array(value: "np.ndarray[Any, Any] | np.generic") -> dict[str, Any]:
+    if value.dtype.kind not in _ARRAY_KINDS or value.dtype.itemsize > _MOST_ITEM_BYTES:
+        raise _refusal(value)
+    return {"array": value.tolist(), "type": value.dtype.str, "is_array": isinstance(value, np.ndarray)}
+
+
+def _unpack_tensor(packed: dict[str, Any]) -> torch.Tensor:
+    dtype = parse_dtype(packed["dtype"])
+    if dtype.is_complex:
+        return torch.view_as_complex(torch.tensor(packed["tensor"], dtype=dtype.to_real()))
+    return torch.tensor(packed["tensor"], dtype=dtype)
+
+
+def _refusal(value: Any) -> UserError:
+    return UserError(
+        f"a {type(value).__name__} cannot be written to a checkpoint, which holds plain data only; keep numbers, "
+        "strings, tensors, and lists and dicts of them in optimizers and schedulers"
+    )

@@ -1,7 +1,7 @@
 """Load a checkpoint into a run: on any number of ranks, with any shares, in any stage, bit for bit."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from mimatrix.engine.checkpoint.state import (
     describe_tensor,
     param_group_names,
 )
-from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
+from mimatrix.engine.checkpoint.tensor_files import TensorReader, TensorSlice
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.data.stream import resume_stream
 from mimatrix.engine.modules.averaged_weights import AveragedWeights
@@ -92,6 +92,8 @@ def resume_position(metadata: Metadata, progress: Progress, train_state: TrainSt
 @torch.no_grad()
 def read_state(train_state: TrainState, metadata: Metadata, tensors: TensorReader) -> Callable[[], None]:
     """Read this rank's part of a checkpoint, and return a function that applies it; all ranks must call that."""
+    group_settings = [unpack(group["settings"]) for group in metadata["groups"]]
+    scheduler_states = [unpack(scheduler["state"]) for scheduler in metadata["schedulers"]]
     loader = _TensorLoader(train_state, metadata)
     for owned in train_state.owned_elements():
         loader.add_parameter(owned)
@@ -109,8 +111,8 @@ def read_state(train_state: TrainState, metadata: Metadata, tensors: TensorReade
         for apply in loader.after:
             apply()
         finish_averages()
-        _restore_groups(train_state, metadata)
-        _restore_schedulers(train_state, metadata)
+        _restore_groups(train_state, group_settings)
+        _restore_schedulers(train_state, metadata, scheduler_states)
         if train_state.scale.on and metadata["loss_scale"]["on"]:
             train_state.scale.value, train_state.scale.good = (
                 metadata["loss_scale"]["value"],
@@ -244,9 +246,9 @@ def _group_offset(train_state: TrainState, metadata: Metadata) -> int:
     return train_state.outer.group - int(metadata["outer"]["group"]) if train_state.outer else 0
 
 
-def _restore_groups(train_state: TrainState, metadata: Metadata) -> None:
-    for group, saved in zip(train_state.optimizer.optimizer.param_groups, metadata["groups"], strict=True):
-        for name, value in unpack(saved["settings"]).items():
+def _restore_groups(train_state: TrainState, saved: Sequence[Mapping[str, Any]]) -> None:
+    for group, settings in zip(train_state.optimizer.optimizer.param_groups, saved, strict=True):
+        for name, value in settings.items():
             current = group.get(name)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.shape == value.shape:
                 current.copy_(value)
@@ -254,9 +256,9 @@ def _restore_groups(train_state: TrainState, metadata: Metadata) -> None:
                 group[name] = value
 
 
-def _restore_schedulers(train_state: TrainState, metadata: Metadata) -> None:
-    for synced, saved in zip(train_state.lr_schedulers, metadata["schedulers"], strict=True):
-        synced.restore(unpack(saved["state"]), saved["calls"])
+def _restore_schedulers(train_state: TrainState, metadata: Metadata, states: Sequence[dict[str, Any]]) -> None:
+    for synced, saved, state in zip(train_state.lr_schedulers, metadata["schedulers"], states, strict=True):
+        synced.restore(state, saved["calls"])
 
 
 def _check_tensors(saved: Mapping[str, Metadata], here: Mapping[str, Metadata], what: str) -> None:

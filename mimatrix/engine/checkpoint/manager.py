@@ -1,15 +1,13 @@
 """Save and load the checkpoints of a run: in the background, complete or not at all.
 
 A save has three parts. This rank's part is copied at once; a thread then writes it; when all ranks have written, rank 0
-publishes the checkpoint under its name. The ranks use a process group of their own, so that the collectives of training
-keep their order. While a rank writes, they exchange messages every few seconds, so that no disk is too slow for a
-timeout and a rank that died is named.
+publishes the checkpoint under its name (see `writer`).
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,28 +18,16 @@ from torch import nn
 from mimatrix.comm.control.user_calls import UserCall, find_place
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, SaveError, UserError, WorldError
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.engine.checkpoint import load as loading
 from mimatrix.engine.checkpoint import storage
-from mimatrix.engine.checkpoint.failed_exit import FailedExit
 from mimatrix.engine.checkpoint.metric import Metric
-from mimatrix.engine.checkpoint.retention import is_wanted
-from mimatrix.engine.checkpoint.save_calls import (
-    SaveArguments,
-    SaveCalls,
-    check_folder,
-    check_keep,
-    check_same_arguments,
-)
-from mimatrix.engine.checkpoint.state import (
-    Metadata,
-    Progress,
-    StagedCheckpoint,
-    TrainState,
-    merge_metadata,
-    take_snapshot,
-)
+from mimatrix.engine.checkpoint.save_calls import SaveCalls, check_folder, check_keep
+from mimatrix.engine.checkpoint.save_failures import SaveFailures
+from mimatrix.engine.checkpoint.state import Metadata, Progress, TrainState, take_snapshot
+from mimatrix.engine.checkpoint.tensor_files import TensorReader
 from mimatrix.engine.checkpoint.user_state import UserState, copy_user_state, read_user_state
+from mimatrix.engine.checkpoint.writer import CheckpointWriter, SaveTask
 from mimatrix.engine.data.source import DataPosition
 from mimatrix.engine.modules.averaged_weights import AverageRegistry
 from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
@@ -49,7 +35,9 @@ from mimatrix.engine.user_calls import save_call
 
 DEFAULT_KEEP = 3
 """How many checkpoints of a folder are kept by default."""
-_EXCHANGE_EVERY_S = 5.0
+DEFAULT_FOLDER = "checkpoints"
+DEFAULT_MAX_FAILED_SAVES = 3
+"""After how many failed saves in a row training stops, by default."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,21 +51,39 @@ class _Saved:
     metric: Metric | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where automatic checkpoints go: where the script saves, or loads from if it has not saved yet."""
+
+    folder: str
+    keep: int = DEFAULT_KEEP
+
+
 class CheckpointManager:
     """Saves and loads checkpoints of a prepared run, one at a time, on all ranks of a group; `None` for one rank."""
 
-    def __init__(self, group: Group | None, state: TrainState) -> None:
+    def __init__(
+        self,
+        group: Group | None,
+        state: TrainState,
+        *,
+        folder: str = DEFAULT_FOLDER,
+        max_failed_saves: int = DEFAULT_MAX_FAILED_SAVES,
+    ) -> None:
         self._group, self._exchange = group, RankExchange(group)
         self._state, self._rank, self._world_size = state, state.rank, state.world_size
+        outer = state.outer.group if state.outer else None
+        self._writer = CheckpointWriter(self._exchange, state.rank, state.world_size, outer)
+        self._failures = SaveFailures(max_failed_saves, state.rank)
         self._work: Work | None = None
         self._last_saved: _Saved | None = None
-        self._published: Path | None = None
-        """The checkpoint of the last save, once it is written; on rank 0 only."""
-        self._exit = FailedExit()
+        self._home = _Home(folder)
+        self._has_saved = False
+        """Whether the script has said by a save where checkpoints go."""
         self._user_state = UserState()
+        self.get_user_state: Callable[[], object] | None = None
+        """Gives the state of the script for a save that is not given one."""
         self.save_calls = SaveCalls()
-        self.saved: tuple[storage.CheckpointInfo, ...] = ()
-        """The checkpoints in the folder saved to last, newest or best first; on rank 0 only."""
 
     @property
     def model(self) -> nn.Module:
@@ -94,6 +100,16 @@ class CheckpointManager:
         """What this rank gave the last save, or what was loaded since."""
         return self._user_state.value
 
+    @property
+    def saved(self) -> tuple[storage.CheckpointInfo, ...]:
+        """The checkpoints in the folder saved to last, newest or best first; on rank 0 only."""
+        return self._writer.saved
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._work is not None and not self._work.is_done()
+
     def save(
         self,
         folder: str,
@@ -104,35 +120,56 @@ class CheckpointManager:
         user_state: object = None,
         metric: Metric | None = None,
     ) -> None:
-        """Start a save; raise what failed in the previous one.
+        """Start a save; raise what failed in the previous ones, if training is not to continue after that.
 
-        A second save of the same step and folder replaces the first one if it has a user state or another metric, and
-        otherwise does nothing.
+        A second save of the same step and folder replaces the first one if it has a user state or another metric, or
+        the first one was automatic, and otherwise does nothing.
 
         Args:
             folder: Where the checkpoint goes.
             keep: How many checkpoints of the folder to keep.
             progress: Where the run is.
             wait: Return only when the checkpoint is complete.
-            user_state: What the script wants back; None: what it gave last, or loaded.
+            user_state: What the script wants back; None: what `get_user_state` returns, what it gave last, or loaded.
             metric: Keep the best checkpoints by it, not the newest.
         """
-        number = self.save_calls.count + 1
-        calls = SaveCalls(count=number, folder=folder, keep=check_keep(keep))
+        calls = SaveCalls(count=self.save_calls.count + 1, folder=folder, keep=check_keep(keep))
         check_folder(folder)
-        if user_state is not None:
-            self._user_state = UserState(copy_user_state(user_state), number)
         if metric:
             calls = replace(calls, metric=metric.value, best=metric.best)
-        self._start(calls, progress, late=False)
+        self._take_user_state(user_state, calls, progress)
+        self._start(calls, progress, late=False, waits=wait)
         if wait:
             self.wait()
+
+    def save_automatically(self, progress: Progress, folder: str | None = None) -> bool:
+        """Start a save that the script did not ask for, unless it has saved this step.
+
+        Args:
+            progress: Where the run is.
+            folder: Where the checkpoint goes; by default where the script saves.
+
+        Returns:
+            False if this has to wait until ranks without data have joined a save in progress.
+        """
+        home = self._home if folder is None else _Home(folder)
+        saved = _Saved(Path(home.folder).absolute(), progress.step, None)
+        if saved == self._last_saved:
+            return True
+        if self.would_wait(home.folder, progress.step):
+            return False
+        number = self.save_calls.count + 1
+        calls = SaveCalls(count=number, folder=home.folder, keep=home.keep, automatic=True)
+        self._take_user_state(None, calls, progress)
+        self._start(calls, progress, late=False)
+        return True
 
     def would_wait(self, folder: str, step: int, *, has_user_state: bool = False, metric: Metric | None = None) -> bool:
         """Return whether `save` would wait for a save of the same step that ranks without data have not joined yet."""
         if self._work is None or self._last_saved is None or self._last_saved.step != step:
             return False
-        return has_user_state or self._last_saved != _Saved(Path(folder).absolute(), step, metric)
+        is_new = has_user_state or self.save_calls.automatic
+        return is_new or self._last_saved != _Saved(Path(folder).absolute(), step, metric)
 
     def catch_up(self, calls: Sequence[SaveCalls], progress: Callable[[], Progress]) -> None:
         """Join a save that other ranks started while this rank had no data. No step was taken since."""
@@ -141,31 +178,27 @@ class CheckpointManager:
             self._start(latest, progress(), late=True)
 
     def wait(self) -> None:
-        """Wait for a save in progress; raise what failed."""
-        work, self._work = self._work, None
-        if work:
-            try:
-                work.wait()
-            except Exception:
-                self._last_saved = None
-                self._exit.cancel()
-                raise
+        """Wait for a save in progress; raise what failed in the last one."""
+        self._settle()
+        self._failures.raise_last()
 
     def load(self, folder: str, progress: Progress) -> tuple[int, DataPosition] | None:
         """Load the newest checkpoint of a folder; return the step and position to resume from. A collective."""
-        self.wait()
+        self._settle()
         checkpoint = self._find(folder)
         if checkpoint is None:
+            self._settle_in(folder)
             return None
         path, metadata = checkpoint
         self._check(metadata, progress)
         finish: list[Callable[[], None]] = []
-        tensors = storage.TensorReader(path)
         user_state: dict[Any, Any] = {}
 
         def read() -> None:
-            finish.append(loading.read_state(self._state, metadata, tensors))
+            # What can be refused comes first: nothing has changed then.
+            tensors = TensorReader(path, metadata)
             user_state.update(read_user_state(metadata["user_state"], tensors))
+            finish.append(loading.read_state(self._state, metadata, tensors))
             if self._state.outer:
                 finish.append(self._state.outer.restore(metadata["outer"], tensors))
 
@@ -174,7 +207,14 @@ class CheckpointManager:
             apply()
         self._last_saved = None
         self._user_state = UserState(user_state, self.save_calls.count)
+        if path != Path(folder) and "metric" not in metadata:
+            self._settle_in(folder)
         return metadata["step"], loading.resume_position(metadata, progress, self._state)
+
+    def _settle_in(self, folder: str) -> None:
+        """Let automatic checkpoints go to the folder that the script loads from, until it saves."""
+        if not self._has_saved:
+            self._home = _Home(folder, self._home.keep)
 
     def _check(self, metadata: Metadata, progress: Progress) -> None:
         """Refuse a checkpoint that does not fit this run, on all ranks: each sees only its own shards."""
@@ -190,34 +230,52 @@ class CheckpointManager:
                 raise error.__cause__ from None
             raise
 
-    def _start(self, calls: SaveCalls, progress: Progress, *, late: bool) -> None:
-        self.save_calls = calls
+    def _take_user_state(self, given: object, calls: SaveCalls, progress: Progress) -> None:
+        """Take the state of the script for a save that will be written."""
+        saved = _Saved(Path(calls.folder).absolute(), progress.step, calls.to_metric())
+        if given is None and self.get_user_state and (saved != self._last_saved or self.save_calls.automatic):
+            given = self.get_user_state()
+        if given is not None:
+            self._user_state = UserState(copy_user_state(given), calls.count)
+
+    def _start(self, calls: SaveCalls, progress: Progress, *, late: bool, waits: bool = False) -> None:
+        was_automatic, self.save_calls = self.save_calls.automatic, calls
         folder = Path(calls.folder).absolute()  # now: the script may change its directory meanwhile
+        if not calls.automatic and calls.metric is None:
+            self._home, self._has_saved = _Home(calls.folder, calls.keep), True
         saved, last = _Saved(folder, progress.step, calls.to_metric()), self._last_saved
-        if saved == last and self._user_state.given_at < calls.count:
+        if saved == last and self._user_state.given_at < calls.count and not was_automatic:
             return
-        self.wait()
-        replaces = self._published if last and (last.folder, last.step) == (saved.folder, saved.step) else None
-        staged = take_snapshot(self._state, progress, late=late)
-        self._last_saved, self._published = saved, replaces
+        self._settle()
+        is_same = last is not None and (last.folder, last.step) == (saved.folder, saved.step)
+        task = SaveTask(
+            folder=folder,
+            calls=calls,
+            staged=take_snapshot(self._state, progress, late=late),
+            user_state=self._user_state,
+            replaces=self._writer.published if is_same else None,
+            late=late,
+        )
+        self._last_saved, self._writer.published = saved, task.replaces
         # A thread of the program may fail alone; the main one ends the process.
         may_end_process = threading.current_thread() is threading.main_thread()
         call = self._save_call(progress.step)
-        task = partial(
-            self._write_in_background,
-            call,
-            folder,
-            calls,
-            staged,
-            self._user_state,
-            replaces=replaces,
-            late=late,
-            place=call.place,
-            may_end_process=may_end_process,
-        )
-        self._work = Work(task, self._watch)
+        write = partial(self._write, call, task, waits=waits, may_end_process=may_end_process)
+        self._work = Work(write, self._watch)
         # Not a daemon: Python waits for it before it exits.
         threading.Thread(target=self._work.run, name="mimatrix-save").start()
+
+    def _settle(self) -> None:
+        """Wait for a save in progress; raise a failure after which training is not to continue."""
+        work, self._work = self._work, None
+        if work:
+            try:
+                work.wait()
+            except Exception as error:
+                self._last_saved = None
+                if error is not work.error:  # the waiting has failed, not the save
+                    raise
+        self._failures.raise_final()
 
     def _find(self, folder: str) -> tuple[Path, Metadata] | None:
         """Return the newest intact checkpoint in a folder, or the one that the path names."""
@@ -246,118 +304,17 @@ class CheckpointManager:
         if self._group:
             self._group.watch("a save")
 
-    # In the thread that writes
-
-    def _write_in_background(self, call: UserCall, *arguments: Any, **options: Any) -> None:
+    def _write(self, call: UserCall, task: SaveTask, *, waits: bool, may_end_process: bool) -> None:
+        """Write a checkpoint, in the thread for that."""
         with self._group.caller.in_background(call, self._group.name) if self._group else nullcontext():
-            self._write(*arguments, **options)
-
-    def _write(
-        self,
-        folder: Path,
-        calls: SaveCalls,
-        staged: StagedCheckpoint,
-        user_state: UserState,
-        *,
-        replaces: Path | None,
-        late: bool,
-        place: str,
-        may_end_process: bool,
-    ) -> None:
-        try:
-            own = SaveArguments.of(calls, user_state, late=late)
-            unfinished, has_newest = self._begin(folder, own, staged.step, replaces)
-            if unfinished is None:
-                self._log_not_best(calls, staged.step)
-                return
             try:
-                self._write_all(unfinished, staged, user_state if has_newest else None)
-                self._publish(unfinished, calls, staged.step, replaces)
-            except Exception:
-                if self._rank == 0:
-                    storage.remove(unfinished)
-                raise
-        except Exception as error:
-            # Logged as well as raised: the script may not come to another call of `save` for long, or at all.
-            sentence = f"the checkpoint of step {staged.step} is not saved: {error}"
-            if self._rank == 0:
-                logger.error(sentence)
-            if may_end_process:
-                told = sentence if place in sentence else f"{sentence} ({place})"
-                self._exit.demand(told, EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED)
-            if type(error) is WorldError:
-                raise SaveError(sentence) from error
-            raise
-
-    def _begin(self, folder: Path, own: SaveArguments, step: int, replaces: Path | None) -> tuple[Path | None, bool]:
-        """Create the directory that all ranks write to, if the checkpoint is wanted.
-
-        Returns:
-            The directory, or None; and whether this rank is the one that has the newest state of the user.
-        """
-        outer = self._state.outer
-        owner = f"group-{outer.group}-" if outer else ""
-
-        def create() -> list[Any]:
-            name = None
-            if self._rank == 0 and is_wanted(folder, own.calls.keep, own.calls.to_metric(), replaces):
-                name = storage.create_unfinished(folder, step, owner).name
-            return [name, own.to_json()]
-
-        names, messages = zip(*self._gather(create, "begin a checkpoint"), strict=True)
-        unfinished = None if names[0] is None else folder / names[0]
-        arguments = [SaveArguments.from_json(message) for message in messages]
-        try:
-            check_same_arguments(arguments)
-        except UserError:
-            if unfinished and self._rank == 0:
-                storage.remove(unfinished)
-            raise
-        given_at = [each.given_at for each in arguments]
-        return unfinished, given_at.index(max(given_at)) == self._rank
-
-    def _log_not_best(self, calls: SaveCalls, step: int) -> None:
-        if self._rank == 0:
-            logger.info(
-                f"step {step} is not saved to {calls.folder}: its metric {calls.metric} is not among the best "
-                f"{calls.keep}"
-            )
-
-    def _write_all(self, unfinished: Path, staged: StagedCheckpoint, user_state: UserState | None) -> None:
-        """Write this rank's file, and wait until all ranks have written theirs."""
-        work = Work(partial(_write_part, unfinished, self._rank, staged, user_state), lambda: None)
-        thread = threading.Thread(target=work.run, name="mimatrix-write")
-        thread.start()
-
-        def poll() -> bool:
-            is_done = work.is_done()  # before the error, which would be missed if it came in between
-            if work.error:
-                raise work.error
-            return is_done
-
-        while True:
-            thread.join(_EXCHANGE_EVERY_S)
-            if all(self._gather(poll, "write its part")):
-                return
-
-    def _publish(self, unfinished: Path, calls: SaveCalls, step: int, replaces: Path | None) -> None:
-        """Complete the checkpoint and give it its name, on rank 0; then remove the one it replaces and old ones."""
-
-        def publish() -> None:
-            if self._rank == 0:
-                written = storage.read_written(unfinished, self._world_size)
-                metadata = merge_metadata([files.metadata for files in written], step)
-                metric = calls.to_metric()
-                by_metric = {"metric": metric.to_json()} if metric else {}
-                self._published = storage.publish(unfinished, written, metadata | by_metric)
-
-        self._gather(publish, "complete the checkpoint")
-        if self._rank == 0:
-            with suppress(OSError):  # the new checkpoint is complete; the next save tries again to remove old ones
-                if replaces and self._published:
-                    self._published = storage.replace(replaces, self._published)
-                storage.prune(unfinished.parent, calls.keep)
-                self.saved = storage.describe_checkpoints(unfinished.parent)
+                self._writer.write(task)
+            except Exception as error:  # noqa: BLE001 (told here, and raised on the thread that waits)
+                raised = self._failures.note_failure(
+                    error, task.staged.step, call.place, is_raised=waits, may_end_process=may_end_process
+                )
+                raise raised from raised.__cause__
+            self._failures.note_success()
 
     # Among ranks
 
@@ -382,13 +339,3 @@ class CheckpointManager:
     def _log_skipped(self, reasons: Sequence[str], used: Path) -> None:
         for reason in reasons if self._rank == 0 else ():
             logger.warning(f"{reason}; using the next older checkpoint, {used}")
-
-
-def _write_part(unfinished: Path, rank: int, staged: StagedCheckpoint, user_state: UserState | None) -> None:
-    outer = staged.outer()
-    metadata = staged.metadata | {"outer": dict(outer.metadata)}
-    parts = {**staged.parts, **outer.tensors}
-    if user_state:
-        metadata["user_state"], tensors = user_state.stage()
-        parts |= tensors
-    storage.write_part(unfinished, rank, parts, metadata)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
+from mimatrix.engine.checkpoint.tensor_files import TensorReader, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)

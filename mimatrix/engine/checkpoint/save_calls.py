@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ class SaveCalls:
     keep: int = 1
     metric: float | None = None
     best: str = "max"
+    automatic: bool = False
+    """Whether it is a periodic save or one for preemption, which the script did not ask for."""
 
     def to_metric(self) -> Metric | None:
         """Return the metric by which checkpoints of the folder are kept, if they are."""
@@ -57,8 +59,8 @@ class SaveArguments:
     @classmethod
     def from_json(cls, message: Sequence[Any]) -> "SaveArguments":
         """Read what `to_json` gave."""
-        (count, folder, keep, metric, best), given_at, digests, late = message
-        calls = SaveCalls(count=count, folder=folder, keep=keep, metric=metric, best=best)
+        calls, given_at, digests, late = message
+        calls = SaveCalls(**dict(zip((part.name for part in fields(SaveCalls)), calls, strict=True)))
         return cls(calls=calls, given_at=given_at, digests=digests, late=late)
 
 

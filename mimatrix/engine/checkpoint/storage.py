@@ -3,7 +3,8 @@
     checkpoints/
       step-00000120/           complete: it gets this name last
         __0_0.distcp ...       the tensors, flat, one file per rank
-        .metadata              the index; torch.distributed.checkpoint can read it and the tensors without us
+        tensors.json           where each tensor is in them
+        .metadata              the same for torch.distributed.checkpoint, which can read them without us; not read here
         run.json               everything else, and the checksum of every file
       .unfinished-...          being written, or left by a crash: the next save removes it
 
@@ -13,7 +14,6 @@ A directory is only ever renamed into place, never written in place.
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import time
@@ -21,72 +21,35 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-
 from mimatrix.core.errors import WorldError
 from mimatrix.engine.checkpoint.metric import Metric
+from mimatrix.engine.checkpoint.tensor_files import (
+    INDEX,
+    TORCH_INDEX,
+    TensorIndex,
+    TensorSlices,
+    list_files,
+    merge_indexes,
+    write_tensors,
+    write_torch_index,
+)
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout and of `run.json`; other versions are refused."""
-_RUN, _INDEX = "run.json", ".metadata"
+_RUN = "run.json"
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
 _UNFINISHED, _REMOVED = ".unfinished-", ".gone-"
 _CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """A run of elements of a flat tensor of `count` elements, from `start` on: what one rank writes or reads of it.
-
-    torch.distributed.checkpoint calls these methods by name (its `_Checkpointable` protocol).
-    """
-
-    value: torch.Tensor
-    start: int
-    count: int
-
-    def size(self) -> torch.Size:
-        """Return the size of the whole tensor."""
-        return torch.Size([self.count])
-
-    def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        data = TensorWriteData(self._chunk(), TensorProperties(dtype=self.value.dtype), self.size())
-        return [WriteItem(MetadataIndex(key, [self.start]), WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
-        return self.value
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size([self.start]), self.value.size())
-
-
-TensorSlices = Mapping[str, TensorSlice]
-
-
-@dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What one rank has written, for the index."""
+    """What one rank has written."""
 
-    plan: SavePlan
-    results: list[WriteResult]
+    tensors: TensorIndex
     files: dict[str, list[int]]
     """The size and checksum of each file."""
     metadata: dict[str, Any]
@@ -103,25 +66,6 @@ class CheckpointInfo:
     bytes: int
     metric: float | None = None
     """What `run.save(metric=...)` was given; None where checkpoints are kept by age."""
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, parts: TensorSlices) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner(dict(parts))
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, parts: TensorSlices, metadata: Metadata) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.state_dict, self.metadata = dict(parts), metadata
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        tensor: torch.Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
-        return tensor
 
 
 # Writing
@@ -145,14 +89,10 @@ def create_unfinished(folder: Path, step: int, owner: str = "") -> Path:
 
 def write_part(unfinished: Path, rank: int, parts: TensorSlices, metadata: dict[str, Any]) -> None:
     """Write one rank's file, and a note of it for `publish`."""
-    planner, writer = _SavePlanner(parts), FileSystemWriter(unfinished, per_thread_copy_ahead=0)
-    # The storage names a file after the number of its plan, so ours must come at the index of this rank.
-    plans = writer.prepare_global_plan([*[SavePlan([])] * rank, planner.create_local_plan()])
-    results = writer.write_data(plans[rank], planner).wait()
-    names = {result.storage_data.relative_path for result in results}
-    files = {name: _size_and_checksum(unfinished / name) for name in sorted(names)}
-    written = WrittenFiles(plans[rank], results, files, metadata)
-    _write(_written_path(unfinished, rank), pickle.dumps(written))
+    tensors = write_tensors(unfinished, rank, parts)
+    files = {name: _size_and_checksum(unfinished / name) for name in sorted(list_files(tensors))}
+    note = {"tensors": tensors, "files": files, "metadata": metadata}
+    _write(_written_path(unfinished, rank), json.dumps(note).encode())
 
 
 def read_written(unfinished: Path, ranks: int) -> list[WrittenFiles]:
@@ -162,13 +102,14 @@ def read_written(unfinished: Path, ranks: int) -> list[WrittenFiles]:
 
 def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping[str, Any]) -> Path:
     """Complete a checkpoint that all ranks have written, and give it its name."""
-    _, index = _SavePlanner({}).create_global_plan([part.plan for part in written])
-    FileSystemWriter(unfinished).finish(index, [part.results for part in written])
+    tensors = merge_indexes([part.tensors for part in written])
+    write_torch_index(unfinished, tensors)
+    _write(unfinished / INDEX, json.dumps(tensors).encode())
     files = {name: checksum for part in written for name, checksum in part.files.items()}
-    files[_INDEX] = _size_and_checksum(unfinished / _INDEX)
+    files |= {name: _size_and_checksum(unfinished / name) for name in (INDEX, TORCH_INDEX)}
     for rank in range(len(written)):
         _written_path(unfinished, rank).unlink()
-    run = {"format": FORMAT, "saved_at": time.time(), **metadata, "files": files}
+    run = {"format": FORMAT, "saved_at": _next_saved_at(unfinished.parent), **metadata, "files": files}
     _write(unfinished / _RUN, json.dumps(run, indent=1).encode())
     _sync_folder(unfinished)
     path = _rename_to_free_name(unfinished, metadata["step"])
@@ -176,10 +117,9 @@ def publish(unfinished: Path, written: Sequence[WrittenFiles], metadata: Mapping
     return path
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the first `keep` checkpoints of a folder, as `list_checkpoints` orders them."""
-    for path in list_checkpoints(folder)[keep:]:
-        shutil.rmtree(_rename_to_removed(path), ignore_errors=True)
+def remove_complete(path: Path) -> None:
+    """Remove a complete checkpoint."""
+    shutil.rmtree(_rename_to_removed(path), ignore_errors=True)
 
 
 def replace(old: Path, new: Path) -> Path:
@@ -205,7 +145,7 @@ def remove(unfinished: Path) -> None:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path is one checkpoint rather than a folder of them."""
-    return (path / _RUN).is_file() or (path / _INDEX).is_file()
+    return (path / _RUN).is_file() or (path / TORCH_INDEX).is_file()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -222,19 +162,32 @@ def list_checkpoints(folder: Path) -> list[Path]:
     )
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether every file of a checkpoint has its size; checksums are not compared."""
+    try:
+        files = read_metadata(path)["files"]
+        return all((path / name).stat().st_size == size for name, (size, _) in files.items())
+    except (OSError, WorldError, ValueError, TypeError):
+        return False
+
+
+def count_bytes(path: Path) -> int:
+    """Return the size of a checkpoint's files."""
+    return sum(size for size, _ in read_metadata(path)["files"].values())
+
+
 def describe_checkpoints(folder: Path, most: int = 20) -> tuple[CheckpointInfo, ...]:
     """Describe the complete checkpoints of a folder, in the order of `list_checkpoints`."""
     checkpoints = []
     for path in list_checkpoints(folder)[:most]:
         with suppress(WorldError, KeyError):  # copied only in part, or of another version
             metadata = read_metadata(path)
-            size_bytes = sum(size for size, _ in metadata["files"].values())
             metric = Metric.from_metadata(metadata)
             info = CheckpointInfo(
                 path=str(path),
                 step=metadata["step"],
                 at_s=metadata["saved_at"],
-                bytes=size_bytes,
+                bytes=count_bytes(path),
                 metric=metric.value if metric else None,
             )
             checkpoints.append(info)
@@ -246,11 +199,14 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         metadata: dict[str, Any] = json.loads((path / _RUN).read_bytes())
         version = metadata["format"]
-        assert isinstance(metadata["files"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        files = [*metadata["files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WorldError(f"{_RUN} cannot be read ({_describe_error(error)})") from error
     if version != FORMAT:
         raise WorldError(f"it has format {version}, and this version of mimatrix reads {FORMAT}")
+    for name in files:
+        if Path(name).name != name or name == "..":
+            raise WorldError(f'{_RUN} names a file that is not in it: "{name}"')
     return metadata
 
 
@@ -266,33 +222,6 @@ def verify(path: Path, metadata: Mapping[str, Any], rank: int = 0, ranks: int = 
             raise WorldError(f"{name} {what}")
 
 
-class TensorReader:
-    """The tensors of a checkpoint, by key."""
-
-    def __init__(self, path: Path) -> None:
-        self._reader = FileSystemReader(path)
-
-    def has(self, key: str) -> bool:
-        """Return whether there is a tensor of this key."""
-        return key in self._metadata.state_dict_metadata
-
-    def count(self, key: str) -> int:
-        """Return the number of elements of a tensor."""
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.size.numel()
-
-    def read(self, parts: TensorSlices) -> None:
-        """Fill every slice from the tensor of the same key."""
-        planner = _LoadPlanner(parts, self._metadata)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
-
-    @cached_property
-    def _metadata(self) -> Metadata:
-        return self._reader.read_metadata()
-
-
 def _goodness_and_time(path: Path) -> tuple[float | None, float]:
     """Return how good the metric of a checkpoint is, if it has one, and when it was saved."""
     try:
@@ -303,6 +232,12 @@ def _goodness_and_time(path: Path) -> tuple[float | None, float]:
         with suppress(OSError):  # another group that saved has removed it
             return None, path.stat().st_mtime
         return None, 0.0
+
+
+def _next_saved_at(folder: Path) -> float:
+    """Return the time, or what comes after the newest checkpoint where the clock was ahead when that was saved."""
+    times = [_goodness_and_time(path)[1] for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return max(time.time(), math.nextafter(max(times, default=0.0), math.inf))
 
 
 def _rename_to_removed(path: Path) -> Path:
@@ -335,11 +270,10 @@ def _written_path(unfinished: Path, rank: int) -> Path:
 
 def _read_written(unfinished: Path, rank: int) -> WrittenFiles:
     try:
-        written = pickle.loads(_written_path(unfinished, rank).read_bytes())  # noqa: S301 (written by this run)
+        note = json.loads(_written_path(unfinished, rank).read_bytes())
     except FileNotFoundError as error:
         raise WorldError(f"rank 0 does not see rank {rank}'s file; use a folder that all ranks share") from error
-    assert isinstance(written, WrittenFiles)
-    return written
+    return WrittenFiles(note["tensors"], note["files"], note["metadata"])
 
 
 def _size_and_checksum(path: Path) -> list[int]:

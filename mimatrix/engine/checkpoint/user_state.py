@@ -10,7 +10,7 @@ import torch
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.json_codec import StoredTensor, dtype_name, pack, parse_dtype, unpack
-from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
+from mimatrix.engine.checkpoint.tensor_files import TensorReader, TensorSlice
 
 _PREFIX = "user"
 

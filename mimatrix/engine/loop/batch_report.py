@@ -45,6 +45,8 @@ class BatchReport:
     """The order of its gathers and reductions, if that has changed; see `ShardingStrategy.launch_order`."""
     pace: PaceReport | None = None
     preemption: PreemptionReport | None = None
+    save_is_due: bool = False
+    """Whether a periodic save is due: by the clock of rank 0, or since this rank could not begin it before."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what differs from the defaults: messages stay small, and travel in one collective."""

@@ -44,8 +44,10 @@ class Preemption:
         self.is_last_batch = any(report.has_saved for report in reports)
         self._is_due = self._is_due or any(report.is_requested for report in reports)
 
-    def save_if_due(self, save: Callable[[], None]) -> None:
-        """Save once, when the loop asks for the next batch on a rank that had data in the last."""
+    def save_if_due(self, save: Callable[[], bool]) -> None:
+        """Save once, when the loop asks for the next batch on a rank that had data in the last.
+
+        `save` returns False if that has to wait until the next time.
+        """
         if self._is_due and not self._has_saved:
-            save()
-            self._has_saved = True
+            self._has_saved = save()

@@ -13,17 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.checkpoint.manager import DEFAULT_KEEP, CheckpointManager
+from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import Progress
-from mimatrix.engine.checkpoint.storage import CheckpointInfo
 from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.loop.automatic_saves import AutomaticSaves
 from mimatrix.engine.loop.batch_exchange import BatchExchange
 from mimatrix.engine.loop.batch_report import BatchReport, LaunchOrders
 from mimatrix.engine.loop.epoch_cursor import EpochCursor
 from mimatrix.engine.loop.global_step import GlobalStep, StepResult
 from mimatrix.engine.loop.idle_ranks import IdleRanks, SyncedLRScheduler
 from mimatrix.engine.loop.metrics import MetricLog
-from mimatrix.engine.loop.preemption import Preempted, Preemption
+from mimatrix.engine.loop.preemption import Preempted
 from mimatrix.engine.loop.prepared_optimizer import Stepper
 from mimatrix.engine.planning.plan_follower import PlanFollower
 from mimatrix.engine.step_timer import StepStats
@@ -56,7 +56,7 @@ class TrainLoop:
         checkpoints: CheckpointManager,
         idle_ranks: IdleRanks,
         lr_schedulers: list[SyncedLRScheduler],
-        preemption: Preemption | None,
+        saves: AutomaticSaves,
         metrics: MetricLog,
         stage: int,
         shares: Shares,
@@ -64,7 +64,7 @@ class TrainLoop:
         self._world, self.strategy, self.optimizer, self._stepper = world, strategy, optimizer, stepper
         self.global_step, self.source, self.plans = global_step, source, plans
         self.checkpoints, self._idle, self._lr_schedulers = checkpoints, idle_ranks, lr_schedulers
-        self._outer, self._preemption = world.outer, preemption
+        self._outer, self._saves = world.outer, saves
         self.metrics, self.stage, self.shares = metrics, stage, shares
         self.step = 0
         """Global batches done."""
@@ -98,11 +98,6 @@ class TrainLoop:
         """Whether this rank is inside a global batch."""
         return self.global_step.is_open
 
-    @property
-    def saved(self) -> tuple[CheckpointInfo, ...]:
-        """The checkpoints in the folder that was last saved to; known to rank 0."""
-        return self.checkpoints.saved
-
     # One step
 
     def end_global_batch(self) -> None:
@@ -134,7 +129,7 @@ class TrainLoop:
         self._log_grad_norm(result.norm)
         self._reports.merge_metrics(self.step, reports)
         self._advance(micro, result)
-        if self._preemption and self._preemption.is_last_batch:
+        if self._saves.is_last_batch:
             self.close()
             raise Preempted
 
@@ -148,16 +143,15 @@ class TrainLoop:
             busy_s=self._world.timer.busy_s_if_known(),
             launch_order=self._launch_orders.news(self.strategy.launch_order()),
             pace=self.plans.report(self._world.timer.busy_s()) if self.plans.needs_pace else None,
-            preemption=self._preemption.report() if self._preemption else None,
+            **self._saves.report(self.step),
         )
 
     def _update(self, reports: Sequence[BatchReport], micro: MicroBatch) -> None:
-        """Act on what ranks reported about preemption, speed and the order of their launches."""
+        """Act on what ranks reported about saves that are due, speed and the order of their launches."""
         self._world.timer.note_busy([report.busy_s for report in reports], self._world.rank)
         if order := self._launch_orders.agree([report.launch_order for report in reports]):
             self.strategy.adopt_launch_order(order)
-        if self._preemption:
-            self._preemption.update([report.preemption for report in reports if report.preemption])
+        self._saves.update(reports)
         if self.plans.needs_pace:
             paces = [report.pace for report in reports if report.pace]
             # Where groups share their parameters, an epoch ends with the samples of all groups.
@@ -196,7 +190,7 @@ class TrainLoop:
         self.metrics.set_weight(counts)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Log metrics: of a micro-batch in the loop's body, of the run elsewhere."""
+        """Log metrics: of a micro-batch in the loop's body, else of the run."""
         self.metrics.log(values, self.step)
 
     def on_optimizer_step(self, *, has_lr_scheduler: bool) -> None:
@@ -226,10 +220,6 @@ class TrainLoop:
             if not self._has_exchanged:
                 self._exchange_between_batches()
             number = self._cursor.next_number(number)
-
-    def save(self, folder: str, keep: int, *, wait: bool) -> None:
-        """Begin a checkpoint."""
-        self.checkpoints.save(folder, keep, self.progress(), wait=wait)
 
     def load(self, folder: str) -> bool:
         """Resume from a checkpoint, if there is one."""
@@ -295,8 +285,7 @@ class TrainLoop:
     def open_iterator(self) -> object:
         """Begin a loop over the loader, and return what identifies it; an iterator that is still open ends with this.
 
-        The samples of an epoch that a loop has begun and left are not taken up again, as with torch's DataLoader; those
-        of a checkpoint are.
+        An epoch that a loop has left is not taken up again, as with torch's DataLoader; that of a checkpoint is.
         """
         self._end_last_loop()
         self._iterator, self._cursor.draws = object(), 0
@@ -351,9 +340,9 @@ class TrainLoop:
 
     def continues(self) -> bool:
         """Return whether the loop continues after a global batch; a rank without data in it does as the others do."""
-        if self._preemption:
-            self._save_if_preempted(self._preemption)
         micro = self.global_step.micro
+        if not self.in_batch:
+            self._saves.save_if_due(micro, self.progress)
         if not self._idle.loop_continues(self.progress, had_data=micro is None or micro.num_micro_steps > 0):
             return False
         if self._cursor.is_over:
@@ -409,11 +398,3 @@ class TrainLoop:
             self._idle.leave_loop(lambda: self._reports.build(self.step, before=True, with_metrics=False))
         else:
             self._idle.forget_leader()
-
-    def _save_if_preempted(self, preemption: Preemption) -> None:
-        micro = self.global_step.micro
-        if self.in_batch or micro is None or not micro.num_micro_steps:
-            return
-        folder = str(preemption.folder)
-        if not self.checkpoints.would_wait(folder, self.step):
-            preemption.save_if_due(lambda: self.save(folder, DEFAULT_KEEP, wait=False))

@@ -14,7 +14,7 @@ import torch
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.json_codec import dtype_name, pack, parse_dtype, unpack
 from mimatrix.engine.checkpoint.state import Metadata
-from mimatrix.engine.checkpoint.storage import TensorReader, TensorSlice
+from mimatrix.engine.checkpoint.tensor_files import TensorReader, TensorSlice
 from mimatrix.hybrid.client.flat_layout import split_spans
 from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import PushLog

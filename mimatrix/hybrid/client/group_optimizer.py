@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.outer_state import OuterState
-from mimatrix.engine.checkpoint.storage import TensorReader
+from mimatrix.engine.checkpoint.tensor_files import TensorReader
 from mimatrix.engine.outer_optimizer import PushStats
 from mimatrix.engine.zero.sharded_optimizer import ShardedOptimizer, check_elementwise
 from mimatrix.hybrid.client.checkpoint import GlobalState, check_format

@@ -44,6 +44,8 @@ _NODES_S = 2.0
 """How often it is written down that nodes are as they were."""
 _DECIDED_S = 2.0
 """How often to decide where nothing but the time has changed."""
+_CHECKPOINT_EVERY = "15m"
+"""How often a job saves by itself, unless it says something else."""
 _MOST_DEVICES = 4096
 _CHANGES = re.compile(r", at the latest in \S+|\d+")
 
@@ -178,6 +180,7 @@ class Loop:
     def _team(self, job: JobRow, secret: str, archive: Path) -> Team:
         serving = self._serving
         shared = {
+            **({env.CHECKPOINT_EVERY.name: _CHECKPOINT_EVERY} if serving.checkpoints else {}),
             **serving.environment,
             **job.environment,
             env.SERVER.name: serving.address,

@@ -64,7 +64,7 @@ def check_ranks(how: str, tmp_path: Path, code: int, line: str) -> None:
 
 
 def told(logged: str) -> str:
-    return logged.partition(" ERROR mimatrix: ")[2]
+    return logged.partition(" ERROR mimatrix: ")[2].partition("; training continues, ")[0]
 
 
 def line_of(text: str, below: int = 0) -> str:

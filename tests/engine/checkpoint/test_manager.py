@@ -358,17 +358,21 @@ def test_resume_position_with_another_global_batch(tmp_path: Path) -> None:
         alone(on_rank, seed=6)
 
 
-def test_a_failed_save_is_raised_by_the_next_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_saves_are_raised_by_the_next_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = Path("/proc/nope")
 
     def on_rank(run: Run) -> None:
         prepared = Prepared(run, TASKS["perceptron"])
         with pytest.raises(WorldError, match="rank 0 could not begin a checkpoint: FileNotFoundError"):
             prepared.train(lambda: run.save(blocked))
+        assert run.step == 3
         run.save(tmp_path / "free", wait=True)
 
-    in_runs(2, on_rank, **settings({"batch": [3, 5]}))
-    assert any("the checkpoint of step 1 is not saved" in line for line in caplog.messages)
+    in_runs(2, on_rank, **settings({"batch": [3, 5], "max_failed_saves": 2}))
+    assert [line.split(" is not saved")[0] for line in caplog.messages] == [
+        f"the checkpoint of step {step}" for step in (1, 2)
+    ]
+    assert [line.endswith("(this is 1)") for line in caplog.messages] == [True, False]
     assert len(storage.list_checkpoints(tmp_path / "free")) == 1
 
 

@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "launch_order": "ggrgr",
     "pace": PaceReport(busy_s=0.25, head=[1, 3], offer={"plan": 1}),
     "preemption": PreemptionReport(is_requested=True, has_saved=False),
+    "save_is_due": True,
 }
 """For every field a value that is not the default."""
 
