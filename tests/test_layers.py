@@ -53,7 +53,16 @@ PARTS = {
         ("backend",),
         ("registration",),
     ),
-    "hybrid": (("net",), ("policy",), ("server",), ("client",), ("rendezvous",), ("mode",), ("auto_mode",)),
+    "hybrid": (
+        ("stream",),
+        ("net",),
+        ("policy",),
+        ("server",),
+        ("client",),
+        ("rendezvous",),
+        ("mode",),
+        ("auto_mode",),
+    ),
 }
 
 

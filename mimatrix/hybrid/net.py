@@ -7,6 +7,7 @@ has been read.
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,10 +22,10 @@ from mimatrix.comm.memory.memfd import MemfdWindows
 from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
 from mimatrix.core import environment
 from mimatrix.core.errors import WorldError
-from mimatrix.core.framing import PREFIX_BYTES, FrameFormat
+from mimatrix.core.framing import PREFIX_BYTES
+from mimatrix.hybrid.stream import FRAMES, GREETING_S, SILENCE_S, ByteStream, make_greeting
 
-FRAMES = FrameFormat(b"MMH2", max_payload_bytes=1 << 40)
-"""The magic ends with the version of the protocol."""
+_HEARTBEAT = FRAMES.pack({"busy": True})
 _MIN_WINDOW_BYTES = 1 << 15
 """Smaller tensors are as fast over TCP."""
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -47,16 +48,18 @@ class Address:
 
 
 class Connection:
-    """One TCP connection between a client and a server. A client has a timeout; a server waits for requests."""
+    """One TCP connection between a client and a server.
 
-    def __init__(self, raw: socket.socket, timeout_s: float) -> None:
-        self._raw = raw
-        raw.settimeout(timeout_s)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
-            raw.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._is_closed, self._lock = False, threading.Lock()
+    Args:
+        raw: The connected socket.
+        timeout_s: How long the peer may take to answer; None, at a server: it waits for requests as long as it takes.
+    """
+
+    def __init__(self, raw: socket.socket, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._silence_s = SILENCE_S if timeout_s is None else min(SILENCE_S, timeout_s)
+        self._stream = ByteStream(raw, self._silence_s)
+        self._is_closed, self._lock, self._send_lock = False, threading.Lock(), threading.Lock()
         self._windows: WindowKind | None = None
         self._send_window: Window | None = None
         self._peer_window: tuple[str, PeerWindow] | None = None
@@ -69,9 +72,9 @@ class Connection:
         elif peer.get("rdma") and local["rdma"]:
             self._windows = _rdma_windows()
 
-    def disable_timeout(self) -> None:
-        """Wait for the peer as long as it computes; TCP keep-alive still detects a host that is gone."""
-        self._raw.settimeout(None)
+    def greet(self, token: str) -> None:
+        """Show the secret of the run to a server."""
+        self._stream.send(make_greeting(token))
 
     def send(self, header: Header, values: torch.Tensor | None = None) -> None:
         """Send a header, and optionally a tensor with it."""
@@ -82,25 +85,39 @@ class Connection:
                 header |= {"window": [self._write_window(self._windows, values), values.nbytes]}
             else:
                 payload = _as_bytes(values).numpy().data
-        self._raw.sendall(FRAMES.pack(header, len(payload)))
-        if payload:
-            self._raw.sendall(payload)
+        with self._send_lock:
+            self._stream.send(FRAMES.pack(header, len(payload)))
+            self._stream.send(payload)
 
-    def receive(self) -> tuple[Header, torch.Tensor | None]:
+    def send_heartbeat(self) -> None:
+        """Tell a client whose request takes long that this server is alive; never blocks and never raises."""
+        if self._send_lock.acquire(blocking=False):
+            try:
+                with suppress(OSError, ValueError):  # it is being closed
+                    self._stream.send_at_once(_HEARTBEAT)
+            finally:
+                self._send_lock.release()
+
+    def receive(self, timeout_s: float | None = None) -> tuple[Header, torch.Tensor | None]:
         """Return the next header and its tensor, if it has one.
 
+        Args:
+            timeout_s: How long the peer may take to begin, if not as long as usual.
+
         Raises:
+            TimeoutError: The peer is silent, or still busy after the timeout.
             ConnectionError: The peer is gone.
             WorldError: The bytes are not a message of this protocol.
         """
-        prefix = FRAMES.unpack_prefix(self._receive_exactly(PREFIX_BYTES))
-        header: Header = FRAMES.unpack_header(prefix, self._receive_exactly(prefix.header_bytes))
-        if not prefix.payload_bytes and "window" not in header:
-            return header, None
-        dtype = getattr(torch, header["dtype"].removeprefix("torch."))
-        if prefix.payload_bytes:
-            return header, torch.frombuffer(self._receive_exactly(prefix.payload_bytes), dtype=dtype)
-        return header, self._read_window(*header.pop("window")).view(dtype)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if timeout_s is None:
+            return self._receive_frame(None)
+        deadline, first_s = time.monotonic() + timeout_s, min(self._silence_s, timeout_s)
+        while time.monotonic() < deadline:
+            header, values = self._receive_frame(first_s)
+            if "busy" not in header:
+                return header, values
+        raise TimeoutError(f"the peer is busy, and has not answered within {timeout_s:g} s")
 
     def close(self) -> None:
         """Close the connection; safe to call more than once and from several threads."""
@@ -109,12 +126,22 @@ class Connection:
                 return
             self._is_closed = True
         with suppress(OSError):
-            self._raw.shutdown(socket.SHUT_RDWR)
-        self._raw.close()
+            self._stream.shut_down()
+        self._stream.close()
         if self._send_window:
             self._send_window.close()
         if self._peer_window:
             self._peer_window[1].close()
+
+    def _receive_frame(self, first_s: float | None) -> tuple[Header, torch.Tensor | None]:
+        prefix = FRAMES.unpack_prefix(self._stream.receive(PREFIX_BYTES, first_s))
+        header: Header = FRAMES.unpack_header(prefix, self._stream.receive(prefix.header_bytes, self._silence_s))
+        if not prefix.payload_bytes and "window" not in header:
+            return header, None
+        dtype = _parse_dtype(header)
+        if prefix.payload_bytes:
+            return header, _as_dtype(self._stream.receive_tensor(prefix.payload_bytes), dtype)
+        return header, _as_dtype(self._read_window(*_parse_window(header)), dtype)
 
     def _write_window(self, windows: WindowKind, values: torch.Tensor) -> str:
         """Copy a tensor to the window of this side, growing it if needed, and return its handle."""
@@ -142,16 +169,6 @@ class Connection:
             raise ConnectionError(f"the peer's window cannot be read: {error}") from error
         return values
 
-    def _receive_exactly(self, count: int) -> bytearray:
-        buffer = bytearray(count)
-        view, done = memoryview(buffer), 0
-        while done < count:
-            received = self._raw.recv_into(view[done:])
-            if not received:
-                raise ConnectionError("the peer closed the connection")
-            done += received
-        return buffer
-
 
 def connect(address: Address, token: str, timeout_s: float, *, group: int | None = None) -> Connection:
     """Connect to a shard server and authenticate.
@@ -159,15 +176,17 @@ def connect(address: Address, token: str, timeout_s: float, *, group: int | None
     Args:
         address: Where the server listens.
         token: The secret of the run.
-        timeout_s: For connecting, and for every later send and receive.
+        timeout_s: For every answer. A server that is silent, even to this, is given up after a few seconds.
         group: The group that connects; None for other servers, which do not keep a server alive.
     """
-    connection = Connection(socket.create_connection((address.host, address.port), timeout=timeout_s), timeout_s)
+    connect_s = min(GREETING_S, timeout_s)
+    connection = Connection(socket.create_connection((address.host, address.port), timeout=connect_s), timeout_s)
     try:
-        connection.send({"token": token, "group": group, **local_capabilities()})
-        reply, _ = connection.receive()
+        connection.greet(token)
+        reply, _ = connection.receive(min(SILENCE_S, timeout_s))
         if "error" in reply:
             raise WorldError(str(reply["error"]))
+        connection.send({"group": group, **local_capabilities()})
         connection.negotiate(reply)
     except BaseException:
         connection.close()
@@ -202,3 +221,26 @@ def _rdma_windows() -> NixlWindows:
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _parse_dtype(header: Header) -> torch.dtype:
+    dtype = getattr(torch, str(header.get("dtype")).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise WorldError("a message is corrupt: its tensor has no type; run the same version of MiMatrix on all hosts")
+    return dtype
+
+
+def _parse_window(header: Header) -> tuple[str, int]:
+    match header.pop("window"):
+        case [str(handle), int(size)] if size > 0:
+            return handle, size
+    raise WorldError("a message is corrupt: it names no window; run the same version of MiMatrix on all hosts")
+
+
+def _as_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if len(values) % dtype.itemsize:
+        raise WorldError(
+            f"a message is corrupt: {len(values)} bytes are not whole elements of {dtype}; run the same "
+            "version of MiMatrix on all hosts"
+        )
+    return values.view(dtype)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import sys
 import threading
 import time
@@ -10,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mimatrix.api.client import Client
 from mimatrix.api.models import (
@@ -22,19 +22,23 @@ from mimatrix.api.models import (
     JobState,
     Logged,
     Measured,
+    Orders,
     Pushed,
     Report,
     Saved,
     Traffic,
     Waiting,
 )
-from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.errors import WorldError
+from mimatrix.worker.bounds import as_count, as_measured, as_metric
 from mimatrix.worker.device_metrics import device_sampler
 from mimatrix.worker.metric_feed import Entry, MetricFeed
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.tensorboard import TensorBoardWriter
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_READING = "reading what was logged"
 _RETRY_S = 1.0
 _MAX_RETRY_S = 10.0
 _MAX_METRICS = 32
@@ -94,6 +98,8 @@ class Reporter:
         self._since_s = time.monotonic()
         self._sample_device = device_sampler()
         self._stopped = threading.Event()
+        self._told: set[str] = set()
+        """Problems that were logged."""
         self._thread = threading.Thread(target=self._report_until_stopped, name="mimatrix-reports", daemon=True)
 
     def start(self) -> None:
@@ -103,17 +109,17 @@ class Reporter:
     def stop(self) -> None:
         """Send a last report with what the script logged last, and end the thread."""
         for followed in self._runs:
-            followed.flush()
+            self._attempt("recording what was logged last", followed.flush)
         self._stopped.set()
         self._thread.join(timeout=5.0)
         # The server may not answer: what was logged is in files all the same.
-        self._take_log()
+        self._attempt(_READING, self._take_log)
         with self._log_lock:
             self._tensorboard.close()
 
     def observe(self, run: Any) -> None:
         """Follow a run that starts in this process."""
-        self._take_log()
+        self._attempt(_READING, self._take_log)
         self._run = run
         self._runs.append(_FollowedRun(run))
         run.enable_preemption(lambda: self._is_asked, self._checkpoints)
@@ -132,24 +138,46 @@ class Reporter:
                 break
 
     def _send_report(self, pause: float) -> float:
-        """Report once, and return the seconds until the next report; back off while the server does not answer."""
-        self._take_log()
-        report = self._report()
-        self._write_speeds(report)
+        """Report once, and return the seconds until the next report; back off while that fails, whatever the reason."""
+        self._attempt(_READING, self._take_log)
+        report = self._attempt("describing the run", self._report) or self._minimal_report()
+        self._attempt("writing the speed", partial(self._write_speeds, report))
+        orders = self._attempt("reporting", partial(self._client.report, self._identity.job, report))
+        if orders is not None:
+            self._follow(orders, report)
+            if self._attempt("sending plan and checkpoints", self._send_documents):
+                return orders.again_s
+        return min(_MAX_RETRY_S, max(_RETRY_S, 2 * pause))
+
+    def _follow(self, orders: Orders, report: Report) -> None:
+        """Do what the server has answered."""
+        self._is_asked = self._is_asked or orders.leave
+        self._feed.drop(len(report.logged))
+        if orders.notice:
+            logger.warning("%s", orders.notice)
+        self._is_speaker = orders.speaks
+
+    def _send_documents(self) -> bool:
+        """Send what the server keeps of a job, where it is new."""
+        if self._run is not None and self._is_speaker:
+            self._send_profiles()
+            self._send_plan()
+            self._send_checkpoints()
+        return True
+
+    def _attempt(self, what: str, function: Callable[[], T]) -> T | None:
+        """Call a function; if it fails, log that once and return None: nothing that fails here may end the thread."""
         try:
-            orders = self._client.report(self._identity.job, report)
-            self._feed.drop(len(report.logged))
-            self._is_asked = self._is_asked or orders.leave
-            if orders.notice:
-                logger.warning("%s", orders.notice)
-            self._is_speaker = orders.speaks
-            if self._run is not None and self._is_speaker:
-                self._send_profiles()
-                self._send_plan()
-                self._send_checkpoints()
-            return orders.again_s
-        except MiMatrixError:
-            return min(_MAX_RETRY_S, max(_RETRY_S, 2 * pause))
+            return function()
+        except WorldError:
+            return None  # the server does not answer, which is told by what waits for it
+        except Exception as error:  # noqa: BLE001 (a job that no longer reports is killed without saving)
+            reason = " ".join(str(error).split())
+            problem = f"{what} failed ({type(error).__name__}: {reason[:200]})"
+            if what not in self._told:
+                logger.warning("%s; training continues, and it is tried again with the next report", problem)
+            self._told.add(what)
+            return None
 
     def _report(self) -> Report:
         identity, run = self._identity, self._run
@@ -158,22 +186,36 @@ class Reporter:
         if run is None:
             return Report(**values, state=JobState.STARTING if self._begins() else JobState.TRAINING)
         stats, plan, status = _recent(run.stats()), run.plan, run.status
-        values |= {"state": JobState(status.phase), "step": run.step, "epoch": run.position.epoch}
+        values |= {"state": JobState(status.phase), "step": as_count(run.step)}
+        values["epoch"] = as_count(run.position.epoch)
         if stats:
             seconds = sum(step.seconds for step in stats) / len(stats)
             values |= {f"{name}_s": _trimmed_mean(stats, f"{name}_s") for name in _PARTS} | {
                 "step_s": _trimmed_mean(stats, "seconds"),
-                "samples_per_s": _round(sum(run.split.batches) / seconds) if seconds else 0.0,
-                "samples": stats[-1].samples,
-                "moved_bytes": sum(stats[-1].moved_bytes.values()),
+                "samples_per_s": as_measured(sum(run.split.batches) / seconds) if seconds else 0.0,
+                "samples": as_count(stats[-1].samples),
+                "moved_bytes": as_count(sum(stats[-1].moved_bytes.values())),
             }
         if plan:
-            values |= {"predicted_step_s": _round(plan.step_s), "planned_s": _round(plan.parts[run.rank].busy_s)}
+            values["predicted_step_s"] = as_measured(plan.step_s)
+            values["planned_s"] = as_measured(plan.parts[run.rank].busy_s)
         values |= {"follows": run.settings.follows, "waiting": _waiting(status.waiting), "aside": status.is_excluded}
         values |= {"group": status.group, "pushed": _pushed(status.pushes)}
         waiting = self._feed.waiting(MOST_LOGGED)
-        logged = tuple(Logged(step=step, metrics=_finite(metrics)) for step, metrics in waiting)
-        return Report(**values, metrics=_finite(self._feed.newest), logged=logged)
+        logged = tuple(Logged(step=step, metrics=_bounded(metrics)) for step, metrics in waiting)
+        return Report(**values, metrics=_bounded(self._feed.newest), logged=logged)
+
+    def _minimal_report(self) -> Report:
+        """Return a report that only says that the rank is there, so that the server's orders still arrive."""
+        identity, run = self._identity, self._run
+        step = None if run is None else self._attempt("reading the step", lambda: as_count(run.step))
+        return Report(
+            protocol=PROTOCOL,
+            generation=identity.generation,
+            rank=identity.rank,
+            state=JobState.TRAINING,
+            step=step or 0,
+        )
 
     def _take_log(self) -> None:
         """Read what the script has logged, for the next report and for TensorBoard."""
@@ -243,12 +285,7 @@ def _trimmed_mean(stats: list[Any], name: str) -> float:
     """Return the mean without the largest tenth, at least one: a pause in one step does not describe the others."""
     values = sorted(getattr(step, name) for step in stats)
     counted = values[: len(values) - -(-len(values) // _TRIMMED)] or values
-    return _round(sum(counted) / len(counted))
-
-
-def _round(value: float) -> float:
-    """Round to six digits: more are noise, and cost bytes."""
-    return float(f"{value:.6g}")
+    return as_measured(sum(counted) / len(counted))
 
 
 def _recent(stats: list[Any]) -> list[Any]:
@@ -265,18 +302,17 @@ def _recent(stats: list[Any]) -> list[Any]:
 def _pushed(stats: Any) -> Pushed | None:
     if stats is None:
         return None
-    seconds = {name: _round(getattr(stats, name)) for name in ("staleness", "moved_s", "waited_s")}
-    return Pushed(pushes=stats.pushes, samples=stats.samples, **seconds)
+    seconds = {name: as_measured(getattr(stats, name)) for name in ("staleness", "moved_s", "waited_s")}
+    return Pushed(pushes=as_count(stats.pushes), samples=as_count(stats.samples), **seconds)
 
 
 def _waiting(wait: Any) -> Waiting | None:
     if wait is None:
         return None
-    seconds = time.monotonic() - wait.since_s
+    seconds = as_measured(time.monotonic() - wait.since_s)
     return Waiting(call=str(wait.call)[:200], round=wait.round, peer=wait.rank, seconds=seconds)
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return what JSON can carry, and not too much of it; None stands for NaN and infinities."""
-    finite = {name[:100]: _round(value) if math.isfinite(value) else None for name, value in metrics.items()}
-    return dict(list(finite.items())[:_MAX_METRICS])
+def _bounded(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return what JSON can carry, and not too much of it."""
+    return {name[:100]: as_metric(value) for name, value in list(metrics.items())[:_MAX_METRICS]}

@@ -1,10 +1,15 @@
 """Metrics of a job for TensorBoard: what `run.log` was given, and the speed."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mimatrix.worker.bounds import as_float
+
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FOLDER = "tensorboard"
 _FLUSH_S = 10
@@ -37,15 +42,22 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Flush and close the event file for good."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer, self._is_over = None, True
+        writer, self._writer, self._is_over = self._writer, None, True
+        if writer is not None:
+            try:
+                writer.close()
+            except Exception as error:  # noqa: BLE001 (a full disk, or whatever TensorBoard makes of it)
+                self._tell(error)
 
     def _add(self, name: str, value: float, step: int) -> None:
         if self._writer is None and not self._is_over:
             self._open()
         if self._writer is not None:
-            self._writer.add_scalar(name, value, step)
+            try:
+                self._writer.add_scalar(name, as_float(value), step)
+            except Exception as error:  # noqa: BLE001 (a full disk, or whatever TensorBoard makes of it)
+                self._tell(error)
+                self._abandon()
 
     def _open(self) -> None:
         try:
@@ -53,6 +65,18 @@ class TensorBoardWriter:
             self._writer = module.SummaryWriter(str(self._folder), flush_secs=_FLUSH_S)
         except (ImportError, OSError):  # not installed, or the directory is not writable: training continues without
             self._is_over = True
+
+    def _abandon(self) -> None:
+        writer, self._writer, self._is_over = self._writer, None, True
+        with suppress(Exception):  # it has failed already
+            writer.close()
+
+    def _tell(self, error: Exception) -> None:
+        logger.warning(
+            "metrics are no longer written for TensorBoard (%s), and training continues; free space in %s",
+            error,
+            self._folder,
+        )
 
 
 def _curves_by_name(entries: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, list[tuple[int, float]]]:

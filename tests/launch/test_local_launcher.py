@@ -373,6 +373,20 @@ def test_members_run_as_another_user(ground: Ground) -> None:
         ground.launcher.start(replace(team, name="b", run_as="no-such-user"))
 
 
+def test_a_token_reaches_its_member_and_is_in_no_environment(ground: Ground) -> None:
+    """It comes through a pipe: /proc shows environments to every process of the same user."""
+    code = """
+import os, pathlib
+token = os.read(int(os.environ["MIMATRIX_TOKEN_FD"]), 100).decode()
+shown = [pathlib.Path(f"/proc/{pid}/environ").read_text() for pid in (os.getpid(), os.getppid())]
+print(token, [token in text for text in shown])
+"""
+    team = ground.team(code)
+    ground.launcher.start(replace(team, environment={**team.environment, "MIMATRIX_TOKEN": "told-to-nobody"}))
+    ground.ended(team.name)
+    assert ground.output(team.name) == "told-to-nobody [False, False]\n"
+
+
 def test_only_root_runs_members_as_others(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UserError, match="only root"):

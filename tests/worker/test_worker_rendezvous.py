@@ -6,7 +6,7 @@ import pytest
 
 from mimatrix.api.models import Joined
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.worker.rendezvous import WorkerIdentity, own_address, set_environment
+from mimatrix.worker.rendezvous import WorkerIdentity, own_address, set_environment, take_token
 
 ENVIRON = {
     "MIMATRIX_SERVER": "http://127.0.0.1:7700",
@@ -51,3 +51,15 @@ def test_the_own_address_is_the_one_towards_the_server() -> None:
     assert own_address("http://127.0.0.1:7700") == "127.0.0.1"
     with pytest.raises(WorldError, match=r"cannot be reached .*; check the network"):
         own_address("http://no-such-host.invalid:7700")
+
+
+def test_a_worker_reads_its_token_from_a_pipe_once() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"from a pipe")
+    os.close(writes)
+    environ = {key: value for key, value in ENVIRON.items() if key != "MIMATRIX_TOKEN"}
+    environ["MIMATRIX_TOKEN_FD"] = str(reads)
+    assert WorkerIdentity.read(take_token(environ)).token == "from a pipe"
+    with pytest.raises(UserError, match="the token of this worker cannot be read"):
+        take_token(environ)
+    assert WorkerIdentity.read(take_token(ENVIRON)).token == "secret"

@@ -12,6 +12,10 @@ from mimatrix.hybrid.net import Address, Connection, Header, connect
 _RETRY_S = 0.1
 
 
+class _MovedError(ConnectionError):
+    """The server answers, and does not have the shard any more."""
+
+
 class ShardClient:
     """Sends requests to one shard.
 
@@ -57,21 +61,18 @@ class ShardClient:
         Raises:
             WorldError: The server refused the request, or no address answered in time.
         """
-        deadline, last_error = time.monotonic() + self.timeout_s, ""
+        deadline, last_error, is_retry = time.monotonic() + self.timeout_s, "", False
+        addressed = header | {"shard": self._shard}
         while not self._is_closed and self._addresses and time.monotonic() < deadline:
             try:
-                self._connection = self._connection or connect(
-                    self._addresses[0], self._token, self.timeout_s, group=self._group
-                )
-                addressed = header | {"shard": self._shard, "min_version": self._version}
-                reply, returned = _exchange(self._connection, addressed, values)
-                self._update(reply)
-                return reply, returned
+                return self._try_first_address(addressed | {"min_version": self._version}, values)
             except OSError as error:
                 last_error = str(error) or type(error).__name__
-                if self._connection:
-                    self._connection.close()
-                self._connection = None
+                # A server that is there may have closed the connection only: the replica is for one that is not.
+                is_retry = not is_retry and self._connection is not None and _may_be_there(error)
+                self._disconnect()
+                if is_retry:
+                    continue
                 if len(self._addresses) > 1:
                     self._addresses.pop(0)
                     deadline = time.monotonic() + self.timeout_s
@@ -82,6 +83,19 @@ class ShardClient:
             f"shard {self._shard} does not answer at {where} ({last_error}), and neither does its replica; restart the "
             "run from its last checkpoint"
         )
+
+    def _try_first_address(self, header: Header, values: torch.Tensor | None) -> tuple[Header, torch.Tensor | None]:
+        self._connection = self._connection or connect(
+            self._addresses[0], self._token, self.timeout_s, group=self._group
+        )
+        reply, returned = _exchange(self._connection, header, values)
+        self._update(reply)
+        return reply, returned
+
+    def _disconnect(self) -> None:
+        if self._connection:
+            self._connection.close()
+        self._connection = None
 
     def _update(self, reply: Header) -> None:
         """Remember the shard's version, and where its replica is."""
@@ -98,8 +112,12 @@ class ShardClient:
             if self._group is not None:
                 with suppress(OSError, WorldError):
                     _exchange(self._connection, {"type": "leave", "group": self._group}, None)
-            self._connection.close()
-            self._connection = None
+            self._disconnect()
+
+
+def _may_be_there(error: OSError) -> bool:
+    """Return whether the server may answer on a new connection; one that was silent, or has the shard no more, no."""
+    return isinstance(error, ConnectionError) and not isinstance(error, _MovedError)
 
 
 def _exchange(
@@ -108,7 +126,7 @@ def _exchange(
     connection.send(header, values)
     reply, returned = connection.receive()
     if "moved" in reply:
-        raise ConnectionError("the shard moved to its replica")
+        raise _MovedError("the shard moved to its replica")
     if "error" in reply:
         raise WorldError(str(reply["error"]))
     return reply, returned

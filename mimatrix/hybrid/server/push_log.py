@@ -105,6 +105,12 @@ class PushLog:
         if self.pushes.get(group, 0) < number:
             self.pushes[group], self.applied[group] = number, AppliedPush(self.version, 0, is_duplicate=False)
 
+    def contains(self, other: "PushLog") -> bool:
+        """Return whether every push that the other log has is in this one, too."""
+        return self.version >= other.version and all(
+            self.pushes.get(group, 0) >= number for group, number in other.pushes.items()
+        )
+
     def to_json(self) -> dict[str, object]:
         """Return the log as JSON values."""
         return {

@@ -7,20 +7,35 @@ order. So a client finds a shard at the first server of the order that has it.
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from mimatrix.core.errors import WorldError
 from mimatrix.hybrid.net import Address, Connection, Header, connect
-from mimatrix.hybrid.server.shard import Shard
+from mimatrix.hybrid.server.shard import MovedError, Shard
 from mimatrix.hybrid.server.state import ShardState
 
 logger = logging.getLogger(__name__)
+_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
+_RETRY_PER_ATTEMPT = 20
+"""A pause lasts this many times as long as the attempt before it."""
 
 
-class MovedError(WorldError):
-    """The shard is served elsewhere now."""
+@dataclass(slots=True)
+class _LostServer:
+    """A server that failed as a replica. It may have been slow only, so it is tried again when no other is left."""
+
+    attempts: int = 0
+    retry_at_s: float = 0.0
+
+    def note_attempt(self, took_s: float) -> None:
+        """Wait before the next attempt, so that pushes spend little time on attempts to reach a silent host."""
+        self.attempts += 1
+        pause_s = min(_MAX_RETRY_S, _RETRY_S * 2 ** min(self.attempts, 16))
+        self.retry_at_s = time.monotonic() + max(_RETRY_PER_ATTEMPT * took_s, pause_s)
 
 
 def replica_order(shard: int, addresses: Sequence[Address], groups: int) -> list[Address]:
@@ -77,7 +92,7 @@ class Replicas:
     def __init__(self, own: Address, token: str, timeout_s: float) -> None:
         self._own, self._token, self._timeout_s = own, token, timeout_s
         self._replicas: dict[int, Replica] = {}
-        self._lost: set[Address] = set()
+        self._lost: dict[Address, _LostServer] = {}
         self._groups = 0
         self.addresses: list[Address] = []
         """All known servers."""
@@ -118,28 +133,42 @@ class Replicas:
         replica = self._replicas.pop(number, None)
         if replica:
             replica.close()
-            self._lost.add(replica.address)
+            self._lost.setdefault(replica.address, _LostServer())
         logger.warning("shard %d has lost its replica (%s); it has a single copy until it is replicated", number, error)
+
+    def forget(self, number: int) -> None:
+        """Close the connection to the replica of a shard that this server does not serve any more."""
+        replica = self._replicas.pop(number, None)
+        if replica:
+            replica.close()
 
     def close(self) -> None:
         """Close the connections to all replicas."""
-        for replica in self._replicas.values():
+        for replica in self._replicas.copy().values():
             replica.close()
 
     def _candidates(self, number: int) -> list[Address]:
-        """Return where a replica may be put: behind this server in the shard's order, and not lost before."""
+        """Return where a replica may be put, behind this server in the shard's order; then one that was lost before."""
         order = replica_order(number, self.addresses, self._groups)
         behind = order[order.index(self._own) + 1 :] if self._own in order else []
-        return [address for address in behind if address not in self._lost]
+        now_s = time.monotonic()
+        due = [address for address in behind if address in self._lost and self._lost[address].retry_at_s <= now_s]
+        return [address for address in behind if address not in self._lost] + due[:1]
 
     def _create(self, number: int, state: ShardState) -> None:
         for address in self._candidates(number):
+            started_s = time.monotonic()
             try:
                 self._replicas[number] = self._copy_to(number, address, state)
+            except MovedError:
+                raise
             except (OSError, WorldError) as error:
-                self._lost.add(address)
-                logger.warning("shard %d cannot be replicated at %s (%s)", number, address, error)
+                lost = self._lost.setdefault(address, _LostServer())
+                if not lost.attempts:
+                    logger.warning("shard %d cannot be replicated at %s (%s)", number, address, error)
+                lost.note_attempt(time.monotonic() - started_s)
             else:
+                self._lost.pop(address, None)
                 logger.info("shard %d has a replica again, at %s", number, address)
                 return
 

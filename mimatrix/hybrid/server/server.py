@@ -9,24 +9,25 @@ A client that needs all shards with the same pushes applied holds them (`client.
 that it has not fetched yet, end with its connection.
 """
 
-import hmac
+import logging
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.hybrid.net import Address, Connection, Header, local_capabilities
+from mimatrix.hybrid.net import Address, Connection, Header
+from mimatrix.hybrid.server.heartbeat import Heartbeat
+from mimatrix.hybrid.server.listener import Listener
 from mimatrix.hybrid.server.push_log import Push
-from mimatrix.hybrid.server.replication import MovedError, Replica, Replicas
-from mimatrix.hybrid.server.shard import Shard
+from mimatrix.hybrid.server.replication import Replica, Replicas
+from mimatrix.hybrid.server.shard import MovedError, Shard
 from mimatrix.hybrid.server.state import ShardState
 
-_HELLO_TIMEOUT_S = 30.0
+logger = logging.getLogger(__name__)
 MakeShard = Callable[[int, ShardState], Shard]
 """Makes a shard from its number and state."""
 ServerReply = tuple[Header, torch.Tensor | None]
@@ -69,14 +70,14 @@ class ShardServer:
         timeout_s: float = 30.0,
         make_shard: MakeShard | None = None,
     ) -> None:
-        self._listener, self.address, self._shards = listener, address, dict(shards)
-        self._token, self._make_shard = token, make_shard
+        self._listener = Listener(listener, token, self._serve)
+        self._heartbeat = Heartbeat()
+        self.address, self._shards, self._make_shard = address, dict(shards), make_shard
         self._primaries: set[int] = set()
         """Shards that groups address here; all others are replicas."""
         self.left: set[int] = set()
         """Groups that have left for good."""
         self.replicas = Replicas(address, token, timeout_s)
-        self._connections: set[Connection] = set()
         self._groups: dict[Connection, int] = {}
         self._copies: dict[Connection, ShardState] = {}
         """Copies of shards that their clients will fetch."""
@@ -97,7 +98,6 @@ class ShardServer:
             "welcome": self._on_welcome,
             "store_replica": self._on_store_replica,
         }
-        self._closing = threading.Event()
 
     @classmethod
     def open(
@@ -117,8 +117,9 @@ class ShardServer:
         return server
 
     def start(self) -> None:
-        """Accept connections, in a thread."""
-        threading.Thread(target=self._accept, name="mimatrix-shards", daemon=True).start()
+        """Accept connections, in threads."""
+        self._heartbeat.start()
+        self._listener.start()
 
     @property
     def connected_groups(self) -> int:
@@ -127,47 +128,28 @@ class ShardServer:
 
     def close(self) -> None:
         """Stop listening and close all connections."""
-        self._closing.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for connection in list(self._connections):
-            connection.close()
+        self._heartbeat.stop()
         self.replicas.close()
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                raw, _ = self._listener.accept()
-            except OSError:
-                return
-            connection = Connection(raw, _HELLO_TIMEOUT_S)
-            self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="mimatrix-shard", daemon=True).start()
-
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, hello: Header) -> None:
+        """Answer the requests of one client, in order, until it leaves."""
         try:
-            hello, _ = connection.receive()
-            if not hmac.compare_digest(str(hello.get("token", "")), self._token):
-                connection.send({"error": "the shard server belongs to another run; check the address"})
-                return
-            connection.send(local_capabilities())
-            connection.negotiate(hello)
-            connection.disable_timeout()
+            with self._heartbeat.cover(connection):
+                connection.negotiate(hello)
             if hello.get("group") is not None:
                 self._groups[connection] = int(hello["group"])
                 self.left.discard(int(hello["group"]))
-            while not self._closing.is_set():
-                connection.send(*self._handle(connection, *connection.receive()))
-        except (OSError, ValueError, MiMatrixError):
-            pass  # the client is gone or sent nonsense; it may connect again
+            while not self._listener.is_closing:
+                header, values = connection.receive()
+                with self._heartbeat.cover(connection):
+                    reply = self._handle(connection, header, values)
+                connection.send(*reply)
         finally:
-            self._connections.discard(connection)
             self._groups.pop(connection, None)
             self._copies.pop(connection, None)
             for shard in list(self._shards.values()):
                 shard.release(connection)
-            connection.close()
 
     def _handle(self, connection: Connection, header: Header, values: torch.Tensor | None) -> ServerReply:
         try:
@@ -186,7 +168,8 @@ class ShardServer:
             return {"moved": True}, None
         except (MiMatrixError, OSError) as error:
             return {"error": str(error)}, None
-        except Exception as error:  # noqa: BLE001 (the client gets the error and does not retry)
+        except Exception as error:  # the client gets the error and does not retry
+            logger.exception("a request failed in the shard server")
             return {"error": f"the shard server failed: {type(error).__name__}: {error}"}, None
 
     def _on_leave(self, header: Header, _: torch.Tensor | None) -> Header:
@@ -210,8 +193,13 @@ class ShardServer:
     def _on_store_replica(self, header: Header, values: torch.Tensor | None) -> Header:
         if values is None or self._make_shard is None:
             raise WorldError("the shard server does not accept replicas; use another server")
-        self._shards[header["shard"]] = self._make_shard(header["shard"], ShardState.from_tensor(values))
-        self._primaries.discard(header["shard"])
+        number, state = header["shard"], ShardState.from_tensor(values)
+        current = self._shards.get(number)
+        # A primary that was taken for lost must not undo what its successor has acknowledged since.
+        if current and not current.retire(state.log):
+            raise MovedError(f"shard {number} moved, and has applied other pushes since")
+        self._shards[number] = self._make_shard(number, state)
+        self._primaries.discard(number)
         return {}
 
     def _on_push(self, request: _Request) -> ServerReply:
@@ -298,14 +286,26 @@ class ShardServer:
     def _replication(self, request: _Request) -> Iterator[None]:
         """Forward the request to the replica on entry; wait for its acknowledgement on exit."""
         number = request.header["shard"]
-        replica = None if request.is_replicated else self.replicas.ensure(number, request.shard)
-        with replica.lock if replica else nullcontext():
-            error = replica.send(request.header, request.values) if replica else None
-            try:
-                yield
-            finally:
-                if replica:
-                    self._wait_ack(number, replica, error)
+        try:
+            replica = None if request.is_replicated else self.replicas.ensure(number, request.shard)
+            with replica.lock if replica else nullcontext():
+                error = replica.send(request.header, request.values) if replica else None
+                try:
+                    yield
+                finally:
+                    if replica:
+                        self._wait_ack(number, replica, error)
+        except MovedError:
+            self._retire(number, request.shard)
+            raise
+
+    def _retire(self, number: int, shard: Shard) -> None:
+        """Stop serving a shard that is served elsewhere, also to requests that wait for their turn."""
+        shard.retire()
+        if self._shards.get(number) is shard:
+            del self._shards[number]
+            self._primaries.discard(number)
+            self.replicas.forget(number)
 
     def _wait_ack(self, number: int, replica: Replica, error: Exception | None) -> None:
         """Wait for the replica's acknowledgement; drop the replica if it does not answer."""
@@ -314,7 +314,6 @@ class ShardServer:
                 raise error
             replica.wait_ack()
         except MovedError:
-            self._shards.pop(number, None)
             raise
         except (OSError, WorldError) as lost:
             self.replicas.drop(number, lost)

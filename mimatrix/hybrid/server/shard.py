@@ -26,6 +26,10 @@ MOMENTUM_KEYS = ("momentum_buffer",)
 """Keys of optimizer state that has the magnitude of a step."""
 
 
+class MovedError(WorldError):
+    """The shard is served elsewhere now."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSnapshot:
     """Parameters of one version, which do not change any more."""
@@ -82,6 +86,7 @@ class Shard:
         self._changed = Condition()
         """Guards everything below; notified of every change that a thread may wait for."""
         self._hold: ShardHold | None = None
+        self._is_retired = False
         self.log = PushLog()
         self.origin = ""
         """The checkpoint that the shard was loaded from."""
@@ -115,6 +120,7 @@ class Shard:
             while (hold := self._active_hold()) and not hold.admits(push, self.log):
                 self._changed.wait(hold.remaining_s)
             waited_s = time.monotonic() - arrived_s
+            self._check_current()
             duplicate = self.log.find_duplicate(push)
             if duplicate:
                 return duplicate
@@ -173,8 +179,26 @@ class Shard:
 
     def join(self, group: int, number: int, incarnation: int, replication: Replication = nullcontext) -> None:
         """Let a group join, perhaps again: its next push is the one after `number`."""
-        with self._changed, replication():
-            self.log.join(group, number, incarnation)
+        with self._changed:
+            self._check_current()
+            with replication():
+                self.log.join(group, number, incarnation)
+
+    def retire(self, successor: PushLog | None = None) -> bool:
+        """Refuse all changes from now on, since another copy takes the place of this one.
+
+        Args:
+            successor: What the other copy has applied. If it lacks a push of this copy, nothing changes.
+
+        Returns:
+            Whether this copy is retired.
+        """
+        with self._changed:
+            if successor and not successor.contains(self.log):
+                return False
+            self._is_retired = True
+            self._changed.notify_all()
+            return True
 
     def save(self) -> ShardState:
         """Return a copy of the state at one version."""
@@ -196,6 +220,7 @@ class Shard:
             owner: If given, it must hold the shard, so that no push was applied in the meantime.
         """
         with self._changed:
+            self._check_current()
             if owner is not None:
                 self._require_hold(owner)
             with replication():
@@ -255,9 +280,13 @@ class Shard:
             self._hold = None
         return self._hold
 
+    def _check_current(self) -> None:
+        if self._is_retired:
+            raise MovedError("the shard moved to its replica")
+
     def _require_hold(self, owner: object) -> ShardHold:
         hold = self._active_hold()
-        if hold is None or hold.owner is not owner:
+        if hold is None or hold.owner is not owner or self._is_retired:
             raise WorldError("the hold on a shard expired, or the shard moved to its replica; try again")
         return hold
 

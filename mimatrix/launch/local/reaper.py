@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from mimatrix.core.environment import TOKEN, TOKEN_FD
 from mimatrix.launch.local.users import Account
 from mimatrix.processes.proc import ENDS, Identity, adopt_orphans, descendants, die_with_parent, fork, identify, send
 
@@ -172,16 +173,34 @@ class _Guard:
 
 
 def _start(charge: Charge, prints: int) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(  # noqa: S603 (running what the person asks for is the purpose)
-        charge.words,
-        env=dict(charge.environment),
-        cwd=charge.folder,
-        stdin=subprocess.DEVNULL,
-        stdout=prints,
-        stderr=prints,
-        start_new_session=True,
-        preexec_fn=_Entry(charge.account, os.getpid()),
-    )
+    environment, handed = _without_token(charge.environment)
+    try:
+        return subprocess.Popen(  # noqa: S603 (running what the person asks for is the purpose)
+            charge.words,
+            env=environment,
+            cwd=charge.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=prints,
+            stderr=prints,
+            pass_fds=handed,
+            start_new_session=True,
+            preexec_fn=_Entry(charge.account, os.getpid()),
+        )
+    finally:
+        for descriptor in handed:
+            os.close(descriptor)
+
+
+def _without_token(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Move the token into a pipe that the member inherits, since /proc shows environments to all of the same user."""
+    shown = dict(environment)
+    token = shown.pop(TOKEN.name, "")
+    if not token:
+        return shown, ()
+    reads, writes = os.pipe()
+    os.write(writes, token.encode())
+    os.close(writes)
+    return shown | {TOKEN_FD.name: str(reads)}, (reads,)
 
 
 @dataclass(frozen=True, slots=True)

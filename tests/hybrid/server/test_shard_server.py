@@ -168,6 +168,38 @@ def test_a_server_added_later_gets_replicas_of_single_copies() -> None:
         late.close()
 
 
+def test_a_server_that_was_slow_once_gets_replicas_again() -> None:
+    """It was given up as a replica; later it is the only other server."""
+    with servers() as (running, addresses):
+        client = ShardsClient(0, COUNT, SHARES, addresses, "secret", timeout_s=2)
+        train(client, range(4))
+        running[2].replicas.drop(2, OSError("it was slow"))
+        train(client, range(4, 6))
+        running[1].close()
+        train(client, range(6, 8))
+        running[2].close()
+        train(client, range(8, 12))
+        assert (client.pull().values - train_alone(12)).abs().max() < 1e-12
+        client.close()
+
+
+def test_a_primary_that_was_replaced_unnoticed_does_not_undo_pushes() -> None:
+    """It gave up its replica, which then became the primary: it must not copy its older state over newer ones."""
+    with servers() as (running, addresses):
+        cut_off = [[addresses[0][1]], *addresses[1:]]
+        lost = ShardsClient(0, COUNT, SHARES, cut_off, "secret", timeout_s=5)
+        other = ShardsClient(1, COUNT, SHARES, addresses, "secret", timeout_s=5)
+        train(other, range(3))
+        running[0].replicas.drop(0, OSError("it was slow"))
+        train(lost, range(3, 6))
+        train(other, range(6, 9))
+        train(lost, range(9, 12))
+        assert lost.pull().versions == other.pull().versions == (12, 12, 12)
+        assert torch.equal(lost.pull().values, other.pull().values)
+        lost.close()
+        other.close()
+
+
 def test_a_dropped_replica_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
     """It has an old version: a client that has seen a newer one tries the next server."""
     with servers() as (running, addresses):
