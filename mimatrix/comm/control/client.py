@@ -3,17 +3,20 @@
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mimatrix.comm.control.call_comparison import CallReport
-from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect
+from mimatrix.comm.control.faults import Fault
+from mimatrix.comm.control.liveness import DEFAULT_SILENCE_S, describe_break, is_silence
+from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect, greeting
 from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls, describe_ended
 from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost, UserError, WorldError
 
 _CONNECT_S = 30.0
+_POLL_S = 0.05
 _NEWS_S = 0.2
 """How long news of a lost rank may be on its way."""
 _VERDICT_S = 3.0
@@ -61,19 +64,45 @@ class ControlClient:
         self._stream, self._generation = stream, generation
         self._sender = FrameSender(stream)
         self._lost: dict[int, str] = {}
-        self._faults: list[tuple[set[int], WorldError | DifferentCalls]] = []
+        self._gone = ""
+        """Why the coordinator is gone; empty while it is there."""
+        self._is_closing = False
+        self._faults: list[Fault] = []
         self._arrivals: dict[tuple[str, int], list[Any]] = {}
+        self._announced: dict[str, tuple[int, ...]] = {}
+        """The members of each group, as the coordinator has been told."""
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._loads: list[dict[str, Any]] = []
         self._changed = threading.Condition()
 
     @classmethod
     def connect(
-        cls, rank: int, hosts: list[str], address: str, port: int, generation: int, token: str
+        cls,
+        rank: int,
+        hosts: list[str],
+        address: str,
+        port: int,
+        generation: int,
+        token: str,
+        *,
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> "ControlClient":
-        """Connect to the coordinator, greet it with the job's token, and start to listen."""
-        stream = connect(address, port, timeout_s=_CONNECT_S)
+        """Connect to the coordinator, greet it with the job's token, and start to listen.
+
+        Args:
+            rank: This rank.
+            hosts: The host of each rank; the coordinator is on the one of rank 0.
+            address: The coordinator's address.
+            port: Its port.
+            generation: The membership that this rank belongs to.
+            token: The job's token.
+            silence_s: After how long without an answer of its kernel the coordinator's host counts as silent.
+        """
+        stream = connect(address, port, _CONNECT_S, silence_s)
         stream.settimeout(None)
         client = cls(rank, hosts, stream, generation)
-        client._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
+        stream.sendall(greeting(token, generation))
+        client._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank]})
         threading.Thread(target=client._listen, name="mimatrix-control", daemon=True).start()
         return client
 
@@ -143,7 +172,9 @@ class ControlClient:
 
     def arrive(self, group: str, ticket: int, members: Collection[int], payload: object) -> None:
         """Announce that this rank has reached `ticket`; members that wait for it receive `payload`."""
-        body = {"group": group, "ticket": ticket, "members": list(members), "payload": payload}
+        ranks = tuple(members)
+        is_known, self._announced[group] = self._announced.get(group) == ranks, ranks
+        body = {"group": group, "ticket": ticket, "members": None if is_known else ranks, "payload": payload}
         self._send(MessageType.ARRIVE, body)
 
     def wait_arrivals(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
@@ -154,8 +185,8 @@ class ControlClient:
 
     @property
     def has_news(self) -> bool:
-        """Whether a rank was lost or has left, or a fault was reported; cheaper to ask than `check`."""
-        return bool(self._lost or self._faults)
+        """Whether a rank or the coordinator was lost, or a fault was reported; cheaper to ask than `check`."""
+        return bool(self._lost or self._faults or self._gone)
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said goodbye."""
@@ -169,18 +200,22 @@ class ControlClient:
     def failure(
         self, peer: int, members: Collection[int], doing: str, user_call: UserCall | None = None
     ) -> WorldError | UserError | None:
-        """Return an error if a rank reported a mismatch, a member was lost, or the awaited `peer` has left.
+        """Return an error if a rank reported a mismatch, a member or the coordinator was lost, or `peer` has left.
 
         A peer may have finished all that is expected of it and left since: look at its progress again after this.
         """
-        for ranks, error in self._faults.copy():
-            if ranks <= set(members):
-                return error
+        for fault in self._faults.copy():
+            if fault.concerns(members):
+                return fault.to_error()
         for rank, reason in self._lost.copy().items():
             # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
             if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
                 return self._loss(rank, reason, doing, user_call or self.caller.of_this_thread())
-        return None
+        return self._coordinator_loss(doing, self._gone) if self._gone else None
+
+    def _coordinator_loss(self, doing: str, reason: str) -> WorldError:
+        where = f"a process on {self.hosts[0]}"
+        return WorldError(f"the coordinator of this job, {where}, was lost in {doing}: {reason}; restart the job")
 
     def _loss(self, rank: int, reason: str, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
         # A rank that ended without an error has done all that the script asked of it: the script is to blame, and to
@@ -198,7 +233,7 @@ class ControlClient:
         """
         complaint = {"waits_for": peer, "waited_s": waited_s, "arrival": arrival, "members": list(members)}
         self._complain(complaint, peer, members, doing)
-        raise PeerLost(f"{self.describe(0)} was lost in {doing}: its coordinator does not answer", 0)
+        raise self._coordinator_loss(doing, "it does not answer")
 
     def diagnose(self, members: Collection[int], doing: str, waited_s: float) -> None:
         """Raise if a member is lost or does not answer, after torch failed without saying why."""
@@ -242,7 +277,7 @@ class ControlClient:
 
     def report_mismatch(self, text: str, ranks: Collection[int]) -> NoReturn:
         """Tell all ranks that two of them make different calls, then raise."""
-        self._report({"text": text, "ranks": sorted(ranks), "failed": None, "is_users": False})
+        self._report(Fault(text=text, ranks=tuple(sorted(ranks))))
         raise MismatchError(text)
 
     def report_different_calls(self, calls: dict[int, UserCall | None]) -> NoReturn:
@@ -252,8 +287,8 @@ class ControlClient:
         """
         text, until = describe_calls(calls), time.monotonic() + _NEWS_S
         with suppress(OSError):
-            body = {"text": text, "ranks": sorted(calls), "failed": None, "is_users": True}
-            self._send(MessageType.FAULT, body)
+            fault = Fault(text=text, ranks=tuple(sorted(calls)), is_users=True)
+            self._send(MessageType.FAULT, fault.to_json())
             self._check_until(until, -1, range(len(self.hosts)), "")
         raise DifferentCalls(text)
 
@@ -262,14 +297,14 @@ class ControlClient:
         if isinstance(error, WorldError | DifferentCalls):
             return  # they are told by the rank that noticed it
         text = f"{self.describe(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
-        self._report({"text": text, "ranks": sorted(members), "failed": self.rank, "is_users": False})
+        self._report(Fault(text=text, ranks=tuple(sorted(members)), failed=self.rank))
 
     def pass_on(self, error: BaseException, members: Collection[int]) -> None:
         """Tell the members, which may wait for this rank, that another one is to blame for its failure."""
         if isinstance(error, PeerLost):
-            self._report({"text": str(error), "ranks": sorted(members), "failed": error.rank, "is_users": False})
+            self._report(Fault(text=str(error), ranks=tuple(sorted(members)), failed=error.rank))
         elif isinstance(error, DifferentCalls):
-            self._report({"text": str(error), "ranks": sorted(members), "failed": None, "is_users": True})
+            self._report(Fault(text=str(error), ranks=tuple(sorted(members)), is_users=True))
 
     def describe(self, rank: int) -> str:
         """Return `rank 3 on hostname`."""
@@ -277,6 +312,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Say goodbye."""
+        self._is_closing = True
         with suppress(OSError):
             self._send(MessageType.BYE, {"begun": self.begun})
             self._stream.shutdown(socket.SHUT_WR)
@@ -295,18 +331,48 @@ class ControlClient:
             with self._changed:
                 self._changed.wait(0.02)
 
-    def _report(self, body: dict[str, Any]) -> None:
-        self._add_fault(body)
-        with suppress(OSError):
-            self._send(MessageType.FAULT, body)
+    def request(self, number: int, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask the job's store, and return its reply to the request with this number.
 
-    def _add_fault(self, body: dict[str, Any]) -> None:
-        text, rank = str(body["text"]), body["failed"]
-        error: WorldError | DifferentCalls = MismatchError(text) if rank is None else PeerLost(text, rank)
-        if body["is_users"]:
-            error = DifferentCalls(text)
+        Raises:
+            PeerLost: A rank was lost meanwhile, which may be the one that was to write the value.
+            WorldError: The coordinator is lost, or does not answer.
+        """
+        doing = f"a request for {body['key']} in the job's store"
+        self._ask(MessageType.STORE, body, doing)
+        self._await(lambda: number in self._replies, timeout_s + _VERDICT_S, doing)
+        return self._replies.pop(number)
+
+    def coordinator_load(self) -> dict[str, int]:
+        """Return how many messages the coordinator has received and sent."""
+        self._ask(MessageType.LOAD, {}, "a question to the coordinator")
+        self._await(lambda: bool(self._loads), _VERDICT_S, "a question to the coordinator")
+        return self._loads.pop()
+
+    def _ask(self, message_type: MessageType, body: dict[str, Any], doing: str) -> None:
+        try:
+            self._send(message_type, body)
+        except OSError as error:
+            self.check(-1, range(len(self.hosts)), doing)
+            raise self._coordinator_loss(doing, describe_break(self._stream, error)) from error
+
+    def _await(self, has_come: Callable[[], bool], timeout_s: float, doing: str) -> None:
+        """Wait for an answer of the coordinator."""
+        until = time.monotonic() + timeout_s
         with self._changed:
-            self._faults.append((set(body["ranks"]), error))
+            while not self._changed.wait_for(has_come, min(_POLL_S, max(0.0, until - time.monotonic()))):
+                self.check(-1, range(len(self.hosts)), doing)
+                if time.monotonic() >= until:
+                    raise self._coordinator_loss(doing, "it does not answer")
+
+    def _report(self, fault: Fault) -> None:
+        self._add_fault(fault)
+        with suppress(OSError):
+            self._send(MessageType.FAULT, fault.to_json())
+
+    def _add_fault(self, fault: Fault) -> None:
+        with self._changed:
+            self._faults.append(fault)
             self._changed.notify_all()
 
     def _send(self, message_type: MessageType, body: dict[str, Any]) -> None:
@@ -315,17 +381,31 @@ class ControlClient:
 
     def _listen(self) -> None:
         decoder = Decoder(self._generation)
-        reason = "its connection closed"
+        reason, is_silent = "its connection closed", False
         try:
             while data := self._stream.recv(1 << 16):
                 for message in decoder.feed(data):
                     self.received += 1
                     self._handle(message)
-        except (OSError, WorldError) as error:
-            reason = str(error)
-        # The coordinator runs in the process of rank 0.
-        self._lose(0, reason)
+        except OSError as error:
+            reason, is_silent = describe_break(self._stream, error), is_silence(error)
+        except WorldError as error:
+            reason = str(error).partition(";")[0]  # without its fix, which the loss has too
+        except Exception as error:  # noqa: BLE001 (this thread must not end without a word, whatever it was sent)
+            reason = f"it sent a corrupt message ({type(error).__name__}: {error})"
+        if not self._is_closing:
+            self._lose_coordinator(reason, is_silent=is_silent)
         self._stream.close()
+
+    def _lose_coordinator(self, reason: str, *, is_silent: bool) -> None:
+        """Note that the coordinator is gone; if its host is silent, all ranks of that host are lost."""
+        if is_silent:
+            for rank, host in enumerate(self.hosts):
+                if host == self.hosts[0] != self.hosts[self.rank]:
+                    self._lose(rank, reason)
+        with self._changed:
+            self._gone = reason
+            self._changed.notify_all()
 
     def _handle(self, message: ControlMessage) -> None:
         body = message.body
@@ -334,13 +414,23 @@ class ControlClient:
                 with self._changed:
                     self._arrivals[body["group"], body["ticket"]] = body["payloads"]
                     self._changed.notify_all()
+            case MessageType.REPLY:
+                with self._changed:
+                    self._replies[body["number"]] = body
+                    self._changed.notify_all()
+            case MessageType.LOAD:
+                with self._changed:
+                    self._loads.append(body)
+                    self._changed.notify_all()
             case MessageType.LOST:
-                self._lose(body["rank"], body["reason"])
+                self._lose(int(body["rank"]), str(body["reason"]))
             case MessageType.FAULT:
-                self._add_fault(body)
+                self._add_fault(Fault.from_json(body))
             case MessageType.PROBE:
                 with suppress(OSError):
                     self._send(MessageType.STATE, self._describe_state())
+            case _:
+                raise WorldError(f"it sent {message.type.name}, which only ranks send; check its version")
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._changed:
