@@ -28,8 +28,8 @@ def connect_to_coordinator(
         own: Host and address of this rank.
         generation: How many times the job was restarted.
     """
-    store.set(f"mimatrix/host/{rank}", json.dumps(asdict(own)))
-    ranks = [HostAddress(**json.loads(store.get(f"mimatrix/host/{peer}"))) for peer in range(world_size)]
+    store.set(f"mimatrix/endpoint/{rank}", json.dumps(asdict(own)))
+    ranks = [HostAddress(**json.loads(store.get(f"mimatrix/endpoint/{peer}"))) for peer in range(world_size)]
     process: CoordinatorProcess | None = None
     secret = environment.JOB_SECRET.get()
     if rank == 0:

@@ -53,7 +53,7 @@ class JobStore:
         value = self._request("get", key, timeout_s=limit_s)
         if value is None:
             raise WorldError(
-                f"no rank wrote {key} to the job's store within {limit_s:g} s; see the output of all ranks"
+                f"the job's store has no {key} after {limit_s:g} s; see the output of all ranks"
             )
         return value.encode()
 
