@@ -52,9 +52,7 @@ class JobStore:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         value = self._request("get", key, timeout_s=limit_s)
         if value is None:
-            raise WorldError(
-                f"the job's store has no {key} after {limit_s:g} s; see the output of all ranks"
-            )
+            raise WorldError(f"the job's store has no {key} after {limit_s:g} s; see the output of all ranks")
         return value.encode()
 
     def wait(self, keys: list[str], timeout_s: float | None = None) -> None:

@@ -1,5 +1,6 @@
 """The coordinator reads nothing of strangers, and outlives them, bad messages and moments without descriptors."""
 
+import json
 import os
 import resource
 import socket
@@ -15,7 +16,6 @@ from mimatrix.comm.control.client import ControlClient
 from mimatrix.comm.control.coordinator import Coordinator
 from mimatrix.comm.control.messages import GREETING_BYTES, ControlMessage, MessageType, greeting
 from mimatrix.comm.control.server import ServerLimits
-from mimatrix.core import framing
 from mimatrix.core.errors import PeerLost, WorldError
 
 HELLO = ControlMessage(MessageType.HELLO, GENERATION, {"rank": 0, "host": "a"}).encode()
@@ -74,7 +74,7 @@ def test_coordinator_ignores_strangers_and_keeps_serving_its_ranks() -> None:
 
 def test_coordinator_parses_nothing_of_a_peer_that_has_not_shown_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    monkeypatch.setattr(framing.json, "loads", lambda data: parsed.append(len(data)))
+    monkeypatch.setattr(json, "loads", lambda data: parsed.append(len(data)))
     with serving() as coordinator, socket.create_connection(("127.0.0.1", coordinator.port)) as stranger:
         body = {"text": "x" * 800_000}
         frame = ControlMessage(MessageType.HELLO, GENERATION, body).encode()

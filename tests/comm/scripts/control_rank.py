@@ -34,7 +34,8 @@ def main(rank: int, hosts: list[str], address: str, silence_s: float, mode: str)
     say("ready")
     if mode == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    until, news, ticket = time.monotonic() + WAIT_S, [], 0
+    until, ticket = time.monotonic() + WAIT_S, 0
+    news: list[str] = []
     while not news and time.monotonic() < until:
         time.sleep(0.02)
         if mode == "talking":
