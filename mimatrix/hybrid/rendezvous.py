@@ -163,7 +163,7 @@ class Rendezvous:
         return RendezvousInfo(token, tuple(addresses), _describe(layout))
 
     def _published_token(self, store: Store) -> str:
-        """Return a random token, for jobs whose ranks share no secret; whoever reads the store has it too."""
+        """Return a random token, for jobs whose ranks share no secret; a process that reads the store has it too."""
         if self.group == 0:
             # If group 0 was restarted in the middle of this, the token of its first start stays.
             store.compare_set("token", "", secrets.token_hex(16))

@@ -26,7 +26,7 @@ class Store(Protocol):
 
 
 class JobStore:
-    """Keys and values that all ranks of a job share, and nobody else can read. Values are text.
+    """Keys and values that all ranks of a job share, which no process outside of it can read. Values are text.
 
     Example:
         >>> store = JobStore(control)
@@ -65,7 +65,7 @@ class JobStore:
             self.get(key, timeout_s)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 if nobody has written it, and return the sum."""
+        """Add to a number, which is 0 if it has not been written, and return the sum."""
         return int(self._request("add", key, str(amount)) or "")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:

@@ -85,7 +85,7 @@ class _WaitingRequest:
 
 @dataclass(slots=True)
 class KeyValueStore:
-    """Values by key, and the requests that wait for keys that nobody has written yet."""
+    """Values by key, and the requests that wait for keys that are not written yet."""
 
     values: dict[str, str] = field(default_factory=dict)
     _characters: int = 0

@@ -71,7 +71,7 @@ class Synchronisation:
         return {member: arrived[member] for member in members}
 
     def find_missing(self, group: str, ticket: int, default: int | None) -> int | None:
-        """Return the first member that has not reached a ticket; `default` if nobody waits there."""
+        """Return the first member that has not reached a ticket; `default` if no rank waits there."""
         for (name, members, number), arrived in self._arrived.items():
             if (name, number) == (group, ticket):
                 return next((rank for rank in members if rank not in arrived), default)
@@ -87,5 +87,5 @@ class Synchronisation:
             self._members[rank, arrival.group] = arrival.members
         members = self._members.get((rank, arrival.group), ())
         if rank not in members:
-            raise WorldError(f"rank {rank} arrives in a group of which it is no member; check its version")
+            raise WorldError(f"rank {rank} arrives in a group without being a member; check its version")
         return members

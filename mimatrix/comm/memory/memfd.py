@@ -185,7 +185,7 @@ def _storage_name(window: str, number: int) -> str:
 
 
 def _map(handle: str, *, is_sealed: bool = False) -> torch.Tensor:
-    """Map the memory of a handle; with `is_sealed` only if nobody can shrink it, which torch's storages cannot be."""
+    """Map the memory of a handle; with `is_sealed` only if it cannot be shrunk; torch cannot seal storages."""
     fd, size = _receive_fd(handle)
     try:
         if os.fstat(fd).st_size < size or (is_sealed and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK):
