@@ -5,14 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mimatrix.comm.control.call_comparison import CallReport
 from mimatrix.comm.control.faults import Fault
 from mimatrix.comm.control.liveness import DEFAULT_SILENCE_S, describe_break, is_silence
+from mimatrix.comm.control.losses import Losses
 from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect, greeting
-from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls, describe_ended
+from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls
+from mimatrix.comm.control.waits import ArrivalWait, WaitStatus
 from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost, UserError, WorldError
 
 _CONNECT_S = 30.0
@@ -26,26 +27,6 @@ _BLOCKED_S = 2.0
 _REPORT_EVERY_S = 1.0
 _STILL_S = 0.5
 """How long ago a thread that still waits may have said so."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitStatus:
-    """Which rank this one waits for (None: any), in which round of which call, since when (monotonic clock)."""
-
-    rank: int | None
-    call: object
-    round: int
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalWait:
-    """Which ranks this one waits for, to begin which call of a group, since when (monotonic clock)."""
-
-    number: int
-    needs: tuple[int, ...]
-    user_call: UserCall | None
-    since_s: float
 
 
 class ControlClient:
@@ -63,11 +44,8 @@ class ControlClient:
         self._blocked_in, self._blocked_at_s, self._reported_s = "", 0.0, 0.0
         self._stream, self._generation = stream, generation
         self._sender = FrameSender(stream)
-        self._lost: dict[int, str] = {}
-        self._gone = ""
-        """Why the coordinator is gone; empty while it is there."""
+        self._losses = Losses(rank, hosts)
         self._is_closing = False
-        self._faults: list[Fault] = []
         self._arrivals: dict[tuple[str, int], list[Any]] = {}
         self._announced: dict[str, tuple[int, ...]] = {}
         """The members of each group, as the coordinator has been told."""
@@ -186,11 +164,11 @@ class ControlClient:
     @property
     def has_news(self) -> bool:
         """Whether a rank or the coordinator was lost, or a fault was reported; cheaper to ask than `check`."""
-        return bool(self._lost or self._faults or self._gone)
+        return self._losses.has_news
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said goodbye."""
-        return self._lost.get(rank) == LEFT
+        return self._losses.ranks.get(rank) == LEFT
 
     def check(self, peer: int, members: Collection[int], doing: str) -> None:
         """Raise the `failure`, if there is one."""
@@ -204,25 +182,7 @@ class ControlClient:
 
         A peer may have finished all that is expected of it and left since: look at its progress again after this.
         """
-        for fault in self._faults.copy():
-            if fault.concerns(members):
-                return fault.to_error()
-        for rank, reason in self._lost.copy().items():
-            # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
-            if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
-                return self._loss(rank, reason, doing, user_call or self.caller.of_this_thread())
-        return self._coordinator_loss(doing, self._gone) if self._gone else None
-
-    def _coordinator_loss(self, doing: str, reason: str) -> WorldError:
-        where = f"a process on {self.hosts[0]}"
-        return WorldError(f"the coordinator of this job, {where}, was lost in {doing}: {reason}; restart the job")
-
-    def _loss(self, rank: int, reason: str, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
-        # A rank that ended without an error has done all that the script asked of it: the script is to blame, and to
-        # start it again would not help.
-        if call and reason == LEFT:
-            return DifferentCalls(describe_ended(self.rank, rank, call))
-        return PeerLost(f"{self.describe(rank)} was lost in {call or doing}: {reason}", rank)
+        return self._losses.failure(peer, members, doing, user_call or self.caller.of_this_thread())
 
     def report_timeout(
         self, peer: int, members: Collection[int], doing: str, waited_s: float, arrival: tuple[str, int] | None = None
@@ -233,7 +193,7 @@ class ControlClient:
         """
         complaint = {"waits_for": peer, "waited_s": waited_s, "arrival": arrival, "members": list(members)}
         self._complain(complaint, peer, members, doing)
-        raise self._coordinator_loss(doing, "it does not answer")
+        raise self._losses.coordinator_error(doing, "it does not answer")
 
     def diagnose(self, members: Collection[int], doing: str, waited_s: float) -> None:
         """Raise if a member is lost or does not answer, after torch failed without saying why."""
@@ -308,7 +268,7 @@ class ControlClient:
 
     def describe(self, rank: int) -> str:
         """Return `rank 3 on hostname`."""
-        return f"rank {rank} on {self.hosts[rank]}"
+        return self._losses.describe(rank)
 
     def close(self) -> None:
         """Say goodbye."""
@@ -354,7 +314,7 @@ class ControlClient:
             self._send(message_type, body)
         except OSError as error:
             self.check(-1, range(len(self.hosts)), doing)
-            raise self._coordinator_loss(doing, describe_break(self._stream, error)) from error
+            raise self._losses.coordinator_error(doing, describe_break(self._stream, error)) from error
 
     def _await(self, has_come: Callable[[], bool], timeout_s: float, doing: str) -> None:
         """Wait for an answer of the coordinator."""
@@ -363,7 +323,7 @@ class ControlClient:
             while not self._changed.wait_for(has_come, min(_POLL_S, max(0.0, until - time.monotonic()))):
                 self.check(-1, range(len(self.hosts)), doing)
                 if time.monotonic() >= until:
-                    raise self._coordinator_loss(doing, "it does not answer")
+                    raise self._losses.coordinator_error(doing, "it does not answer")
 
     def _report(self, fault: Fault) -> None:
         self._add_fault(fault)
@@ -372,7 +332,7 @@ class ControlClient:
 
     def _add_fault(self, fault: Fault) -> None:
         with self._changed:
-            self._faults.append(fault)
+            self._losses.faults.append(fault)
             self._changed.notify_all()
 
     def _send(self, message_type: MessageType, body: dict[str, Any]) -> None:
@@ -394,18 +354,10 @@ class ControlClient:
         except Exception as error:  # noqa: BLE001 (this thread must not end without a word, whatever it was sent)
             reason = f"it sent a corrupt message ({type(error).__name__}: {error})"
         if not self._is_closing:
-            self._lose_coordinator(reason, is_silent=is_silent)
+            with self._changed:
+                self._losses.lose_coordinator(reason, is_silent=is_silent)
+                self._changed.notify_all()
         self._stream.close()
-
-    def _lose_coordinator(self, reason: str, *, is_silent: bool) -> None:
-        """Note that the coordinator is gone; if its host is silent, all ranks of that host are lost."""
-        if is_silent:
-            for rank, host in enumerate(self.hosts):
-                if host == self.hosts[0] != self.hosts[self.rank]:
-                    self._lose(rank, reason)
-        with self._changed:
-            self._gone = reason
-            self._changed.notify_all()
 
     def _handle(self, message: ControlMessage) -> None:
         body = message.body
@@ -423,7 +375,9 @@ class ControlClient:
                     self._loads.append(body)
                     self._changed.notify_all()
             case MessageType.LOST:
-                self._lose(int(body["rank"]), str(body["reason"]))
+                with self._changed:
+                    self._losses.ranks.setdefault(int(body["rank"]), str(body["reason"]))
+                    self._changed.notify_all()
             case MessageType.FAULT:
                 self._add_fault(Fault.from_json(body))
             case MessageType.PROBE:
@@ -431,8 +385,3 @@ class ControlClient:
                     self._send(MessageType.STATE, self._describe_state())
             case _:
                 raise WorldError(f"it sent {message.type.name}, which only ranks send; check its version")
-
-    def _lose(self, rank: int, reason: str) -> None:
-        with self._changed:
-            self._lost.setdefault(rank, reason)
-            self._changed.notify_all()

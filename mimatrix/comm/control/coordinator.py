@@ -129,6 +129,11 @@ class Coordinator:
         self._check_search()
         self._reply(self._store.expire(time.monotonic()))
 
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether a search is in progress, or a rank waits for the store."""
+        return self._search is not None or bool(self._unfinished.calls) or self._store.is_awaited
+
     def on_message(self, rank: int, message: ControlMessage) -> None:
         """Handle a rank's message.
 

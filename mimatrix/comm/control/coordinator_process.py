@@ -26,6 +26,8 @@ from mimatrix.core.errors import WorldError
 _logger = logging.getLogger(__name__)
 _ROOT = Path(__file__).resolve().parents[3]
 _SECRETS = (environment.JOB_SECRET.name, environment.TOKEN.name)
+_IDLE_S = 1.0
+"""It shares the processor with ranks, so it does not wake up without need."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,7 +70,7 @@ def serve(listener: socket.socket, options: dict[str, object]) -> None:
     with suppress(ValueError, OSError):  # more ranks than the usual limit
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    limits = ServerLimits(silence_s=float(str(options["silence_s"])))
+    limits = ServerLimits(silence_s=float(str(options["silence_s"])), idle_s=_IDLE_S)
     Coordinator(
         listener,
         int(str(options["generation"])),

@@ -26,7 +26,7 @@ class Store(Protocol):
 
 
 class JobStore:
-    """Keys and values that all ranks of a job share, which no process outside of it can read. Values are text.
+    """Keys and values that all ranks of a job share, which no other process can read. Values are text.
 
     Example:
         >>> store = JobStore(control)

@@ -91,6 +91,11 @@ class KeyValueStore:
     _characters: int = 0
     _waiting: dict[str, list[_WaitingRequest]] = field(default_factory=dict)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests wait for keys."""
+        return bool(self._waiting)
+
     def handle(self, rank: int, request: StoreRequest, now_s: float) -> list[StoreReply]:
         """Do what a rank asks; return its reply, if it need not wait, and those that a new value lets go."""
         try:

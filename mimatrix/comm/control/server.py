@@ -44,6 +44,8 @@ class ServerLimits:
     """How long nothing is accepted if there is no descriptor for a connection."""
     max_unread_bytes: int = 16 << 20
     """What may wait for a rank that does not read; with more, it is lost."""
+    idle_s: float = 0.05
+    """How often the server wakes up if nothing happens and no deadline is to be kept."""
     silence_s: float = DEFAULT_SILENCE_S
     """After how long without an answer of its kernel a host is silent."""
 
@@ -64,7 +66,12 @@ class ControlHandler(Protocol):
         ...
 
     def on_tick(self) -> None:
-        """Look at deadlines; called several times a second."""
+        """Look at deadlines; called after all that has come in, and in between while there are deadlines."""
+        ...
+
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether something is to be decided soon, even if no message comes."""
         ...
 
 
@@ -113,7 +120,7 @@ class ControlServer:
         """Serve until `is_over`. If anything but a connection fails, all ranks are told before the error is raised."""
         try:
             while not is_over():
-                for key, events in self._selector.select(_TICK_S):
+                for key, events in self._selector.select(self._patience_s(handler)):
                     self._on_event(handler, key, events)
                 self._expire()
                 handler.on_tick()
@@ -139,6 +146,10 @@ class ControlServer:
         """Close the connection of a rank after what is being handled now."""
         if connection := self._ranks.get(rank):
             self._doom(connection, reason)
+
+    def _patience_s(self, handler: ControlHandler) -> float:
+        is_busy = self._strangers or self._accept_again_s or handler.has_deadlines
+        return _TICK_S if is_busy else self._limits.idle_s
 
     def _on_event(self, handler: ControlHandler, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._listener:
