@@ -10,6 +10,7 @@ import torch
 
 from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
+from mimatrix.comm.disagreement import describe_disagreement
 
 REDUCE_OPS = ("sum", "avg", "max", "min")
 DTYPES = (
@@ -168,14 +169,6 @@ def describe_mismatch(number: int, rank: str, call: CallSignature, peer: str, he
     is_same = header.requests_same(call) and header.number == number
     other = "the same by another algorithm" if is_same else str(header)
     return describe_disagreement(f"at call number {number}", f"{rank} asks for {call}, {peer} for {other}")
-
-
-def describe_disagreement(where: str, what: str) -> str:
-    """Return one sentence on ranks that make different calls: where in their order, what they are, and the fix."""
-    return (
-        f"ranks disagree {where}: {what}; "
-        "every rank must call the same collectives in the same order with the same sizes and types"
-    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

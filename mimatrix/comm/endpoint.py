@@ -7,13 +7,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from mimatrix.comm.addresses import HostAddress, choose_address, own_address
+from mimatrix.comm.addresses import HostAddress, own_address
 from mimatrix.comm.control.client import ControlClient
-from mimatrix.comm.control.coordinator import Coordinator
+from mimatrix.comm.control.coordinator_process import CoordinatorProcess
+from mimatrix.comm.control.job_store import JobStore, Store
+from mimatrix.comm.coordinator_start import connect_to_coordinator
 from mimatrix.comm.memory.arena import Arena
 from mimatrix.comm.memory.base import PeerWindow, WindowKind
 from mimatrix.comm.memory.peer_access import GpuDescription, PeerAccess, describe_refusal, find_peer_access
@@ -26,18 +27,6 @@ from mimatrix.core.units import parse_bytes
 _logger = logging.getLogger(__name__)
 _PINNED_ARENA_BYTES = 512 << 20
 """GPU memory, and memory registered with a NIC, is allocated at once."""
-
-
-class Store(Protocol):
-    """A key-value store that all ranks reach, such as those of torch.distributed."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Wait until a value is written, and return it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,7 @@ class Endpoint:
         locations: Sequence[RankLocation],
         peer_access: PeerAccess,
         control: ControlClient,
-        coordinator: Coordinator | None,
+        coordinator: CoordinatorProcess | None,
         thread: CollectiveThread,
     ) -> None:
         self.rank, self.world_size, self.store = rank, len(locations), store
@@ -112,33 +101,27 @@ class Endpoint:
             generation: How many times the job was restarted.
             arena_bytes: Size of each arena; `default_arena_bytes` if 0.
         """
-        host = host or own_host()
-        access = find_peer_access(store, rank, world_size, host, gpu, window_kinds.get("cuda"))
+        host, address = host or own_host(), own_address()
+        coordinator, control = connect_to_coordinator(store, rank, world_size, HostAddress(host, address), generation)
+        shared = JobStore(control)
+        access = find_peer_access(shared, rank, world_size, host, gpu, window_kinds.get("cuda"))
         arenas = {
             kind: Arena(windows, arena_bytes or default_arena_bytes(kind))
             for kind, windows in window_kinds.items()
             if kind != "cuda" or access.has_partner(rank)
         }
-        handles = {kind: arena.handle for kind, arena in arenas.items()}
         own = RankLocation(
             host=host,
-            address=own_address(),
-            windows=handles,
+            address=address,
+            windows={kind: arena.handle for kind, arena in arenas.items()},
             machine=environment.HOST.get() or socket.gethostname(),
             has_gpu=gpu is not None,
             arena_bytes=arenas["host"].size if "host" in arenas else 0,
-            facts=_describe_device(own_address(), has_gpu=gpu is not None),
+            facts=_describe_device(address, has_gpu=gpu is not None),
         )
-        store.set(f"mimatrix/rank/{rank}", json.dumps(asdict(own)))
-        locations = [RankLocation(**json.loads(store.get(f"mimatrix/rank/{peer}"))) for peer in range(world_size)]
-        coordinator: Coordinator | None = None
-        if rank == 0:
-            address = choose_address([HostAddress(place.host, place.address) for place in locations], rank)
-            coordinator = Coordinator.start(address, generation)
-            store.set("mimatrix/coordinator", f"{address} {coordinator.port} {coordinator.token}")
-        address, port, token = store.get("mimatrix/coordinator").decode().split()
-        hosts = [location.host for location in locations]
-        if rank == 0 and (refusal := describe_refusal(access, hosts)):
+        shared.set(f"rank/{rank}", json.dumps(asdict(own)))
+        locations = [RankLocation(**json.loads(shared.get(f"rank/{peer}"))) for peer in range(world_size)]
+        if rank == 0 and (refusal := describe_refusal(access, control.hosts)):
             _logger.warning("%s", refusal)
         return cls(
             rank,
@@ -147,7 +130,7 @@ class Endpoint:
             arenas=arenas,
             locations=locations,
             peer_access=access,
-            control=ControlClient.connect(rank, hosts, address, int(port), generation, token),
+            control=control,
             coordinator=coordinator,
             thread=CollectiveThread().start(),
         )
@@ -163,8 +146,6 @@ class Endpoint:
         self.thread.close()
         self.watchdog.close()
         self.control.close()
-        if self.coordinator:
-            self.coordinator.close()
         for window in self._windows.values():
             window.close()
         for arena in self.arenas.values():

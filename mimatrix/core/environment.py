@@ -123,6 +123,13 @@ SERVER = Variable(
     "URL of the job server. Default: the one that runs on this machine for the same user.",
     "http://lab:7700",
 )
+SILENCE_S = Variable(
+    "MIMATRIX_SILENCE_S",
+    "you",
+    "Seconds after which a host whose kernel does not answer counts as lost, from 1 on. A busy or stopped process does "
+    "not count: its kernel answers. Default: 8.",
+    "20",
+)
 SLOWDOWN = Variable(
     "MIMATRIX_SLOWDOWN",
     "you",
@@ -158,6 +165,12 @@ GROUPS = Variable(
     "[[0, 1], [2, 3]]",
 )
 JOB = Variable("MIMATRIX_JOB", "job server", "Number of the job that this worker belongs to.", "7")
+JOB_SECRET = Variable(
+    "MIMATRIX_JOB_SECRET",
+    "`mimatrix run`, `mimatrix lab run`, job server",
+    "Secret that all ranks of a job share, and from which the token of its coordinator is made. Default: a random one "
+    "that ranks exchange through the store of torch.distributed, which everyone who reaches its port can read.",
+)
 RANK = Variable("MIMATRIX_RANK", "job server", "Rank of this worker in its job.", "0")
 REJOINS = Variable(
     "MIMATRIX_REJOINS",

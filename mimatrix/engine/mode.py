@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mimatrix.comm.registration import register
+from mimatrix.comm.tcp_store import serve_store
 from mimatrix.core import environment
 from mimatrix.core.errors import UserError
 from mimatrix.engine.prepare import PrepareInputs
@@ -55,7 +56,9 @@ class SyncMode:
         timeout = timedelta(seconds=timeout_s)
         register()
         if not dist.is_initialized():
+            store = serve_store()
             dist.init_process_group("mimatrix", timeout=timeout)
+            del store
         world = World.join(
             settings,
             rank=dist.get_rank(),

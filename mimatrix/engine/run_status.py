@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mimatrix.comm.control.client import WaitStatus
+from mimatrix.comm.control.waits import WaitStatus
 from mimatrix.engine.outer_optimizer import PushStats
 
 

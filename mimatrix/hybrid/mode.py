@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from mimatrix.comm.endpoint import own_host
 from mimatrix.comm.registration import register
+from mimatrix.comm.tcp_store import serve_store
 from mimatrix.core import environment
 from mimatrix.core.addresses import local_address
 from mimatrix.core.errors import UserError
@@ -174,6 +175,9 @@ def job_store(rank: int, world_size: int, timeout_s: float) -> Store:
         return _group_store(rank, world_size, timeout_s)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if own := serve_store():
+        own.set_timeout(timedelta(seconds=timeout_s))
+        return own
     return TCPStore(
         address,
         port,
@@ -181,6 +185,7 @@ def job_store(rank: int, world_size: int, timeout_s: float) -> Store:
         is_master=rank == 0 and not by_agent,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
+        multi_tenant=True,
     )
 
 

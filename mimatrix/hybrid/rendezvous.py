@@ -1,6 +1,7 @@
 """How groups find each other: through the job's store, once. After that the store may be lost."""
 
 import hashlib
+import hmac
 import json
 import secrets
 import time
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.addresses import HostAddress, choose_address
 from mimatrix.comm.endpoint import own_host
+from mimatrix.core import environment
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.core.files import write_atomic
 from mimatrix.hybrid.client.client import ShardsClient
@@ -150,10 +152,7 @@ class Rendezvous:
     def _meet(self, store: Store, layout: FlatLayout, flat: torch.Tensor) -> RendezvousInfo:
         """Start this group's server, exchange addresses with the others, and begin to replicate."""
         self._check_same(store, layout, flat)
-        if self.group == 0:
-            # If group 0 was restarted in the middle of this, the token of its first start stays.
-            store.compare_set("token", "", secrets.token_hex(16))
-        token = store.get("token").decode()
+        token = _derived_token() or self._published_token(store)
         own = self._start_server(store, layout, flat, token, self._find_host(store))
         self._wait_for_all(store, "address")
         addresses = [Address(*json.loads(store.get(f"address/{other}"))) for other in range(self.groups)]
@@ -162,6 +161,13 @@ class Rendezvous:
         store.set(f"ready/{self.group}", "")
         self._wait_for_all(store, "ready")
         return RendezvousInfo(token, tuple(addresses), _describe(layout))
+
+    def _published_token(self, store: Store) -> str:
+        """Return a random token, for jobs whose ranks share no secret; a process that reads the store has it too."""
+        if self.group == 0:
+            # If group 0 was restarted in the middle of this, the token of its first start stays.
+            store.compare_set("token", "", secrets.token_hex(16))
+        return store.get("token").decode()
 
     def _find_host(self, store: Store) -> str:
         """Return the address by which the hosts of the other groups reach this one."""
@@ -201,13 +207,17 @@ class Rendezvous:
     def _read_info(self, store: Store) -> RendezvousInfo | None:
         if self.path:
             return RendezvousInfo.read(self.path) if self.is_rejoining else None
-        return RendezvousInfo.from_json(store.get("info")) if store.check(["info"]) else None
+        if not store.check(["info"]):
+            return None
+        info = RendezvousInfo.from_json(store.get("info"))
+        return replace(info, token=info.token or _derived_token())
 
     def _write_info(self, store: Store, info: RendezvousInfo) -> None:
         if self.path:
             write_file(self.path, info.to_json())
         else:
-            store.set("info", info.to_json())
+            is_derived = info.token == _derived_token()
+            store.set("info", (replace(info, token="") if is_derived else info).to_json())
 
     def _server_spec(self, layout: FlatLayout, flat: torch.Tensor, token: str, host: str) -> ServerSpec:
         """Describe a server with this group's shard, and the replica of the previous group's."""
@@ -247,6 +257,12 @@ def write_file(path: Path, text: str) -> None:
     """Write a file for groups that rejoin; on a node where it cannot be written, no group will rejoin."""
     with suppress(OSError):
         write_atomic(path, text, mode=0o600)
+
+
+def _derived_token() -> str:
+    """Return a token that the ranks of a job need not tell each other; empty if they share no secret."""
+    secret = environment.JOB_SECRET.get()
+    return hmac.new(secret.encode(), b"mimatrix shard servers", "sha256").hexdigest() if secret else ""
 
 
 def _request(connection: Connection, header: Header) -> Header:

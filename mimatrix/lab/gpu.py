@@ -5,6 +5,7 @@ has its own folder, and it is stopped and the folder removed however this proces
 """
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from mimatrix.api.torchrun_env import Place, torchrun_variables
-from mimatrix.core.environment import HOST
+from mimatrix.core.environment import HOST, JOB_SECRET
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.core.units import parse_bytes
 from mimatrix.processes.group import TIMED_OUT, Command, Ending, run_together, signal_group, start_guard
@@ -271,12 +272,13 @@ def _environments(
     with ExitStack() as stack:
         if daemon is None and not all(part.is_cpu for part in parts):
             daemon = stack.enter_context(mps_daemon())
-        port = free_port(_ADDRESS)
+        port, secret = free_port(_ADDRESS), secrets.token_hex(32)
         yield [
             {
                 **_without_mps(os.environ),
                 **(daemon or {}),
                 **gpu_environment(parts, rank, port=port, gpus=gpus, outside=os.environ),
+                JOB_SECRET.name: secret,
                 **(more or {}),
             }
             for rank in range(len(parts))

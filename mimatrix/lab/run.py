@@ -1,6 +1,7 @@
 """Ranks in their seats: what each process is told, and how all are run."""
 
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,10 @@ def run(lab: Lab, words: Sequence[str], *, grace_s: float = 10.0, timeout_s: flo
         raise UserError(f'there is no command "{words[0]}"; write it as `mimatrix lab run -- python train.py`')
     port = _free_port(lab)
     groups = this_machine() if lab.cpus else None
-    commands = []
+    commands, secret = [], secrets.token_hex(32)
     for seat in lab.layout.seats:
         space = namespace(lab.name, seat.node)
-        told = dict(os.environ) | environment(lab, seat, port, os.environ)
+        told = dict(os.environ) | environment(lab, seat, port, os.environ) | {env.JOB_SECRET.name: secret}
         commands.append(
             Command(
                 f"{seat.rank} {seat.node}",

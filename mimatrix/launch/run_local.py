@@ -5,6 +5,7 @@ Where there are groups that do not wait for each other, each of them does so by 
 
 import json
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from mimatrix.core.environment import GROUPS, RENDEZVOUS
+from mimatrix.core.environment import GROUPS, JOB_SECRET, RENDEZVOUS
 from mimatrix.hybrid.groups import Groups, locate_rank
 from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
 from mimatrix.launch.throttle import Slowdown, slow_down
@@ -153,6 +154,7 @@ class _Attempts:
         self._sinks = sinks
         self._say = say
         self._run_id = uuid.uuid4().hex
+        self._secret = secrets.token_hex(32)
         self._ports: set[int] = set()
 
     def run(self) -> Over:
@@ -203,7 +205,7 @@ class _Attempts:
         if launch.groups:
             own |= {GROUPS.name: json.dumps(launch.groups), RENDEZVOUS.name: meeting}
             team = f"group {locate_rank(launch.groups, rank)[0]}"
-        known = environment(attempt, rank, self._outside, own)
+        known = environment(attempt, rank, self._outside, own | {JOB_SECRET.name: self._secret})
         return Command(str(rank), words, known, self.slowdown.joins.get(rank), team)
 
 

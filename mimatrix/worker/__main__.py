@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from mimatrix.api.client import Client
+from mimatrix.comm.tcp_store import serve_store
 from mimatrix.core import environment
 from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, MiMatrixError, UserError
 from mimatrix.core.logs import configure_logging
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> None:
     with Client(identity.server, identity.token) as client:
         joined = join(client, identity)
         set_environment(joined, identity)
+        store = serve_store()  # the script's `init_process_group` finds it
         # One worker per machine reports the traffic of its link.
         sample_link = link_sampler(own_address(identity.server)) if joined.local_rank == 0 else lambda: None
         checkpoints = Path(environment.CHECKPOINTS.get(default="checkpoints"))
@@ -43,6 +45,7 @@ def main(arguments: list[str]) -> None:
                 _run_script(arguments)
         finally:
             reporter.stop()
+            del store
 
 
 def _run_script(arguments: list[str]) -> None:

@@ -1,5 +1,6 @@
 """How the workers of a job find each other: each asks the job server, and rank 0 tells it where it listens."""
 
+import hmac
 import logging
 import os
 import time
@@ -112,6 +113,13 @@ def set_environment(joined: Joined, identity: WorkerIdentity) -> None:
     place = Place(identity.rank, joined.ranks, joined.local_rank, joined.local_ranks, address, joined.master_port)
     restarts = identity.generation - 1 + identity.rejoins
     os.environ.update(torchrun_variables(place, f"job-{identity.job}", restarts, 0))
+    os.environ[env.JOB_SECRET.name] = _job_secret(identity)
+
+
+def _job_secret(identity: WorkerIdentity) -> str:
+    """Return what all workers of this generation share, and what does not reveal the token of the job server."""
+    message = f"secret of job {identity.job}, generation {identity.generation}"
+    return hmac.new(identity.token.encode(), message.encode(), "sha256").hexdigest()
 
 
 def own_address(server: str) -> str:

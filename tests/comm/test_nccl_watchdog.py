@@ -1,7 +1,6 @@
 """The watchdog of NCCL's collectives: lost and late ranks end the communicators, and the next call names the rank."""
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import NoReturn, cast
 
 import pytest
 import torch
+from support.control import greet, start_coordinator
 from support.fake_nccl import FakeStreamTask
 from support.ranks import together
 
@@ -48,8 +48,7 @@ class FakeRank:
     """Another rank of the job: a bare connection to the coordinator, which can break."""
 
     def __init__(self, rank: int, coordinator: Coordinator) -> None:
-        self.stream = socket.create_connection(("127.0.0.1", coordinator.port))
-        self._send(MessageType.HELLO, {"rank": rank, "host": HOSTS[rank], "token": coordinator.token})
+        self.stream = greet(coordinator, rank, HOSTS[rank])
         self._send(MessageType.ARRIVE, {"group": "start", "ticket": 1, "members": [0, 1, 2], "payload": None})
 
     def vanish(self) -> None:
@@ -124,7 +123,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def job() -> Iterator[Job]:
     with ExitStack() as stack:
-        coordinator = Coordinator.start("127.0.0.1", generation=3)
+        coordinator = start_coordinator(world_size=3)
         stack.callback(coordinator.close, timeout_s=1.0)
         control = ControlClient.connect(0, HOSTS, "127.0.0.1", coordinator.port, 3, coordinator.token)
         stack.callback(control.close)

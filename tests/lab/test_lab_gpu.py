@@ -32,6 +32,7 @@ else
     echo "$order" >> "$FAKE_LOG"
 fi
 """
+PRINT_SECRET = "import os; print(os.environ['MIMATRIX_JOB_SECRET'])"
 PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
@@ -235,6 +236,13 @@ def test_ranks_get_their_variables_and_the_daemon_is_stopped(mps: FakeMps, monke
         assert {name: environment.get(name) for name in expected} == expected
     limits = [environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") for environment in found]
     assert limits == ["0=40G", None, None]
+
+
+def test_ranks_share_a_secret() -> None:
+    parts = parse_parts("cpu,cpu,cpu")
+    runs = [collect_gpu(parts, python(PRINT_SECRET), timeout_s=60) for _ in range(2)]
+    first, second = ({rank.stdout for rank in ranks} for ranks in runs)
+    assert (len(first), len(second), len(first | second)) == (1, 1, 2)
 
 
 def test_the_daemon_runs_while_ranks_do(mps: FakeMps) -> None:

@@ -55,6 +55,14 @@ def test_workers_are_told_what_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -
     assert len({json.loads(line[4:])["MASTER_PORT"] for line in out}) == 1
 
 
+def test_ranks_of_one_launch_share_a_secret() -> None:
+    launch = Launch(python("import os; print(os.environ['MIMATRIX_JOB_SECRET'])"), ranks=2, timeout_s=30)
+    seen = [{line.partition("] ")[2] for line in run(launch)[1]} for _ in range(2)]
+    assert [len(secrets) for secrets in seen] == [1, 1], "all ranks have the same"
+    assert seen[0] != seen[1]
+    assert len(seen[0].pop()) == 64
+
+
 def test_what_a_torchrun_outside_left_is_not_passed_on() -> None:
     outside = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_ERROR_FILE": "/x", "RANK": "7", "MINE": "yes"}
     told = environment(Attempt(2, 1234, "id", 1, 3, "1"), 0, outside)

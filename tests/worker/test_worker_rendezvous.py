@@ -1,6 +1,7 @@
 """Who a worker is, and which variables its script finds."""
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_a_script_finds_the_variables_of_torchrun() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def test_workers_of_one_generation_share_a_secret() -> None:
+    """It does not reveal the token of the job server, and is another one in the next generation."""
+    joined = Joined(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
+    seen = []
+    for more in ({}, {"MIMATRIX_RANK": "2"}, {"MIMATRIX_GENERATION": "3"}, {"MIMATRIX_JOB": "8"}):
+        with mock.patch.dict(os.environ):
+            set_environment(joined, WorkerIdentity.read(ENVIRON | more))
+            seen.append(os.environ["MIMATRIX_JOB_SECRET"])
+    first, of_another_rank, later, of_another_job = seen
+    assert first == of_another_rank
+    assert len({first, later, of_another_job}) == 3
+    assert ENVIRON["MIMATRIX_TOKEN"] not in first
 
 
 def test_the_own_address_is_the_one_towards_the_server() -> None:

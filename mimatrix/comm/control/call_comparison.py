@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from mimatrix.comm.calls import describe_disagreement
 from mimatrix.comm.control.user_calls import UserCall, are_different, describe_calls, explain_mismatch
+from mimatrix.comm.disagreement import describe_disagreement
 from mimatrix.core.errors import WorldError
 
 KEPT_CALLS = 64

@@ -3,17 +3,21 @@
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mimatrix.comm.control.call_comparison import CallReport
-from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect
-from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls, describe_ended
+from mimatrix.comm.control.faults import Fault
+from mimatrix.comm.control.liveness import DEFAULT_SILENCE_S, describe_break, is_silence
+from mimatrix.comm.control.losses import Losses
+from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect, greeting
+from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls
+from mimatrix.comm.control.waits import ArrivalWait, WaitStatus
 from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost, UserError, WorldError
 
 _CONNECT_S = 30.0
+_POLL_S = 0.05
 _NEWS_S = 0.2
 """How long news of a lost rank may be on its way."""
 _VERDICT_S = 3.0
@@ -23,26 +27,6 @@ _BLOCKED_S = 2.0
 _REPORT_EVERY_S = 1.0
 _STILL_S = 0.5
 """How long ago a thread that still waits may have said so."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitStatus:
-    """Which rank this one waits for (None: any), in which round of which call, since when (monotonic clock)."""
-
-    rank: int | None
-    call: object
-    round: int
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalWait:
-    """Which ranks this one waits for, to begin which call of a group, since when (monotonic clock)."""
-
-    number: int
-    needs: tuple[int, ...]
-    user_call: UserCall | None
-    since_s: float
 
 
 class ControlClient:
@@ -60,20 +44,43 @@ class ControlClient:
         self._blocked_in, self._blocked_at_s, self._reported_s = "", 0.0, 0.0
         self._stream, self._generation = stream, generation
         self._sender = FrameSender(stream)
-        self._lost: dict[int, str] = {}
-        self._faults: list[tuple[set[int], WorldError | DifferentCalls]] = []
+        self._losses = Losses(rank, hosts)
+        self._is_closing = False
         self._arrivals: dict[tuple[str, int], list[Any]] = {}
+        self._announced: dict[str, tuple[int, ...]] = {}
+        """The members of each group, as the coordinator has been told."""
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._loads: list[dict[str, Any]] = []
         self._changed = threading.Condition()
 
     @classmethod
     def connect(
-        cls, rank: int, hosts: list[str], address: str, port: int, generation: int, token: str
+        cls,
+        rank: int,
+        hosts: list[str],
+        address: str,
+        port: int,
+        generation: int,
+        token: str,
+        *,
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> "ControlClient":
-        """Connect to the coordinator, greet it with the job's token, and start to listen."""
-        stream = connect(address, port, timeout_s=_CONNECT_S)
+        """Connect to the coordinator, greet it with the job's token, and start to listen.
+
+        Args:
+            rank: This rank.
+            hosts: The host of each rank; the coordinator is on the one of rank 0.
+            address: The coordinator's address.
+            port: Its port.
+            generation: The membership that this rank belongs to.
+            token: The job's token.
+            silence_s: After how long without an answer of its kernel the coordinator's host counts as silent.
+        """
+        stream = connect(address, port, _CONNECT_S, silence_s)
         stream.settimeout(None)
         client = cls(rank, hosts, stream, generation)
-        client._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank], "token": token})
+        stream.sendall(greeting(token, generation))
+        client._send(MessageType.HELLO, {"rank": rank, "host": hosts[rank]})
         threading.Thread(target=client._listen, name="mimatrix-control", daemon=True).start()
         return client
 
@@ -143,7 +150,9 @@ class ControlClient:
 
     def arrive(self, group: str, ticket: int, members: Collection[int], payload: object) -> None:
         """Announce that this rank has reached `ticket`; members that wait for it receive `payload`."""
-        body = {"group": group, "ticket": ticket, "members": list(members), "payload": payload}
+        ranks = tuple(members)
+        is_known, self._announced[group] = self._announced.get(group) == ranks, ranks
+        body = {"group": group, "ticket": ticket, "members": None if is_known else ranks, "payload": payload}
         self._send(MessageType.ARRIVE, body)
 
     def wait_arrivals(self, group: str, ticket: int, timeout_s: float) -> list[Any] | None:
@@ -154,12 +163,12 @@ class ControlClient:
 
     @property
     def has_news(self) -> bool:
-        """Whether a rank was lost or has left, or a fault was reported; cheaper to ask than `check`."""
-        return bool(self._lost or self._faults)
+        """Whether a rank or the coordinator was lost, or a fault was reported; cheaper to ask than `check`."""
+        return self._losses.has_news
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said goodbye."""
-        return self._lost.get(rank) == LEFT
+        return self._losses.ranks.get(rank) == LEFT
 
     def check(self, peer: int, members: Collection[int], doing: str) -> None:
         """Raise the `failure`, if there is one."""
@@ -169,25 +178,11 @@ class ControlClient:
     def failure(
         self, peer: int, members: Collection[int], doing: str, user_call: UserCall | None = None
     ) -> WorldError | UserError | None:
-        """Return an error if a rank reported a mismatch, a member was lost, or the awaited `peer` has left.
+        """Return an error if a rank reported a mismatch, a member or the coordinator was lost, or `peer` has left.
 
         A peer may have finished all that is expected of it and left since: look at its progress again after this.
         """
-        for ranks, error in self._faults.copy():
-            if ranks <= set(members):
-                return error
-        for rank, reason in self._lost.copy().items():
-            # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
-            if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
-                return self._loss(rank, reason, doing, user_call or self.caller.of_this_thread())
-        return None
-
-    def _loss(self, rank: int, reason: str, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
-        # A rank that ended without an error has done all that the script asked of it: the script is to blame, and to
-        # start it again would not help.
-        if call and reason == LEFT:
-            return DifferentCalls(describe_ended(self.rank, rank, call))
-        return PeerLost(f"{self.describe(rank)} was lost in {call or doing}: {reason}", rank)
+        return self._losses.failure(peer, members, doing, user_call or self.caller.of_this_thread())
 
     def report_timeout(
         self, peer: int, members: Collection[int], doing: str, waited_s: float, arrival: tuple[str, int] | None = None
@@ -198,7 +193,7 @@ class ControlClient:
         """
         complaint = {"waits_for": peer, "waited_s": waited_s, "arrival": arrival, "members": list(members)}
         self._complain(complaint, peer, members, doing)
-        raise PeerLost(f"{self.describe(0)} was lost in {doing}: its coordinator does not answer", 0)
+        raise self._losses.coordinator_error(doing, "it does not answer")
 
     def diagnose(self, members: Collection[int], doing: str, waited_s: float) -> None:
         """Raise if a member is lost or does not answer, after torch failed without saying why."""
@@ -242,7 +237,7 @@ class ControlClient:
 
     def report_mismatch(self, text: str, ranks: Collection[int]) -> NoReturn:
         """Tell all ranks that two of them make different calls, then raise."""
-        self._report({"text": text, "ranks": sorted(ranks), "failed": None, "is_users": False})
+        self._report(Fault(text=text, ranks=tuple(sorted(ranks))))
         raise MismatchError(text)
 
     def report_different_calls(self, calls: dict[int, UserCall | None]) -> NoReturn:
@@ -252,8 +247,8 @@ class ControlClient:
         """
         text, until = describe_calls(calls), time.monotonic() + _NEWS_S
         with suppress(OSError):
-            body = {"text": text, "ranks": sorted(calls), "failed": None, "is_users": True}
-            self._send(MessageType.FAULT, body)
+            fault = Fault(text=text, ranks=tuple(sorted(calls)), is_users=True)
+            self._send(MessageType.FAULT, fault.to_json())
             self._check_until(until, -1, range(len(self.hosts)), "")
         raise DifferentCalls(text)
 
@@ -262,21 +257,22 @@ class ControlClient:
         if isinstance(error, WorldError | DifferentCalls):
             return  # they are told by the rank that noticed it
         text = f"{self.describe(self.rank)} failed in {doing}: {type(error).__name__}: {error}"
-        self._report({"text": text, "ranks": sorted(members), "failed": self.rank, "is_users": False})
+        self._report(Fault(text=text, ranks=tuple(sorted(members)), failed=self.rank))
 
     def pass_on(self, error: BaseException, members: Collection[int]) -> None:
         """Tell the members, which may wait for this rank, that another one is to blame for its failure."""
         if isinstance(error, PeerLost):
-            self._report({"text": str(error), "ranks": sorted(members), "failed": error.rank, "is_users": False})
+            self._report(Fault(text=str(error), ranks=tuple(sorted(members)), failed=error.rank))
         elif isinstance(error, DifferentCalls):
-            self._report({"text": str(error), "ranks": sorted(members), "failed": None, "is_users": True})
+            self._report(Fault(text=str(error), ranks=tuple(sorted(members)), is_users=True))
 
     def describe(self, rank: int) -> str:
         """Return `rank 3 on hostname`."""
-        return f"rank {rank} on {self.hosts[rank]}"
+        return self._losses.describe(rank)
 
     def close(self) -> None:
         """Say goodbye."""
+        self._is_closing = True
         with suppress(OSError):
             self._send(MessageType.BYE, {"begun": self.begun})
             self._stream.shutdown(socket.SHUT_WR)
@@ -295,18 +291,48 @@ class ControlClient:
             with self._changed:
                 self._changed.wait(0.02)
 
-    def _report(self, body: dict[str, Any]) -> None:
-        self._add_fault(body)
-        with suppress(OSError):
-            self._send(MessageType.FAULT, body)
+    def request(self, number: int, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Ask the job's store, and return its reply to the request with this number.
 
-    def _add_fault(self, body: dict[str, Any]) -> None:
-        text, rank = str(body["text"]), body["failed"]
-        error: WorldError | DifferentCalls = MismatchError(text) if rank is None else PeerLost(text, rank)
-        if body["is_users"]:
-            error = DifferentCalls(text)
+        Raises:
+            PeerLost: A rank was lost meanwhile, which may be the one that was to write the value.
+            WorldError: The coordinator is lost, or does not answer.
+        """
+        doing = f"a request for {body['key']} in the job's store"
+        self._ask(MessageType.STORE, body, doing)
+        self._await(lambda: number in self._replies, timeout_s + _VERDICT_S, doing)
+        return self._replies.pop(number)
+
+    def coordinator_load(self) -> dict[str, int]:
+        """Return how many messages the coordinator has received and sent."""
+        self._ask(MessageType.LOAD, {}, "a question to the coordinator")
+        self._await(lambda: bool(self._loads), _VERDICT_S, "a question to the coordinator")
+        return self._loads.pop()
+
+    def _ask(self, message_type: MessageType, body: dict[str, Any], doing: str) -> None:
+        try:
+            self._send(message_type, body)
+        except OSError as error:
+            self.check(-1, range(len(self.hosts)), doing)
+            raise self._losses.coordinator_error(doing, describe_break(self._stream, error)) from error
+
+    def _await(self, has_come: Callable[[], bool], timeout_s: float, doing: str) -> None:
+        """Wait for an answer of the coordinator."""
+        until = time.monotonic() + timeout_s
         with self._changed:
-            self._faults.append((set(body["ranks"]), error))
+            while not self._changed.wait_for(has_come, min(_POLL_S, max(0.0, until - time.monotonic()))):
+                self.check(-1, range(len(self.hosts)), doing)
+                if time.monotonic() >= until:
+                    raise self._losses.coordinator_error(doing, "it does not answer")
+
+    def _report(self, fault: Fault) -> None:
+        self._add_fault(fault)
+        with suppress(OSError):
+            self._send(MessageType.FAULT, fault.to_json())
+
+    def _add_fault(self, fault: Fault) -> None:
+        with self._changed:
+            self._losses.faults.append(fault)
             self._changed.notify_all()
 
     def _send(self, message_type: MessageType, body: dict[str, Any]) -> None:
@@ -315,16 +341,22 @@ class ControlClient:
 
     def _listen(self) -> None:
         decoder = Decoder(self._generation)
-        reason = "its connection closed"
+        reason, is_silent = "its connection closed", False
         try:
             while data := self._stream.recv(1 << 16):
                 for message in decoder.feed(data):
                     self.received += 1
                     self._handle(message)
-        except (OSError, WorldError) as error:
-            reason = str(error)
-        # The coordinator runs in the process of rank 0.
-        self._lose(0, reason)
+        except OSError as error:
+            reason, is_silent = describe_break(self._stream, error), is_silence(error)
+        except WorldError as error:
+            reason = str(error).partition(";")[0]  # without its fix, which the loss has too
+        except Exception as error:  # noqa: BLE001 (this thread must not end without a word, whatever it was sent)
+            reason = f"it sent a corrupt message ({type(error).__name__}: {error})"
+        if not self._is_closing:
+            with self._changed:
+                self._losses.lose_coordinator(reason, is_silent=is_silent)
+                self._changed.notify_all()
         self._stream.close()
 
     def _handle(self, message: ControlMessage) -> None:
@@ -334,15 +366,22 @@ class ControlClient:
                 with self._changed:
                     self._arrivals[body["group"], body["ticket"]] = body["payloads"]
                     self._changed.notify_all()
+            case MessageType.REPLY:
+                with self._changed:
+                    self._replies[body["number"]] = body
+                    self._changed.notify_all()
+            case MessageType.LOAD:
+                with self._changed:
+                    self._loads.append(body)
+                    self._changed.notify_all()
             case MessageType.LOST:
-                self._lose(body["rank"], body["reason"])
+                with self._changed:
+                    self._losses.ranks.setdefault(int(body["rank"]), str(body["reason"]))
+                    self._changed.notify_all()
             case MessageType.FAULT:
-                self._add_fault(body)
+                self._add_fault(Fault.from_json(body))
             case MessageType.PROBE:
                 with suppress(OSError):
                     self._send(MessageType.STATE, self._describe_state())
-
-    def _lose(self, rank: int, reason: str) -> None:
-        with self._changed:
-            self._lost.setdefault(rank, reason)
-            self._changed.notify_all()
+            case _:
+                raise WorldError(f"it sent {message.type.name}, which only ranks send; check its version")

@@ -1,5 +1,11 @@
-"""Control messages between ranks and the coordinator: framed, checksummed JSON of one generation. No pickle."""
+"""Control messages between ranks and the coordinator: framed, checksummed JSON of one generation. No pickle.
 
+A connection begins with a greeting of a fixed length that shows the job's token. Nothing else is read, and no JSON is
+parsed, before that has been compared.
+"""
+
+import hashlib
+import hmac
 import os
 import socket
 import threading
@@ -10,11 +16,14 @@ from enum import IntEnum
 from typing import Any
 from weakref import WeakSet
 
+from mimatrix.comm.control.liveness import watch_host
 from mimatrix.core import environment
 from mimatrix.core.errors import WorldError
 from mimatrix.core.framing import FrameDecoder, FrameFormat
 
-_FRAMES = FrameFormat(b"MMX2")
+_FRAMES = FrameFormat(b"MMX3")
+_GREETING = b"MMG3"
+GREETING_BYTES = len(_GREETING) + hashlib.sha256().digest_size
 LEFT = "it left"
 """The reason of a rank that said goodbye."""
 _POST_S = 0.05
@@ -35,6 +44,9 @@ class MessageType(IntEnum):
     BYE = 9
     BLOCKED = 10
     CALLS = 11
+    STORE = 12
+    REPLY = 13
+    LOAD = 14
 
 
 _TYPES = frozenset(MessageType)
@@ -63,6 +75,12 @@ class ControlMessage:
             case {"type": int(code), "generation": int(generation), "body": dict(body)} if code in _TYPES:
                 return cls(MessageType(code), generation, body)
         raise WorldError("a control message is corrupt: its fields are not those of a message; check who sent it")
+
+
+def greeting(token: str, generation: int) -> bytes:
+    """Return the first bytes of a rank's connection, `GREETING_BYTES` long; they do not reveal the token."""
+    key = hmac.digest(token.encode(), f"mimatrix control, generation {generation}".encode(), "sha256")
+    return _GREETING + key
 
 
 class Decoder:
@@ -147,8 +165,8 @@ def _close_streams() -> None:
 os.register_at_fork(after_in_child=_close_streams)
 
 
-def connect(address: str, port: int, timeout_s: float) -> socket.socket:
-    """Return a connection to a coordinator, without delay for small messages."""
+def connect(address: str, port: int, timeout_s: float, silence_s: float) -> socket.socket:
+    """Return a connection to a coordinator: no delay for small messages, and it breaks if the host falls silent."""
     try:
         stream = socket.create_connection((address, port), timeout=timeout_s)
     except OSError as error:
@@ -157,4 +175,5 @@ def connect(address: str, port: int, timeout_s: float) -> socket.socket:
             f"set {environment.ADDRESS.name} on rank 0 to an address that all ranks reach"
         ) from error
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    watch_host(stream, silence_s)
     return close_in_children(stream)

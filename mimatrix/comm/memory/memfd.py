@@ -6,6 +6,7 @@ is ever used.
 """
 
 import array
+import fcntl
 import mmap
 import os
 import secrets
@@ -21,7 +22,10 @@ from mimatrix.comm.memory.base import MappedView, check_size
 from mimatrix.comm.memory.shared_storage import MAX_STORAGES, STORAGE_SPACE, SharedStorages
 from mimatrix.core.errors import WorldError
 
-_OPEN_S, _REQUEST_S = 20.0, 0.5
+_OPEN_S, _REQUEST_S = 20.0, 5.0
+_ACCEPT_PAUSE_S = 0.01
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""A window keeps its size: a peer that touches mapped pages beyond the end of a file is killed by SIGBUS."""
 
 
 class MemfdWindows:
@@ -47,7 +51,7 @@ class MemfdPeer(MappedView):
     """A peer's window, and its shared storages, which are mapped at the first read."""
 
     def __init__(self, handle: str) -> None:
-        super().__init__(_map(handle))
+        super().__init__(_map(handle, is_sealed=True))
         self._handle = handle
         self._storages: dict[int, tuple[int, MappedView]] = {}
 
@@ -79,8 +83,9 @@ class MemfdWindow:
     def __init__(self, server: "_FdServer", size: int) -> None:
         check_size(size)
         self._server, self._size = server, size
-        self._fd = os.memfd_create("mimatrix", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("mimatrix", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self.bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
         token = self._token = server.offer(self._fd, size)
         self.storages = SharedStorages(
@@ -108,7 +113,10 @@ class MemfdWindow:
 
 
 class _FdServer:
-    """A Unix socket that sends file descriptors to processes of the same user, by token."""
+    """A Unix socket that sends file descriptors to processes of the same user, by token.
+
+    Nothing is read from processes of other users, and clients are served side by side: none delays another.
+    """
 
     def __init__(self) -> None:
         self.name = f"mimatrix-{os.getpid()}-{secrets.token_hex(8)}"
@@ -141,20 +149,34 @@ class _FdServer:
             try:
                 client, _ = self._socket.accept()
             except OSError:
-                time.sleep(0.01)  # too many files are open, or the socket is being closed
+                time.sleep(_ACCEPT_PAUSE_S)  # too many files are open, or the socket is being closed
                 continue
-            with client, suppress(OSError):
-                # A client sends its request at once; a silent one must not block the others.
-                client.settimeout(_REQUEST_S)
-                self._answer(client)
+            try:
+                self._admit(client)
+            except (OSError, RuntimeError):  # it has gone, or there is no room for a thread
+                client.close()
+
+    def _admit(self, client: socket.socket) -> None:
+        """Answer a client of this user on a thread of its own, and close the connection of any other."""
+        if _peer_uid(client) != os.getuid():
+            client.close()
+            return
+        threading.Thread(target=self._answer, args=(client,), name="mimatrix-window", daemon=True).start()
 
     def _answer(self, client: socket.socket) -> None:
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", credentials)
-        offered = self._offers.get(client.recv(64).decode("ascii", "replace"))
-        if uid == os.getuid() and offered:
-            fd, size = offered
-            socket.send_fds(client, [struct.pack("<Q", size)], [fd])
+        with client, suppress(OSError):
+            client.settimeout(_REQUEST_S)
+            offered = self._offers.get(client.recv(64).decode("ascii", "replace"))
+            if offered:
+                fd, size = offered
+                socket.send_fds(client, [struct.pack("<Q", size)], [fd])
+
+
+def _peer_uid(client: socket.socket) -> int:
+    """Return the user of the process that has connected, which the kernel knows."""
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
 
 
 def _storage_name(window: str, number: int) -> str:
@@ -162,10 +184,12 @@ def _storage_name(window: str, number: int) -> str:
     return f"{window}/{number}"
 
 
-def _map(handle: str) -> torch.Tensor:
-    """Map the memory of a handle."""
+def _map(handle: str, *, is_sealed: bool = False) -> torch.Tensor:
+    """Map the memory of a handle; with `is_sealed` only if it cannot be shrunk; torch cannot seal storages."""
     fd, size = _receive_fd(handle)
     try:
+        if os.fstat(fd).st_size < size or (is_sealed and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK):
+            raise WorldError(f"the window {handle.partition(':')[0]} is smaller than announced, or may become so")
         return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     finally:
         os.close(fd)

@@ -21,7 +21,7 @@ from mimatrix.comm.memory.base import Window, WindowKind
 from mimatrix.comm.memory.cuda_ipc import cuda_error, cuda_runtime
 
 if TYPE_CHECKING:
-    from mimatrix.comm.endpoint import Store
+    from mimatrix.comm.control.job_store import Store
 
 PROBE_BYTES = 64 << 10
 _KEY = "mimatrix/peer_access"

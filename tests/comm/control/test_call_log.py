@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.control import greet, start_coordinator
 from support.ranks import together
 
 from mimatrix.collectives.schedule import Collective
@@ -32,7 +33,7 @@ FIX = "; every rank must call the same collectives in the same order with the sa
 
 @contextmanager
 def connected(ranks: int = 2) -> Iterator[tuple[Coordinator, list[ControlClient]]]:
-    coordinator = Coordinator.start("127.0.0.1", generation=3)
+    coordinator = start_coordinator(world_size=3)
     clients = [
         ControlClient.connect(rank, HOSTS[:ranks], "127.0.0.1", coordinator.port, 3, coordinator.token)
         for rank in range(ranks)
@@ -439,10 +440,7 @@ def test_rank_that_did_not_come_is_named_with_the_call_that_it_is_in() -> None:
 
 def test_silent_rank_is_named() -> None:
     with connected(2) as (coordinator, clients):
-        silent = socket.create_connection(("127.0.0.1", coordinator.port))
-        greeting = {"rank": 2, "host": "c", "token": coordinator.token}
-        with silent:
-            silent.sendall(ControlMessage(MessageType.HELLO, 3, greeting).encode())
+        with greet(coordinator, 2, "c"):
             for client in clients:
                 client.hosts.append("c")
                 CallLog("all", range(3), client).add(SUM, None)

@@ -1,0 +1,64 @@
+"""What a rank knows of others that are gone and of calls that failed, and the errors that follow. No sockets."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from mimatrix.comm.control.faults import Fault
+from mimatrix.comm.control.messages import LEFT
+from mimatrix.comm.control.user_calls import UserCall, describe_ended
+from mimatrix.core.errors import DifferentCalls, PeerLost, UserError, WorldError
+
+
+@dataclass(slots=True)
+class Losses:
+    """All bad news that one rank has had. One thread adds to it while others read."""
+
+    rank: int
+    hosts: list[str]
+    ranks: dict[int, str] = field(default_factory=dict)
+    """Why ranks are gone."""
+    faults: list[Fault] = field(default_factory=list)
+    coordinator: str = ""
+    """Why the coordinator is gone; empty while it is there."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is any."""
+        return bool(self.ranks or self.faults or self.coordinator)
+
+    def describe(self, rank: int) -> str:
+        """Return `rank 3 on hostname`."""
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    def lose_coordinator(self, reason: str, *, is_silent: bool) -> None:
+        """Note that the coordinator is gone; if its host is silent, all ranks of that host are lost too."""
+        host = self.hosts[0]
+        if is_silent and host != self.hosts[self.rank]:
+            for rank in [rank for rank, name in enumerate(self.hosts) if name == host]:
+                self.ranks.setdefault(rank, reason)
+        self.coordinator = reason
+
+    def failure(
+        self, peer: int, members: Collection[int], doing: str, call: UserCall | None
+    ) -> WorldError | UserError | None:
+        """Return the error for a rank that waits for `peer` in a group, if there is one; see `ControlClient`."""
+        for fault in self.faults.copy():
+            if fault.concerns(members):
+                return fault.to_error()
+        for rank, reason in self.ranks.copy().items():
+            # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
+            if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
+                return self._rank_error(rank, reason, doing, call)
+        return self.coordinator_error(doing, self.coordinator) if self.coordinator else None
+
+    def coordinator_error(self, doing: str, reason: str) -> WorldError:
+        """Return the error of a rank that cannot continue without the coordinator."""
+        where = f"a process on {self.hosts[0]}"
+        return WorldError(f"the coordinator of this job, {where}, was lost in {doing}: {reason}; restart the job")
+
+    def _rank_error(self, rank: int, reason: str, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
+        # A rank that ended without an error has done all that the script asked of it: the script is to blame, and to
+        # start it again would not help.
+        if call and reason == LEFT:
+            return DifferentCalls(describe_ended(self.rank, rank, call))
+        return PeerLost(f"{self.describe(rank)} was lost in {call or doing}: {reason}", rank)
