@@ -3,7 +3,7 @@
 import pytest
 
 from mimatrix.cluster import Cluster, load_cluster, read_cluster, write_cluster
-from mimatrix.cluster.model import Device, Node
+from mimatrix.cluster.model import Device, Link, Node, Switch
 from mimatrix.core.errors import UserError
 from mimatrix.planner.device_matching import devices_of, kind_of, memory_with, profiles_for
 from mimatrix.planner.model.curve import Curve
@@ -111,3 +111,10 @@ def test_what_one_rank_paid_says_nothing_about_more() -> None:
     assert network((0, 1, 2)).reason == "not measured: one rank alone"
     apart = measured_network(Communication((0.0,) * 4, reason="not measured: one card at a time"), 3)
     assert apart((0, 1, 2, 3)).reason == "not measured: one card at a time"
+
+
+def test_an_added_a4000_does_not_get_the_memory_of_an_a40() -> None:
+    link = Link("n0", "hub", 1e9, 1e-5)
+    cluster = Cluster("c", (Node("n0", (Device("A40", 48 * 10**9),)),), (Switch("hub"),), (link,))
+    grown, _ = with_node(cluster, Addition("A4000", 1))
+    assert grown.nodes[-1].devices == (Device("A4000"),)
