@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler")
+PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler", "planner", "cli", "lab", "core")
 
 
 def doubles(sources: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Docstrings, help texts and messages use plain English and the field's terms.
 
 `python tests/test_prose.py [PATH ...]` prints what it finds in these files or folders, by file; without a path, in the
-packages that must be clean and in the command's help. `--comments` also reads comments.
+packages that must be clean. `--comments` also reads comments.
 """
 
 import ast
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler")
+PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler", "planner", "cli", "lab", "core")
 """Those that must be clean; others are only shown."""
 PHRASES = {
     r"whoever": "the one that, any rank that, the caller",
@@ -164,7 +164,7 @@ def test_comments_are_read_if_asked() -> None:
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--comments"]
-    default = [ROOT / "mimatrix" / package for package in (*PACKAGES, "cli")]
+    default = [ROOT / "mimatrix" / package for package in PACKAGES]
     total = 0
     for path in [file for folder in ([Path(word) for word in words] or default) for file in files_in(folder)]:
         found = findings(str(path), path.read_text("utf-8"), comments="--comments" in sys.argv)

@@ -1,4 +1,4 @@
-"""Match a kind of device as a person writes it (`3090`) with the names that machines give (`NVIDIA GeForce RTX 3090`)."""
+"""Match a kind of device as people write it (`3090`) with the names of devices (`NVIDIA GeForce RTX 3090`)."""
 
 import re
 from collections.abc import Sequence

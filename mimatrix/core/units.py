@@ -83,7 +83,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_decimal_bytes(count: float) -> str:
-    """Always decimal, so that sizes below one another can be compared: `24GB`, `1.5MB`."""
+    """Return a size in decimal units, so that sizes below one another can be compared: `24GB`, `1.5MB`."""
     return _scaled(count, "B")
 
 

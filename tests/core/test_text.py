@@ -24,7 +24,8 @@ def test_counts_have_their_noun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (113, "113th"), (22, "22nd")]
+    ("number", "text"),
+    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (12, "12th"), (113, "113th"), (22, "22nd")],
 )
 def test_ordinals_are_english(number: int, text: str) -> None:
     assert ordinal(number) == text
@@ -32,7 +33,14 @@ def test_ordinals_are_english(number: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (120e6, "120 MB"), (999.7e6, "1000 MB"), (44.2e9, "44.2 GB")],
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1500, "1.5 kB"),
+        (120e6, "120 MB"),
+        (999.7e6, "1000 MB"),
+        (44.2e9, "44.2 GB"),
+    ],
 )
 def test_sizes_have_three_digits_and_a_space(count: float, text: str) -> None:
     assert spell_bytes(count) == text
