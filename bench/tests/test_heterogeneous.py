@@ -16,7 +16,7 @@ from mimatrix.launch.throttle.cpu_quota import quotas
 
 BASE = TrainingTask("", (1.0, 0.25), global_batch=100, warm_up=2)
 STEPS_S = {"ddp": 0.4, "hand-tuned ddp": 0.2, OURS: 0.125}
-PLAN = {"step_s": 0.12, "micro": [[80], [10, 10]]}
+PLAN = {"step_s": 0.12, "split": [[80], [10, 10]]}
 
 
 def invent_records(task: TrainingTask) -> list[RankRecord]:

@@ -44,7 +44,7 @@ class Wish:
 
     @property
     def least(self) -> int:
-        """Without so many it cannot start."""
+        """The number of devices without which it cannot start."""
         return sum(part.least for part in self.parts)
 
     def within(self, devices: int) -> "Wish":

@@ -30,7 +30,7 @@ from mimatrix.engine.run_status import RunStatus
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.user_calls import BACKWARD, END_OF_LOOP, as_user_call, iterate_as_user_call, run_call
-from mimatrix.planner.mode_choice import Choice
+from mimatrix.planner.mode_choice import ModeChoice
 from mimatrix.planner.model.plan import Plan
 from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.model.split import Split
@@ -314,7 +314,7 @@ class Run(RunSaving):
         return self._loop.plans.measured
 
     @property
-    def mode_choice(self) -> Choice | None:
+    def mode_choice(self) -> ModeChoice | None:
         """What `mode="auto"` chose in `prepare`, from what, and why."""
         return self._world.choice
 

@@ -1,4 +1,4 @@
-"""Ranks in their seats: what each process is told, and how all are run."""
+"""Run a command for every rank of a lab, with its environment."""
 
 import os
 import secrets
@@ -11,7 +11,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.lab.ip_commands import namespace
 from mimatrix.lab.layout import Seat
 from mimatrix.lab.state import Lab
-from mimatrix.lab.system import check_machine, order, within
+from mimatrix.lab.system import check_machine, run_tool, within
 from mimatrix.processes.cgroups import this_machine
 from mimatrix.processes.group import Command, Ending, run_together
 
@@ -28,12 +28,12 @@ def run(lab: Lab, words: Sequence[str], *, grace_s: float = 10.0, timeout_s: flo
     commands, secret = [], secrets.token_hex(32)
     for seat in lab.layout.seats:
         space = namespace(lab.name, seat.node)
-        told = dict(os.environ) | environment(lab, seat, port, os.environ) | {env.JOB_SECRET.name: secret}
+        variables = dict(os.environ) | environment(lab, seat, port, os.environ) | {env.JOB_SECRET.name: secret}
         commands.append(
             Command(
                 f"{seat.rank} {seat.node}",
                 tuple(within(space, *words)),
-                told,
+                variables,
                 groups.members(space) if groups else None,
             )
         )
@@ -41,7 +41,7 @@ def run(lab: Lab, words: Sequence[str], *, grace_s: float = 10.0, timeout_s: flo
 
 
 def environment(lab: Lab, seat: Seat, port: int, outside: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun, the interface to use, and where this rank is."""
+    """Return the variables of torchrun, the interface to use, and the location of this rank."""
     first = lab.layout.seats[0]
     return {
         "RANK": str(seat.rank),
@@ -63,7 +63,7 @@ def environment(lab: Lab, seat: Seat, port: int, outside: Mapping[str, str]) -> 
 
 
 def _free_port(lab: Lab) -> int:
-    """One that nobody listens on at rank 0's address."""
+    """Return a port that is free at rank 0's address."""
     first = lab.layout.seats[0]
     space = namespace(lab.name, first.node)
-    return int(order(within(space, sys.executable, "-I", "-S", "-c", _FREE_PORT, first.address)))
+    return int(run_tool(within(space, sys.executable, "-I", "-S", "-c", _FREE_PORT, first.address)))

@@ -60,5 +60,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         from importlib import import_module
 
-        return getattr(import_module(f"mimatrix.launch.{_LATER[name]}"), name)
+        module = import_module(f"mimatrix.launch.{_LATER[name]}")
+        # All of its names at once: the import itself has bound the module `run_local`, which hides the function.
+        globals().update({other: getattr(module, other) for other, where in _LATER.items() if where == _LATER[name]})
+        return globals()[name]
     raise AttributeError(f"module 'mimatrix.launch' has no attribute {name!r}")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from mimatrix.core.device_kinds import match_kind
 from mimatrix.core.errors import MiMatrixError
-from mimatrix.planner.device_matching import meant
 from mimatrix.planner.model.profile import Profile
 
 # Dense half precision in TFLOP/s, rounded, as data sheets have it. No job reaches it; it is good enough for an order.
@@ -32,7 +32,7 @@ _BY_KIND = {
 @lru_cache(maxsize=1024)
 def speed_of_kind(kind: str) -> float:
     """Of a kind of device, beside others; one that is not known is as a middling GPU."""
-    found = [speed for name, speed in _BY_KIND.items() if meant(name, (kind,))]
+    found = [speed for name, speed in _BY_KIND.items() if match_kind(name, (kind,))]
     return max(found, default=100.0)
 
 
@@ -53,7 +53,7 @@ def speeds_seen(plan: Mapping[str, Any]) -> dict[str, float]:
     """Samples a second of each kind of device, as the plan of an earlier run has it; nothing where it says nothing."""
     found: dict[str, float] = {}
     try:
-        for part, micro in zip(plan["ranks"], plan["micro"], strict=True):
+        for part, micro in zip(plan["parts"], plan["split"], strict=True):
             if part["busy_s"] > 0 and micro:
                 rate = sum(micro) / part["busy_s"]
                 found[part["name"]] = max(rate, found.get(part["name"], 0.0))

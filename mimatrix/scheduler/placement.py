@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mimatrix.core.device_kinds import match_kind
 from mimatrix.core.resources import ANY, Wish
-from mimatrix.planner.device_matching import meant
 from mimatrix.scheduler.state import Policy, Seat
 
 
@@ -162,7 +162,7 @@ def chosen_of(needs: Needs, counts: Counts, speed_of: SpeedOf) -> dict[str, int]
 def needs_of(wish: Wish, kinds: tuple[str, ...], devices: int) -> Needs:
     """A wish in a cluster of these kinds. Who names a kind comes first: who takes any takes what is left."""
     found = (
-        Need(kinds if part.kind == ANY else tuple(meant(part.kind, kinds)), part.least, part.most)
+        Need(kinds if part.kind == ANY else tuple(match_kind(part.kind, kinds)), part.least, part.most)
         for part in wish.within(devices).parts
     )
     return tuple(sorted(found, key=lambda need: len(need.kinds)))

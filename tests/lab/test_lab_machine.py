@@ -262,7 +262,7 @@ def counted(words, text=""):
         os.kill(os.getpid(), signal.SIGKILL)
     orders.append(words)
     return order(words, text)
-order, lifecycle.order = lifecycle.order, counted
+order, lifecycle.run_tool = lifecycle.run_tool, counted
 lifecycle.up(load_cluster("star:3"), "{NAME}", (1.0, 1.0, 1.0))
 """
     killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)

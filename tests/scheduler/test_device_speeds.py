@@ -22,9 +22,9 @@ def test_kinds_in_their_order(faster: str, slower: str) -> None:
 
 def test_what_an_earlier_plan_saw() -> None:
     parts = [{"name": "A40", "busy_s": 0.5}, {"name": "cpu", "busy_s": 0.4}, {"name": "cpu", "busy_s": 0.5}]
-    plan = {"ranks": parts, "micro": [[60, 40], [4], [10]]}
+    plan = {"parts": parts, "split": [[60, 40], [4], [10]]}
     assert speeds_seen(plan) == {"A40": 200.0, "cpu": 20.0}
-    assert speeds_seen({}) == speeds_seen({"ranks": 3, "micro": None}) == {}
+    assert speeds_seen({}) == speeds_seen({"parts": 3, "split": None}) == {}
 
 
 def test_what_curves_of_an_earlier_run_say() -> None:

@@ -159,7 +159,7 @@ def test_devices_that_an_earlier_run_found_fast_come_first(tmp_path: Path) -> No
         first = submitted(there, "print('hello')")
         turned_until(there, first, *ENDED)
         with there.context.sessions.begin() as session:
-            plan = {"ranks": [{"name": "cpu", "busy_s": 0.5}], "micro": [[100]]}
+            plan = {"parts": [{"name": "cpu", "busy_s": 0.5}], "split": [[100]]}
             session.get_one(JobRow, first).plan = plan
         there.loop._seen_at = float("-inf")
         submitted(there, "print('hello')", devices="99")

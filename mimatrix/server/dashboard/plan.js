@@ -13,10 +13,10 @@ export function planPart(plan, ranks, job) {
     against(plan, job),
     table(
       ["Rank", "Micro-batches", "Samples", "Busy, predicted", "Busy, measured", "Waits, predicted", "Memory of room"],
-      plan.ranks.map((part, rank) => [
+      plan.parts.map((part, rank) => [
         [rank, " ", h("span", { class: "soft" }, part.name)],
-        grouped(plan.micro[rank]),
-        count(plan.micro[rank].reduce((sum, size) => sum + size, 0)),
+        grouped(plan.split[rank]),
+        count(plan.split[rank].reduce((sum, size) => sum + size, 0)),
         brief(part.busy_s),
         measured.has(rank) ? [brief(busy(measured.get(rank))), " ", off(busy(measured.get(rank)), part.busy_s)] : "–",
         brief(part.idle_s),
