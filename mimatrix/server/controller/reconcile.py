@@ -20,7 +20,7 @@ from mimatrix.core import environment as env
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.exit_codes import BAD_INPUT, PREEMPTED
 from mimatrix.core.units import format_seconds
-from mimatrix.launch import Member, MemberState, NodeFacts, Phase, Team, TeamState
+from mimatrix.launch import Member, MemberState, NodeInfo, Phase, Team, TeamState
 from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait, Wish, decide
 from mimatrix.scheduler.device_speeds import speed_of_kind, speeds_measured, speeds_seen
 from mimatrix.scheduler.fairshare import later
@@ -68,7 +68,7 @@ class Loop:
 
     def __init__(self, context: Context, serving: Serving, say: Callable[[str], None]) -> None:
         self._context, self._serving, self._say = context, serving, say
-        self._nodes: dict[str, NodeFacts] = {}
+        self._nodes: dict[str, NodeInfo] = {}
         self._seats: dict[str, Seat] = {}
         self._nodes_kept_at = float("-inf")
         self._decided_on: object = None
@@ -196,14 +196,15 @@ class Loop:
         name = team_name(job.id, job.generation)
         words = (*serving.words, job.script, *job.arguments)
         return Team(
-            name,
-            words,
-            tuple(members),
-            archive,
-            shared,
+            name=name,
+            command=words,
+            members=tuple(members),
+            archive=archive,
+            environment=shared,
             run_as=serving.run_as,
             groups=groups,
             restarts=job.retries,
+            restart_after=shared.get(env.RENDEZVOUS.name, ""),
         )
 
     def _forget_word(self, job: JobRow) -> None:
@@ -465,7 +466,7 @@ def _jobs(session: Session, states: tuple[JobState, ...]) -> list[JobRow]:
     return list(session.scalars(select(JobRow).where(JobRow.state.in_(states)).order_by(JobRow.id)))
 
 
-def _seats(nodes: Iterable[NodeFacts]) -> dict[str, Seat]:
+def _seats(nodes: Iterable[NodeInfo]) -> dict[str, Seat]:
     """All devices, by name."""
     seats = [
         Seat(node.name, number, device.kind, speed_of_kind(device.kind), node.near)
