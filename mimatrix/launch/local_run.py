@@ -214,7 +214,7 @@ class _Attempts:
             *self._sinks,
             grace_s=self._spec.grace_s,
             timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
-            beside=self.slowdown.beside,
+            around=self.slowdown.beside,
             restart=lambda group, failure: self._restart_group(attempt, rendezvous, group, failure),
         )
 

@@ -40,7 +40,7 @@ class Command:
     """Those of one subgroup end together; all do if none is named."""
 
 
-Beside = Callable[[Mapping[str, int]], AbstractContextManager[object]]
+Around = Callable[[Mapping[str, int]], AbstractContextManager[object]]
 Restart = Callable[[str, GroupExit], Sequence[Command]]
 
 
@@ -66,7 +66,7 @@ def run_process_group(
     *,
     grace_s: float = 10.0,
     timeout_s: float | None = None,
-    beside: Beside = nullcontext,
+    around: Around = nullcontext,
     restart: Restart = _never,
 ) -> GroupExit:
     """Run all commands until all have ended; a signal to end that reaches this process ends them.
@@ -77,13 +77,13 @@ def run_process_group(
         err: Gets their standard error.
         grace_s: How long the others continue after one failed.
         timeout_s: End all after this time.
-        beside: Called with the process groups by label. What it returns is entered once they have started, and left
+        around: Called with the process groups by label. What it returns is entered once they have started, and left
             before processes that are left over are killed.
         restart: Asked when a subgroup has failed and ended while another one runs; what it returns is started instead.
     """
     with (
         closing(open_signal_pipe(heeded_termination_signals())) as signals,
-        ProcessGroup(commands, out, err, grace_s, beside, restart) as group,
+        ProcessGroup(commands, out, err, grace_s, around, restart) as group,
     ):
         return group.watch(signals, timeout_s)
 
@@ -97,12 +97,12 @@ class ProcessGroup:
         out: BinaryIO,
         err: BinaryIO,
         grace_s: float,
-        beside: Beside = nullcontext,
+        around: Around = nullcontext,
         restart: Restart = _never,
     ) -> None:
         self._commands = commands
-        self._beside, self._restart = beside, restart
-        self._around = ExitStack()
+        self._around_groups, self._restart = around, restart
+        self._stack = ExitStack()
         self._sinks = (out, err)
         self._grace_s = grace_s
         self._running: dict[int, tuple[subprocess.Popen[bytes], Command]] = {}
@@ -130,7 +130,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._around.close()
+        self._stack.close()
         for group in self._groups:
             signal_group(group, signal.SIGKILL)
         with suppress(OSError):
@@ -165,7 +165,7 @@ class ProcessGroup:
     def _start_all(self, commands: Sequence[Command]) -> None:
         groups = {command.label: self._start(command) for command in commands}
         self._guards.append(start_guard(list(groups.values())))
-        self._around.enter_context(self._beside(groups))
+        self._stack.enter_context(self._around_groups(groups))
 
     def _start(self, command: Command) -> int:
         process = subprocess.Popen(  # noqa: S603 (running what the person asks for is the purpose)
@@ -239,7 +239,7 @@ class ProcessGroup:
             self._replace(command.subgroup)
 
     def _note_failure(self, failure: GroupExit, subgroup: str) -> None:
-        """Keep the first failure, of all or of a subgroup; one that followed from another one gives way to that."""
+        """Keep the first failure, of all or of a subgroup; one that another one caused is replaced by that one."""
         if self._exit.code:
             if self._exit.is_caused_by(failure):
                 self._exit = failure

@@ -60,18 +60,17 @@ class LocalLauncher:
         """
         validate_name(team.name)
         folder = TeamFolder(self._teams / team.name)
-        state = folder.read_state()
-        if state and state.team.unreadable:
-            raise StartError(f'team "{team.name}" may be running: {state.team.unreadable}', is_transient=False)
-        # If a launcher was killed before a supervisor claimed the team, there is a launch spec and nothing more.
-        if state is None:
-            spec = build_spec(team, self._node)
-            try:
-                _write(folder, spec)
+        try:
+            state = folder.read_state()
+            if state and state.team.unreadable:
+                raise StartError(f'team "{team.name}" may be running: {state.team.unreadable}', is_transient=False)
+            # If a launcher was killed before a supervisor claimed the team, there is a launch spec and nothing more.
+            if state is None:
+                _write(folder, build_spec(team, self._node))
                 _hand_over(folder)
-            except OSError as error:
-                sentence = f'team "{team.name}" cannot be started ({error})'
-                raise StartError(sentence, is_transient=is_transient(error)) from None
+        except OSError as error:
+            sentence = f'team "{team.name}" cannot be started ({error})'
+            raise StartError(sentence, is_transient=is_transient(error)) from None
 
     def states(self) -> Mapping[str, TeamState]:
         """Return all teams by name, also those that an earlier launcher started, until they are forgotten."""
@@ -213,6 +212,8 @@ def _state(folder: TeamFolder) -> TeamState | None:
             return TeamState((MemberState(Phase.STARTING),) * folder.ranks())
     except FileNotFoundError:
         return None
+    except OSError as error:  # no descriptor is left, or the disk fails
+        return TeamState((), unreadable=f"{folder.path} cannot be read ({error.strerror})")
     if state.team.has_ended or state.team.unreadable or (state.supervisor and is_alive(state.supervisor)):
         return state.team
     # Between our reading and our looking it may have written its last state and ended.
