@@ -29,6 +29,8 @@ PACKAGES = (
     "collectives",
     "cluster",
     "core",
+    "launch",
+    "processes",
 )
 """Those that must be clean; others are only shown."""
 FOLDERS = (*(f"mimatrix/{package}" for package in PACKAGES), "bench", "docs", "examples")

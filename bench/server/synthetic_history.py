@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import FakeLauncher
 from mimatrix.api.models import PROTOCOL, JobState, Progress, Report, Role, Use
-from mimatrix.launch.launcher import DeviceFacts, NodeFacts
+from mimatrix.launch.devices import DeviceInfo, NodeInfo
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.planner import make_plan
@@ -101,14 +101,14 @@ class SyntheticJob:
         return int((at_s - self.started_s) / _STEP_S) if self.started_s else 0
 
 
-def nodes(size: HistorySize) -> tuple[NodeFacts, ...]:
+def nodes(size: HistorySize) -> tuple[NodeInfo, ...]:
     """Return the machines; those without jobs are of a kind that no job asks for."""
     machines = []
     for node, first in enumerate(range(0, size.devices, RANKS)):
         kind = "NVIDIA H100" if node < size.running else "NVIDIA A10"
-        devices = (DeviceFacts(kind, 80 << 30),) * min(RANKS, size.devices - first)
+        devices = (DeviceInfo(kind, 80 << 30),) * min(RANKS, size.devices - first)
         address = f"10.0.{node // 250}.{node % 250 + 1}"
-        machines.append(NodeFacts(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
+        machines.append(NodeInfo(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
     return tuple(machines)
 
 

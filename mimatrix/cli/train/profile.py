@@ -29,7 +29,7 @@ from mimatrix.core.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mimatrix.launch import Launch
+    from mimatrix.launch import RunSpec
     from mimatrix.planner.model.profile import Measurements
 
 
@@ -72,7 +72,7 @@ def profile(
     if picture:
         check_file(picture, (".png", ".svg", ".pdf"))
     launch = build_run_spec(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
-    launches.check(launch)
+    launches.validate_run(launch)
     measurements = _measure(launch, script, cluster, fresh=fresh)
     write_text(measurements.to_text(), output)
     if picture:
@@ -91,7 +91,7 @@ def profile(
             console.print(f"{what}: {file}")
 
 
-def _measure(launch: "Launch", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
+def _measure(launch: "RunSpec", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
     """Return what the workers measured; they end by themselves once they have stored it."""
     from mimatrix import launch as launches
     from mimatrix.planner.model.profile import Measurements
@@ -106,7 +106,7 @@ def _measure(launch: "Launch", script: str, cluster: Path | None, *, fresh: bool
         # Standard output is for the table, or for JSON and nothing else.
         outcome = launches.run_local(launch, environment, sys.stderr.buffer, sys.stderr.buffer, say)
         if outcome.code:
-            say(outcome.reason)
+            say(outcome.describe())
             raise typer.Exit(outcome.code)
         if not stored.exists():
             raise UserError(

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +13,7 @@ from mimatrix.core import environment
 from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from mimatrix.launch import Launch
+    from mimatrix.launch import RunSpec
 
 Script = Annotated[str, typer.Argument(help="The script that every worker runs.", metavar="SCRIPT")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")]
@@ -94,13 +94,13 @@ def run(
         grace_s=parse_duration(grace),
         groups=launches.parse_groups(groups, ranks) if groups else (),
     )
-    launches.check(launch)
+    launches.validate_run(launch)
     outcome = launches.run_local(launch, os.environ, sys.stdout.buffer, sys.stderr.buffer, say)
-    if outcome.reason:
-        say(outcome.reason)
+    if reason := outcome.describe():
+        say(reason)
     if as_json:
         # On one line, since it comes after the lines of the workers: `tail -n 1` has it.
-        typer.echo(json.dumps(asdict(outcome)))
+        typer.echo(json.dumps(outcome.to_json()))
     if outcome.code:
         raise typer.Exit(outcome.code)
 
@@ -115,11 +115,11 @@ def build_run_spec(
     slow_by: str,
     threads: int | None,
     timeout: str,
-) -> "Launch":
+) -> "RunSpec":
     """Return the run that the options describe, not yet checked as a whole."""
     from mimatrix import launch as launches
 
-    return launches.Launch(
+    return launches.RunSpec(
         _worker_command(script, arguments, module),
         ranks=ranks,
         speeds=launches.parse_speeds(speeds) if speeds else (),
@@ -135,4 +135,4 @@ def _worker_command(script: str, arguments: list[str], module: bool) -> tuple[st
     from mimatrix import launch as launches
 
     own = arguments[1:] if arguments[:1] == ["--"] else arguments
-    return launches.module_words(script, own) if module else launches.script_words(script, own)
+    return launches.module_command(script, own) if module else launches.script_command(script, own)

@@ -18,14 +18,15 @@ from sqlalchemy.orm import Session
 from mimatrix.api.models import ACTIVE, JobState, Progress, Report, Role
 from mimatrix.core import environment as env
 from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.exit_codes import BAD_INPUT, PREEMPTED
 from mimatrix.core.units import format_seconds
-from mimatrix.launch import Member, MemberState, NodeFacts, Phase, Team, TeamState
+from mimatrix.launch import Member, MemberState, NodeInfo, Phase, Team, TeamState
 from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait, Wish, decide
 from mimatrix.scheduler.device_speeds import speed_of_kind, speeds_measured, speeds_seen
 from mimatrix.scheduler.fairshare import later
 from mimatrix.server.auth.tokens import issue, revoke_of_job
 from mimatrix.server.context import Context, team_name
-from mimatrix.server.controller.exit_causes import LEFT, failed_rank, groups_of, last_words, told
+from mimatrix.server.controller.exit_causes import failed_rank, groups_of, last_words, told
 from mimatrix.server.controller.group_failures import note_losses
 from mimatrix.server.controller.stragglers import Watching
 from mimatrix.server.db.models import JobRow, NodeRow, UsageRow
@@ -33,7 +34,6 @@ from mimatrix.server.jobs.lifecycle import WAITING, is_active, may_move, move, n
 from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.metrics.store import History
 
-BAD_INPUT = 2
 _LEAVING_S = 120.0
 """Who has not begun to save by then is ended; who has gets as long again."""
 _AGAIN_S = 600.0
@@ -70,7 +70,7 @@ class Loop:
 
     def __init__(self, context: Context, serving: Serving, say: Callable[[str], None]) -> None:
         self._context, self._serving, self._say = context, serving, say
-        self._nodes: dict[str, NodeFacts] = {}
+        self._nodes: dict[str, NodeInfo] = {}
         self._seats: dict[str, Seat] = {}
         self._nodes_kept_at = float("-inf")
         self._decided_on: object = None
@@ -199,14 +199,15 @@ class Loop:
         name = team_name(job.id, job.generation)
         words = (*serving.words, job.script, *job.arguments)
         return Team(
-            name,
-            words,
-            tuple(members),
-            archive,
-            shared,
+            name=name,
+            command=words,
+            members=tuple(members),
+            archive=archive,
+            environment=shared,
             run_as=serving.run_as,
             groups=groups,
-            returns=job.retries,
+            restarts=job.retries,
+            restart_after=shared.get(env.RENDEZVOUS.name, ""),
         )
 
     def _forget_word(self, job: JobRow) -> None:
@@ -279,7 +280,7 @@ class Loop:
         now_s, why = self._context.clock(), job.leaving
         job.exit_code = code
         if why == "preempt" and code != 0:
-            saved = "saved, and is in line again" if code == LEFT else "ended without saving; it will begin anew"
+            saved = "saved, and is in line again" if code == PREEMPTED else "ended without saving; it will begin anew"
             move(session, job, JobState.PREEMPTED, saved, now_s)
         elif why == "cancel":
             move(session, job, JobState.CANCELLED, "cancelled", now_s)
@@ -468,7 +469,7 @@ def _jobs(session: Session, states: tuple[JobState, ...]) -> list[JobRow]:
     return list(session.scalars(select(JobRow).where(JobRow.state.in_(states)).order_by(JobRow.id)))
 
 
-def _seats(nodes: Iterable[NodeFacts]) -> dict[str, Seat]:
+def _seats(nodes: Iterable[NodeInfo]) -> dict[str, Seat]:
     """All devices, by name."""
     seats = [
         Seat(node.name, number, device.kind, speed_of_kind(device.kind), node.near)
@@ -486,7 +487,7 @@ def _ended_well(state: TeamState) -> str:
 
 def _crashed(state: TeamState, member: MemberState) -> bool:
     """Whether it failed by itself: one that was made to go has no first failure, and one that has saved says so."""
-    return state.first_failure is not None and member.phase is Phase.EXITED and member.code != LEFT
+    return state.first_failure is not None and member.phase is Phase.EXITED and member.code != PREEMPTED
 
 
 def _called(number: int) -> str:

@@ -62,14 +62,14 @@ def _train(epochs: int, slow_by: str) -> Result:
     from mimatrix.cli.train.demo.progress import WorkerOutput, show_progress
 
     board, began_s = Board(len(SPEEDS)), time.monotonic()
-    words = launches.module_words("mimatrix.worker.demo", ["--epochs", str(epochs)])
-    launch = launches.Launch(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
-    launches.check(launch)
+    words = launches.module_command("mimatrix.worker.demo", ["--epochs", str(epochs)])
+    launch = launches.RunSpec(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
+    launches.validate_run(launch)
     with show_progress(board, SPEEDS) as show:
         show()
         outcome = launches.run_local(launch, os.environ, WorkerOutput(board, show), sys.stderr.buffer, say)
     if outcome.code:
-        say(outcome.reason)
+        say(outcome.describe())
         raise typer.Exit(outcome.code)
     return summarize(board, SPEEDS, time.monotonic() - began_s)
 
