@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from mimatrix.launch import Launcher
-from mimatrix.server.auth.tokens import Doorkeeper
+from mimatrix.server.auth.tokens import Authenticator
 from mimatrix.server.db.engine import Sessions
-from mimatrix.server.jobs.code_archives import Snapshots
+from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.metrics.live_state import Live
 
 
@@ -17,8 +17,8 @@ class Context:
 
     sessions: Sessions
     launcher: Launcher
-    snapshots: Snapshots
-    doorkeeper: Doorkeeper
+    code_archives: CodeArchives
+    authenticator: Authenticator
     clock: Callable[[], float]
     live: Live = field(default_factory=Live)
     wake: Event = field(default_factory=Event)

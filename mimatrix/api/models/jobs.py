@@ -7,13 +7,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from mimatrix.api.models.base import Count, Digest, Message, Name, Seconds, Text, Variable
+from mimatrix.api.models.base import Count, Digest, Message, Name, Text, Variable
+from mimatrix.api.text import one_line
 from mimatrix.core.errors import UserError
 from mimatrix.core.resources import Part, Wish
 
 
 class JobState(StrEnum):
-    """Where in its life a job is."""
+    """The states of a job."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -28,7 +29,7 @@ class JobState(StrEnum):
 
 ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 ACTIVE = (JobState.STARTING, JobState.PROFILING, JobState.TRAINING, JobState.SAVING)
-MOST_SNAPSHOT_BYTES = 64 << 20
+MAX_CODE_ARCHIVE_BYTES = 64 << 20
 
 
 def _wish(text: str) -> str:
@@ -40,7 +41,7 @@ def _wish(text: str) -> str:
 
 
 def _merged(wish: Wish) -> Wish:
-    """Every kind once: `1,1,1` is `3`."""
+    """Return the request with every kind once: `1,1,1` is `3`."""
     found: dict[str, Part] = {}
     for part in wish.parts:
         same = found.setdefault(part.kind.lower(), replace(part, least=0, most=0))
@@ -49,12 +50,12 @@ def _merged(wish: Wish) -> Wish:
 
 
 class Submission(Message):
-    """A job as it is handed in. The folder of its script was uploaded before, as an archive with this digest."""
+    """A job as it is submitted. The directory of its script was uploaded before, as a code archive with this digest."""
 
     name: Name
     script: Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^/.\x00][^/\x00]*(/[^/.\x00][^/\x00]*)*$")]
-    """Inside of the archive."""
-    snapshot: Digest
+    """Its path within the archive."""
+    code_archive: Digest
     arguments: Annotated[tuple[Text, ...], Field(max_length=500)] = ()
     environment: Annotated[dict[Variable, Text], Field(max_length=200)] = Field(default_factory=dict)
     devices: Annotated[str, Field(max_length=500), AfterValidator(_wish)] = "1"
@@ -62,26 +63,27 @@ class Submission(Message):
     preemptible: bool = False
     max_time_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
     retries: Annotated[int, Field(ge=0, le=100)] = 0
-    """How often it is started again by itself when a node or a worker is lost."""
+    """How often it is restarted automatically after a failure."""
 
 
-class Change(Message):
-    """What may be changed of a job that is there."""
+class JobUpdate(Message):
+    """What can be changed of a submitted job."""
 
     priority: Annotated[int, Field(ge=0, le=100)]
 
 
 class Progress(Message):
-    """How far a job is, as its rank 0 said last."""
+    """How far a job has come, as of the last report of its first rank."""
 
-    step: Count = 0
-    epoch: Count = 0
-    samples_per_s: Seconds = 0.0
-    step_s: Seconds = 0.0
-    predicted_step_s: Seconds | None = None
+    # No bounds: these are sums over what was bounded when it came in.
+    step: int = 0
+    epoch: int = 0
+    samples_per_s: float = 0.0
+    """Of all groups together."""
+    step_s: float = 0.0
+    predicted_step_s: float | None = None
     metrics: dict[str, float | None] = Field(default_factory=dict)
     """None: not finite."""
-    at: datetime | None = None
 
 
 class Job(Message):
@@ -93,8 +95,8 @@ class Job(Message):
     state: JobState
     reason: str
     """Why it is in this state, or why it waits."""
-    place: int | None = None
-    """In the queue, from 1; None: it does not wait, or was just handed in."""
+    queue_position: int | None = None
+    """From 1; None: it is not queued, or was submitted a moment ago."""
     script: str
     arguments: tuple[str, ...]
     devices: str
@@ -105,11 +107,11 @@ class Job(Message):
     generation: int
     """How often it was started."""
     seats: tuple[str, ...]
-    """The devices that it has, in the order of its ranks."""
+    """The devices that it holds, in the order of its ranks."""
     last_seats: tuple[str, ...] = ()
-    """Those that it had last, where it has none now; told of one job, not of a list."""
+    """The devices that it held last, if it holds none now; only in the answer for a single job."""
     has_plan: bool = False
-    """Whether there is one to ask for; told of one job, not of a list."""
+    """Whether it has stored a plan; only in the answer for a single job."""
     exit_code: int | None
     created_at: datetime
     started_at: datetime | None
@@ -122,9 +124,9 @@ class Jobs(Message):
 
     jobs: tuple[Job, ...]
     next_before: int | None
-    """Ask with it for the page that follows; None: there is none."""
+    """The `before` of the next page; None: this is the last one."""
     more: Count = 0
-    """How many jobs the pages that follow have."""
+    """Number of jobs on the pages that follow."""
 
 
 class Event(Message):
@@ -137,8 +139,8 @@ class Event(Message):
     reason: str
 
 
-class Wait(Message):
-    """What would become of a job that was not handed in yet."""
+class DryRunResult(Message):
+    """What the scheduler would do with a job if it were submitted now."""
 
     starts: bool
     reason: str
@@ -148,16 +150,16 @@ class Log(Message):
     """A piece of a rank's output."""
 
     generation: Count
-    """Of which start; 0 if there was none."""
+    """The start that it is from; 0: the job was never started."""
     text: str
     next_offset: Count
     has_ended: bool
 
 
 class Checkpoint(Message):
-    """One that is there."""
+    """A complete checkpoint."""
 
-    path: Annotated[str, Field(max_length=4096)]
+    path: Annotated[str, Field(max_length=4096), AfterValidator(one_line)]
     step: Count
     saved_at: datetime
     bytes: Count

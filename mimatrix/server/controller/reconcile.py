@@ -151,9 +151,9 @@ class Loop:
                 return
             revoke_of_job(session, number, context.clock())
             _, secret = issue(session, job.user, Role.WORKER, context.clock(), number)
-            archive = context.snapshots.path(job.snapshot)
+            archive = context.code_archives.path(job.snapshot)
             if archive is None:
-                move(session, job, JobState.FAILED, "its snapshot is gone; submit it again", context.clock())
+                move(session, job, JobState.FAILED, "its code archive is gone; submit it again", context.clock())
                 return
             self._make_checkpoints(number)
             self._forget_word(job)
@@ -300,7 +300,7 @@ class Loop:
 
     def _gone(self, session: Session, job: JobRow) -> None:
         revoke_of_job(session, job.id, self._context.clock())
-        self._context.doorkeeper.forget()
+        self._context.authenticator.clear()
         live = self._context.live.of(job.id, job.generation)
         if live and live.first:
             job.progress = _progress(live, live.first)

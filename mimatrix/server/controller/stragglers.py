@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mimatrix.api.models import JobState, Report, Trouble
+from mimatrix.api.models import JobState, Report, StragglerReport
 from mimatrix.monitor.hangs import Hang, hanging
 from mimatrix.monitor.rank_metrics import Awaited, RankFigures
 from mimatrix.monitor.stragglers import Slow, Slowness
@@ -48,14 +48,14 @@ class Watching:
         groups: dict[int, list[RankFigures]] = {}
         for each in ranks:
             groups.setdefault(live.reports[each.rank].group, []).append(each)
-        troubles: list[Trouble] = []
+        troubles: list[StragglerReport] = []
         for group, members in groups.items():
             troubles += self._look_at_group(number, live, watched, group, members if trains else [])
         live.troubles = tuple(troubles)
 
     def _look_at_group(
         self, number: int, live: LiveJob, watched: _Watched, group: int, ranks: Sequence[RankFigures]
-    ) -> list[Trouble]:
+    ) -> list[StragglerReport]:
         """Those that wait for each other; in a job that is not split into groups, all."""
         slowness = watched.slowness[group]
         new = slowness.observe(self._context.clock(), ranks if len(live.reports) == live.ranks else ())
@@ -113,10 +113,10 @@ def figures_of(live: LiveJob) -> list[RankFigures]:
     ]
 
 
-def trouble_of(found: Slow | Hang) -> Trouble:
+def trouble_of(found: Slow | Hang) -> StragglerReport:
     """For people."""
     if isinstance(found, Hang):
-        return Trouble(
+        return StragglerReport(
             kind="hang",
             rank=found.rank,
             seat=found.place,
@@ -124,7 +124,7 @@ def trouble_of(found: Slow | Hang) -> Trouble:
             lost_s=found.since_s,
             sentence=str(found),
         )
-    return Trouble(
+    return StragglerReport(
         kind="slow", rank=found.rank, seat=found.place, cause=found.cause, lost_s=found.lost_s, sentence=str(found)
     )
 

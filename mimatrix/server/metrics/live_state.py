@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from mimatrix.api.models import Join, Logged, Report, Trouble
+from mimatrix.api.models import Logged, RendezvousRequest, Report, StragglerReport
 
 AGAIN_S = 1.0
 _CALM_S = 5.0
@@ -24,14 +24,14 @@ class LiveJob:
     generation: int
     seats: tuple[str, ...]
     """The devices of its ranks."""
-    joined: dict[int, Join] = field(default_factory=dict)
+    joined: dict[int, RendezvousRequest] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     heard: dict[int, float] = field(default_factory=dict)
     """When each reported last, by the server's clock."""
     leave: bool = False
     split_noted_s: float = float("-inf")
     """When a change of its plan was last written down."""
-    troubles: tuple[Trouble, ...] = ()
+    troubles: tuple[StragglerReport, ...] = ()
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
     """Sentences for its log."""
     logged: deque[Logged] = field(default_factory=lambda: deque(maxlen=_MOST_LOGGED))
@@ -139,7 +139,7 @@ class Live:
         with self._lock:
             self._jobs.pop(job, None)
 
-    def again_s(self) -> float:
+    def report_interval_s(self) -> float:
         """How soon workers should report again: the more there are, the later."""
         workers = sum(len(job.reports) for job in self._jobs.copy().values())
         return AGAIN_S if workers < _MANY else _CALM_S
