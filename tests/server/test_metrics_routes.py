@@ -209,11 +209,11 @@ def test_a_plan_and_why_it_changed(there: House) -> None:
     assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=body).status_code == 204
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").json()["content"]["version"] == 1
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["has_plan"]
-    assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
+    assert reasons(there, number)[-1] == "plan changed: rank 1 takes 1.9 times as long"
     for version in (2, 3):
         again = {**body, "content": plan(version=version, why="rank 0 takes 1.1 times as long")}
         assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=again).status_code == 204
-    assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
+    assert reasons(there, number)[-1] == "plan changed: rank 1 takes 1.9 times as long"
     with there.context.sessions() as session:
         assert session.get_one(JobRow, number).state == JobState.STARTING
 

@@ -42,11 +42,11 @@ def _wish(text: str) -> str:
 
 def _merged(wish: Wish) -> Wish:
     """Return the request with every kind once: `1,1,1` is `3`."""
-    found: dict[str, Part] = {}
+    merged: dict[str, Part] = {}
     for part in wish.parts:
-        same = found.setdefault(part.kind.lower(), replace(part, least=0, most=0))
-        found[part.kind.lower()] = replace(same, least=same.least + part.least, most=same.most + part.most)
-    return Wish(tuple(found.values()))
+        same = merged.setdefault(part.kind.lower(), replace(part, least=0, most=0))
+        merged[part.kind.lower()] = replace(same, least=same.least + part.least, most=same.most + part.most)
+    return Wish(tuple(merged.values()))
 
 
 class Submission(Message):

@@ -1,4 +1,4 @@
-"""Jobs, as people hand them in, look at them and end them."""
+"""Jobs: submit, list, change and cancel them, and read their logs."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,15 +20,15 @@ from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs.lifecycle import WAITING, is_active, move, note
 
 router = APIRouter(prefix="/api", tags=["jobs"])
-Number = Annotated[int, Path(ge=1, le=(1 << 53))]
+JobId = Annotated[int, Path(ge=1, le=(1 << 53))]
 DigestPath = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
 @router.head("/code-archives/{digest}", status_code=200, response_class=Response)
-def has_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Response:
-    """Whether an archive was uploaded already."""
+def check_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Response:
+    """Check whether a code archive is stored."""
     if shared.code_archives.path(digest) is None:
-        raise ApiError(404, "it was not uploaded yet; put it here")
+        raise ApiError(404, "this code archive is not stored yet; upload it with PUT")
     return Response(status_code=200)
 
 
@@ -40,17 +40,17 @@ def has_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Respon
         "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
 )
-async def upload(digest: DigestPath, request: Request, shared: Shared, _: Submitter) -> Response:
-    """Store the archive of a script's folder."""
+async def upload_code_archive(digest: DigestPath, request: Request, shared: Shared, _: Submitter) -> Response:
+    """Upload a code archive: the directory of a script as .tar.gz, named by its SHA-256."""
     await shared.code_archives.store(digest, request.stream())
     return Response(status_code=204)
 
 
 @router.post("/jobs", status_code=201)
 def submit(said: m.Submission, shared: Shared, who: Submitter) -> m.Job:
-    """Hand a job in."""
+    """Submit a job."""
     if shared.code_archives.path(said.code_archive) is None:
-        raise ApiError(409, "the folder of the script was not uploaded; put it to /api/code-archives first")
+        raise ApiError(409, "the code archive is not stored; upload it to /api/code-archives first")
     now_s = shared.clock()
     with shared.sessions.begin() as session:
         job = row_of(said, who.user, now_s)
@@ -58,12 +58,12 @@ def submit(said: m.Submission, shared: Shared, who: Submitter) -> m.Job:
         session.flush()
         note(session, job, f"handed in by {who.user}", now_s)
     shared.wake.set()
-    return shown(job)
+    return to_job(job)
 
 
 @router.post("/jobs/dry-run")
-def would(said: m.Submission, request: Request, who: Submitter, shared: Shared) -> m.DryRunResult:
-    """What would become of a job now."""
+def dry_run(said: m.Submission, request: Request, who: Submitter, shared: Shared) -> m.DryRunResult:
+    """Get what the scheduler would do with a job now, without submitting it."""
     job = row_of(said, who.user, shared.clock())
     job.id = 0
     found = request.app.state.loop.would(job)
@@ -71,39 +71,39 @@ def would(said: m.Submission, request: Request, who: Submitter, shared: Shared) 
 
 
 @router.get("/jobs")
-def jobs(
+def list_jobs(
     shared: Shared,
     _: AnyUser,
     before: Annotated[int | None, Query(ge=1, le=(1 << 53))] = None,
-    most: Annotated[int, Query(ge=1, le=1000)] = 50,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50,
     state: Annotated[list[m.JobState] | None, Query(max_length=20)] = None,
     user: Annotated[str, Query(max_length=100)] = "",
 ) -> m.Jobs:
-    """A page of jobs, the newest first."""
+    """List jobs, the newest first, page by page."""
     wanted: list[ColumnElement[bool]] = [JobRow.state.in_(state)] if state else []
     wanted += [JobRow.user == user] if user else []
     newer = [JobRow.id < before] if before else []
     with shared.sessions() as session:
-        page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(most)))
-        more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == most else 0
-    listed = tuple(shown(row, shared.live.places) for row in page)
+        page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(limit)))
+        more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == limit else 0
+    listed = tuple(to_job(row, shared.live.places) for row in page)
     return m.Jobs(jobs=listed, next_before=page[-1].id if more else None, more=more)
 
 
 @router.get("/jobs/{number}")
-def job(number: Number, shared: Shared, _: AnyUser) -> m.Job:
-    """One of them."""
+def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
+    """Get a job."""
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
         more = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
-        return shown(row, shared.live.places).model_copy(update=more)
+        return to_job(row, shared.live.places).model_copy(update=more)
 
 
 @router.get("/jobs/{number}/events")
-def events(number: Number, shared: Shared, _: AnyUser) -> list[m.Event]:
-    """All that happened to it, in order."""
+def list_events(number: JobId, shared: Shared, _: AnyUser) -> list[m.Event]:
+    """List the events of a job, the oldest first."""
     with shared.sessions() as session:
-        found(session, number)
+        find_job(session, number)
         wanted = (EventRow.id, EventRow.at, EventRow.state, EventRow.generation, EventRow.reason)
         rows = session.execute(select(*wanted).where(EventRow.job == number).order_by(EventRow.id))
         return [
@@ -115,17 +115,17 @@ def events(number: Number, shared: Shared, _: AnyUser) -> list[m.Event]:
 
 
 @router.get("/jobs/{number}/log")
-def log(
-    number: Number,
+def get_log(
+    number: JobId,
     shared: Shared,
     _: AnyUser,
     rank: Annotated[int, Query(ge=0, le=100_000)] = 0,
     offset: Annotated[int, Query(ge=-(1 << 53), le=(1 << 53))] = 0,
     generation: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
 ) -> m.Log:
-    """Output of a rank from `offset` on; below 0 counted from its end."""
+    """Get the output of a rank, from an offset in bytes; a negative one counts from the end."""
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
     wanted = row.generation if generation is None else generation
     has_ended = row.state in m.ENDED or wanted < row.generation
     if row.seats and rank >= len(row.seats):
@@ -140,21 +140,21 @@ def log(
 
 
 @router.patch("/jobs/{number}")
-def change(number: Number, said: m.JobUpdate, shared: Shared, who: Submitter) -> m.Job:
-    """Another priority."""
+def update_job(number: JobId, said: m.JobUpdate, shared: Shared, who: Submitter) -> m.Job:
+    """Change a job's priority."""
     with shared.sessions.begin() as session:
         row = _own(session, number, who)
         if row.state in m.ENDED:
-            raise ApiError(409, f"job {number} is {row.state}; it has no more use for a priority")
+            raise ApiError(409, f"job {number} is {row.state}; only jobs that have not ended have a priority")
         row.priority = said.priority
         note(session, row, f"priority {said.priority}, by {who.user}", shared.clock())
     shared.wake.set()
-    return shown(row)
+    return to_job(row)
 
 
 @router.post("/jobs/{number}/cancel")
-def cancel(number: Number, shared: Shared, who: Submitter) -> m.Job:
-    """End it, wherever it is."""
+def cancel_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
+    """Cancel a job, whatever its state."""
     now_s = shared.clock()
     with shared.sessions.begin() as session:
         row = _own(session, number, who)
@@ -166,25 +166,25 @@ def cancel(number: Number, shared: Shared, who: Submitter) -> m.Job:
         else:
             raise ApiError(409, f"job {number} is {row.state} already")
     shared.wake.set()
-    return shown(row)
+    return to_job(row)
 
 
 @router.post("/jobs/{number}/retry")
-def retry(number: Number, shared: Shared, who: Submitter) -> m.Job:
-    """Queue one that has ended once more; it goes on from its last checkpoint, if it left one."""
+def requeue_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
+    """Requeue a job that has ended; it resumes from its last checkpoint, if it has one."""
     with shared.sessions.begin() as session:
         row = _own(session, number, who)
         if row.state not in m.ENDED:
-            raise ApiError(409, f"job {number} is {row.state}; only a job that has ended can be tried again")
-        _check_code_archive(shared, row)
+            raise ApiError(409, f"job {number} is {row.state}; only a job that has ended can be requeued")
+        _require_code_archive(shared, row)
         row.retried = 0
         move(session, row, m.JobState.QUEUED, f"tried again by {who.user}", shared.clock())
     shared.wake.set()
-    return shown(row)
+    return to_job(row)
 
 
 def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
-    """A job as it is written down first."""
+    """Return the row of a new job."""
     return JobRow(
         name=said.name,
         user=user,
@@ -209,16 +209,20 @@ def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
     )
 
 
-def found(session: Session, number: int, *, to_change: bool = False) -> JobRow:
-    """The job of that number, or a refusal; `to_change`: nobody else changes it meanwhile."""
+def find_job(session: Session, number: int, *, to_change: bool = False) -> JobRow:
+    """Return a job's row; `to_change` locks it until the session ends.
+
+    Raises:
+        ApiError: There is no such job.
+    """
     row = session.get(JobRow, number, with_for_update=to_change)
     if row is None:
         raise ApiError(404, f"there is no job {number}; see mimatrix jobs")
     return row
 
 
-def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Job:
-    """As people see it; `places` are those in the queue."""
+def to_job(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Job:
+    """Return a job for the API; `places` are the positions in the queue."""
     return m.Job(
         id=row.id,
         name=row.name,
@@ -244,7 +248,7 @@ def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Jo
 
 
 def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
-    """Of a job that was started and has none now."""
+    """Return the devices that a job held last, if it holds none now."""
     if row.seats or not row.generation:
         return ()
     # They were written down in the order of ranks.
@@ -257,7 +261,7 @@ def _has_plan(session: Session, number: int) -> bool:
 
 
 def _whole(data: bytes) -> tuple[str, int]:
-    """As text, and how many bytes at its end are only the beginning of a character: they come with the next piece."""
+    """Decode output; also return how many bytes at its end belong to a character that is not complete yet."""
     for left in range(min(4, len(data))):
         if left == 0 or data[-left] & 0xC0 == 0xC0:
             try:
@@ -268,7 +272,7 @@ def _whole(data: bytes) -> tuple[str, int]:
 
 
 def _from_character(data: bytes) -> bytes:
-    """Without the end of a character whose beginning was not read."""
+    """Remove the end of a character whose beginning was not read."""
     return data.lstrip(bytes(range(0x80, 0xC0)))
 
 
@@ -277,12 +281,12 @@ def _count(session: Session, *wanted: ColumnElement[bool]) -> int:
 
 
 def _own(session: Session, number: int, who: Bearer) -> JobRow:
-    row = found(session, number, to_change=True)
+    row = find_job(session, number, to_change=True)
     check_owner(row, who)
     return row
 
 
-def _check_code_archive(shared: Context, row: JobRow) -> None:
+def _require_code_archive(shared: Context, row: JobRow) -> None:
     if shared.code_archives.path(row.snapshot) is None:
         raise ApiError(409, "its code archive is gone; submit it again")
 
