@@ -345,7 +345,7 @@ def host(data: str, port: str, jobs: str, devices: str) -> None:
     from mimatrix.server import Settings, serve
 
     size = Size(int(jobs), int(devices))
-    serve(Settings(Path(data), port=int(port)), lambda _: StandingLauncher(nodes(size), LOG), print)
+    serve(Settings(data=Path(data), port=int(port)), lambda _: StandingLauncher(nodes(size), LOG))
 
 
 if __name__ == "__main__":
