@@ -60,6 +60,7 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
         UserError: A setting is invalid, or another server uses the port, the data or the database.
     """
     check_settings(settings)
+    connections = raise_file_limit()
     given, settings = settings, with_reachable_address(settings)
     _make_folders(settings)
     with ExitStack() as stack:
@@ -87,7 +88,7 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
         for warning in warnings_for(settings, given):
             logger.warning(warning)
         logger.info("dashboard: %s, API: %s/docs, data: %s", settings.address, settings.address, settings.data)
-        server = uvicorn.Server(_uvicorn(settings, context, loop))
+        server = uvicorn.Server(_uvicorn(settings, context, loop, connections))
         # The objects made so far stay: searching them for garbage again and again would delay every request.
         gc.freeze()
         server.run([listener])
@@ -160,13 +161,13 @@ def _job_environment(settings: Settings) -> Serving:
     return Serving(settings.address, command, environment, settings.run_as, checkpoints=checkpoints)
 
 
-def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config:
+def _uvicorn(settings: Settings, context: Context, loop: Loop, connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(context, loop),
         http=HeaderTimeoutProtocol,
         log_level="warning",
         access_log=False,
-        limit_concurrency=raise_file_limit(),
+        limit_concurrency=connections,
         # Otherwise every client could choose the address that the audit log shows.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,
