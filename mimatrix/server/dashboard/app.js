@@ -1,15 +1,15 @@
 // The page: who looks, which view the address names, and whether the server is there.
 
-import { Away, Refused, get, token } from "./api.js";
-import { clusterView } from "./cluster.js";
-import { deviceView } from "./device.js";
-import { fill, h } from "./dom.js";
-import { jobView } from "./job.js";
-import { overview } from "./overview.js";
-import { Poll } from "./poll.js";
-import { mayHandIn, onRefresh, setWho, who } from "./session.js";
-import { signIn } from "./signin.js";
-import { submitView } from "./submit.js";
+import { Away, Refused, get, token } from "./lib/api.js";
+import { clusterView } from "./views/cluster.js";
+import { deviceView } from "./views/device.js";
+import { fill, h } from "./lib/dom.js";
+import { jobView } from "./views/job.js";
+import { overview } from "./views/jobs.js";
+import { Poll } from "./lib/poll.js";
+import { mayHandIn, onRefresh, setWho, who } from "./lib/session.js";
+import { signIn } from "./views/signin.js";
+import { submitView } from "./views/submit.js";
 
 const VIEWS = [
   [/^#\/?$/, () => overview()],

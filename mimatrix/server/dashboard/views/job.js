@@ -1,17 +1,17 @@
 // One job: how it goes, who holds it up, why it is as it is, what it says.
 
-import { get } from "./api.js";
-import { checkpointsPart } from "./checkpoints.js";
-import { Curves } from "./curves.js";
-import { askCancel, askPriority, askRetry } from "./dialog.js";
-import { fill, h } from "./dom.js";
-import { asks, brief, count, figure, lasted, many, metric, ordinal, span, when } from "./format.js";
-import { firsts, groupsPart } from "./groups.js";
-import { Log } from "./log.js";
-import { planPart } from "./plan.js";
-import { bars, latest, steps as stepping, timeline, titleOf } from "./ranks.js";
-import { mayChange } from "./session.js";
-import { chip, ended, runs, seatsOf, waits } from "./states.js";
+import { get } from "../lib/api.js";
+import { checkpointsPart } from "../parts/checkpoints.js";
+import { Curves } from "../parts/curves.js";
+import { askCancel, askPriority, askRetry } from "../parts/dialog.js";
+import { fill, h } from "../lib/dom.js";
+import { asks, brief, count, figure, lasted, many, metric, ordinal, span, when } from "../lib/format.js";
+import { firsts, groupsPart } from "../parts/groups.js";
+import { Log } from "../parts/log.js";
+import { planPart } from "../parts/plan.js";
+import { bars, latest, steps as stepping, timeline, titleOf } from "../parts/ranks.js";
+import { mayChange } from "../lib/session.js";
+import { chip, ended, runs, seatsOf, waits } from "../lib/states.js";
 
 const SELDOM_S = 10;
 const MOST_EVENTS = 100;

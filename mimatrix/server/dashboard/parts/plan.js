@@ -1,7 +1,7 @@
 // The plan: who does how much and why, and whether it came out so.
 
-import { h } from "./dom.js";
-import { brief, bytes, count, figure, percent } from "./format.js";
+import { h } from "../lib/dom.js";
+import { brief, bytes, count, figure, percent } from "../lib/format.js";
 import { busy } from "./ranks.js";
 
 export function planPart(plan, ranks, job) {

@@ -1,8 +1,8 @@
 // Before something is changed, it is asked whether it should be.
 
-import { send } from "./api.js";
-import { refresh, say } from "./session.js";
-import { fill, h } from "./dom.js";
+import { send } from "../lib/api.js";
+import { refresh, say } from "../lib/session.js";
+import { fill, h } from "../lib/dom.js";
 
 /** Ask, and do it on a yes: `act` gets the field's value. A refusal is shown, and can be tried again. */
 export function askFirst({ title, text, yes, no = "Leave it", danger = false, field = null, act }) {

@@ -1,10 +1,10 @@
 // Curves that follow: metrics, samples a second, seconds a step.
 
-import { get } from "./api.js";
+import { get } from "../lib/api.js";
 import { Chart } from "./chart.js";
-import { fill, h } from "./dom.js";
-import { brief, figure, many, metric } from "./format.js";
-import { ended } from "./states.js";
+import { fill, h } from "../lib/dom.js";
+import { brief, figure, many, metric } from "../lib/format.js";
+import { ended } from "../lib/states.js";
 
 const MOST_METRICS = 8;
 const WHOLE_S = 60;

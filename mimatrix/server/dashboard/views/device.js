@@ -1,11 +1,11 @@
 // One device: what it is, who has it, who had it.
 
-import { get, now as serverNow } from "./api.js";
-import { Chart } from "./chart.js";
-import { fill, h } from "./dom.js";
-import { bytes, figure, percent, rate, span, when } from "./format.js";
-import { table } from "./plan.js";
-import { chip } from "./states.js";
+import { get, now as serverNow } from "../lib/api.js";
+import { Chart } from "../parts/chart.js";
+import { fill, h } from "../lib/dom.js";
+import { bytes, figure, percent, rate, span, when } from "../lib/format.js";
+import { table } from "../parts/plan.js";
+import { chip } from "../lib/states.js";
 
 const HOUR_S = 3600;
 const SELDOM_S = 10;

@@ -1,10 +1,10 @@
 // A job handed in from here: a script, files beside it, and what it wants.
 
-import { has, send, upload } from "./api.js";
-import { fill, h } from "./dom.js";
-import { bytes } from "./format.js";
-import { mayHandIn, say } from "./session.js";
-import { archive, digest } from "./tar.js";
+import { has, send, upload } from "../lib/api.js";
+import { fill, h } from "../lib/dom.js";
+import { bytes } from "../lib/format.js";
+import { mayHandIn, say } from "../lib/session.js";
+import { archive, digest } from "../lib/tar.js";
 
 const MOST_BYTES = 64 * 2 ** 20;
 

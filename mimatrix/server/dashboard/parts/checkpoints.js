@@ -1,10 +1,10 @@
 // What a job has saved, and from where it would go on.
 
-import { h } from "./dom.js";
-import { ago, bytes, count, when } from "./format.js";
+import { h } from "../lib/dom.js";
+import { ago, bytes, count, when } from "../lib/format.js";
 import { table } from "./plan.js";
-import { say } from "./session.js";
-import { ended, waits } from "./states.js";
+import { say } from "../lib/session.js";
+import { ended, waits } from "../lib/states.js";
 
 /** `saved` are the checkpoints, the newest first. */
 export function checkpointsPart(saved, job) {

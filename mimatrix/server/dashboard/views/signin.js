@@ -1,7 +1,7 @@
 // Who are you? A token says so.
 
-import { Refused, get, token } from "./api.js";
-import { fill, h } from "./dom.js";
+import { Refused, get, token } from "../lib/api.js";
+import { fill, h } from "../lib/dom.js";
 
 /** The form; `done` is called when the server knows the token. */
 export function signIn(done, reason) {

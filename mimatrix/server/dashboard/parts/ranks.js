@@ -1,10 +1,10 @@
 // Where the time of a step goes, rank by rank: as parts of the step, and as a timeline.
 
-import { now } from "./api.js";
-import { h } from "./dom.js";
-import { brief, count, figure, percent, span } from "./format.js";
-import { refresh } from "./session.js";
-import { seatsOf } from "./states.js";
+import { now } from "../lib/api.js";
+import { h } from "../lib/dom.js";
+import { brief, count, figure, percent, span } from "../lib/format.js";
+import { refresh } from "../lib/session.js";
+import { seatsOf } from "../lib/states.js";
 
 const MOST = 16;
 /** Ranks report every few seconds. */

@@ -1,7 +1,7 @@
 // Groups that do not wait for each other: what each has pushed, and how late it came.
 
-import { h } from "./dom.js";
-import { brief, count, figure, many, percent, span } from "./format.js";
+import { h } from "../lib/dom.js";
+import { brief, count, figure, many, percent, span } from "../lib/format.js";
 import { table } from "./plan.js";
 
 /** Ranks that push for their groups; none where all ranks step together. */

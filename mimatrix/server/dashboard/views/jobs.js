@@ -1,11 +1,11 @@
 // All jobs: who runs, who waits and why, who has ended; and how much of the cluster is in use.
 
-import { get } from "./api.js";
-import { mayHandIn, who } from "./session.js";
-import { Chart } from "./chart.js";
-import { fill, h } from "./dom.js";
-import { asks, count, lasted, many, ordinal, span, when } from "./format.js";
-import { ENDED, RUNNING, WAITING, asked, chip, runs, waits } from "./states.js";
+import { get } from "../lib/api.js";
+import { mayHandIn, who } from "../lib/session.js";
+import { Chart } from "../parts/chart.js";
+import { fill, h } from "../lib/dom.js";
+import { asks, count, lasted, many, ordinal, span, when } from "../lib/format.js";
+import { ENDED, RUNNING, WAITING, asked, chip, runs, waits } from "../lib/states.js";
 
 const PAGE = 50;
 const SEARCHED = 1000;

@@ -1,9 +1,9 @@
 // The output of a rank, as it is written.
 
-import { get } from "./api.js";
-import { fill, h } from "./dom.js";
-import { refresh } from "./session.js";
-import { ended, seatsOf } from "./states.js";
+import { get } from "../lib/api.js";
+import { fill, h } from "../lib/dom.js";
+import { refresh } from "../lib/session.js";
+import { ended, seatsOf } from "../lib/states.js";
 
 const MOST_CHARACTERS = 400_000;
 /** It begins so far from the end: a long one is there as soon as a short one. */
