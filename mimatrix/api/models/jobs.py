@@ -3,7 +3,7 @@
 from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -113,6 +113,12 @@ class Job(Message):
     has_plan: bool = False
     """Whether it has stored a plan; only in the answer for a single job."""
     exit_code: int | None
+    exit_cause: dict[str, Any] | None = None
+    """How the rank ended that made the job end or restart: a kind, and a code or a signal."""
+    failed_rank: int | None = None
+    """That rank."""
+    resumes_from: int | None = None
+    """The step from which its next start resumes, if it has a checkpoint; only in the answer for a single job."""
     created_at: datetime
     started_at: datetime | None
     ended_at: datetime | None

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy import ColumnElement, func, select
@@ -95,7 +96,8 @@ def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
     """Get a job."""
     with shared.sessions() as session:
         row = find_job(session, number)
-        more = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
+        more: dict[str, Any] = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
+        more["resumes_from"] = _resumes_from(row)
         return to_job(row, shared.live.places).model_copy(update=more)
 
 
@@ -254,6 +256,12 @@ def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
     # They were written down in the order of ranks.
     asked = select(StintRow.seat).where(StintRow.job == row.id, StintRow.generation == row.generation)
     return tuple(session.scalars(asked.order_by(StintRow.id)))
+
+
+def _resumes_from(row: JobRow) -> int | None:
+    """Return the step of the newest checkpoint in the job's own directory, where a restart looks for it."""
+    own = (saved for saved in row.checkpoints if PurePath(saved["path"]).parent.name == f"job-{row.id}")
+    return next((int(saved["step"]) for saved in own), None)
 
 
 def _has_plan(session: Session, number: int) -> bool:

@@ -1,4 +1,4 @@
-// What a job has saved, and from where it would go on.
+// The checkpoints of a job, and the one that it resumes from.
 
 import { h } from "../lib/dom.js";
 import { ago, bytes, count, when } from "../lib/format.js";
@@ -6,14 +6,14 @@ import { table } from "./plan.js";
 import { say } from "../lib/session.js";
 import { ended, waits } from "../lib/states.js";
 
-/** `saved` are the checkpoints, the newest first. */
+/** The part of a job's page; `saved` are its checkpoints, the newest first. */
 export function checkpointsPart(saved, job) {
   return [
     h("h2", {}, "Checkpoints"),
-    saved.length ? h("p", { class: "soft" }, goesOn(saved, job)) : nothing(job),
+    saved.length ? h("p", { class: "soft" }, resumes(job)) : nothing(job),
     saved.length > 0 &&
       table(
-        ["Step", "Saved", "Size", "Folder"],
+        ["Step", "Saved", "Size", "Directory"],
         saved.map((each) => [
           count(each.step),
           [ago(each.saved_at), " ", h("span", { class: "soft" }, when(each.saved_at))],
@@ -25,34 +25,33 @@ export function checkpointsPart(saved, job) {
   ];
 }
 
-function goesOn(saved, job) {
-  // Only what lies in the job's own folder is found again by itself.
-  const found = saved.find((each) => new RegExp(`/job-${job.id}/[^/]+$`).test(each.path));
-  if (!found)
+function resumes(job) {
+  // Only checkpoints in the job's own directory are found automatically.
+  if ((job.resumes_from ?? null) === null)
     return [
-      "Not in the folder that ",
+      "Outside the directory ",
       h("code", {}, "MIMATRIX_CHECKPOINTS"),
-      " names: a new start goes on from them only with ",
-      h("code", {}, "run.load(folder)"),
+      ": a restart resumes from them only with ",
+      h("code", {}, "run.load(directory)"),
       ".",
     ];
-  const step = h("b", {}, `step ${count(found.step)}`);
-  if (ended(job)) return ["“Try again” goes on from ", step, "."];
+  const step = h("b", {}, `step ${count(job.resumes_from)}`);
+  if (ended(job)) return ["“Requeue” resumes from ", step, "."];
   return waits(job)
-    ? ["It goes on from ", step, " as soon as it has devices."]
-    : ["If it is lost or has to make room, it goes on from ", step, "."];
+    ? ["It resumes from ", step, " when it gets devices."]
+    : ["After a failure or a preemption it resumes from ", step, "."];
 }
 
 function nothing(job) {
   return h(
     "p",
     { class: "soft" },
-    ended(job) ? "It has saved nothing: “Try again” begins anew. " : "Nothing is saved yet. ",
+    ended(job) ? "No checkpoint: “Requeue” starts from the beginning. " : "No checkpoint yet. ",
     "A script saves with ",
     h("code", {}, "run.save()"),
-    ", to the folder that ",
+    ", to the directory ",
     h("code", {}, "MIMATRIX_CHECKPOINTS"),
-    " names.",
+    ".",
   );
 }
 
@@ -69,10 +68,10 @@ function place(path) {
 async function copy(path, text) {
   try {
     await navigator.clipboard.writeText(path);
-    say("The path is copied.");
+    say("Path copied.");
   } catch {
-    // Browsers let a page copy only over https or on 127.0.0.1.
+    // Browsers allow pages to copy only over https or on 127.0.0.1.
     getSelection().selectAllChildren(text);
-    say("The path is selected; copy it with Ctrl C.");
+    say("Path selected; copy it with Ctrl+C.");
   }
 }

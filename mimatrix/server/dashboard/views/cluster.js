@@ -56,7 +56,7 @@ function legend() {
 }
 
 function nobody() {
-  return h("p", { class: "empty" }, "No nodes yet. On this machine they come with ", h("code", {}, "mimatrix up"), ".");
+  return h("p", { class: "empty" }, "No nodes yet. This machine is added by ", h("code", {}, "mimatrix up"), ".");
 }
 
 /** Nodes that are close to one another hang at the same switch. */
