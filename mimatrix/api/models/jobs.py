@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from mimatrix.api.models.base import Count, Digest, Message, Name, Seconds, Text, Variable
 from mimatrix.core.errors import UserError
-from mimatrix.core.resources import Part, Wish
+from mimatrix.core.resources import DeviceRequest, ResourceRequest
 
 
 class JobState(StrEnum):
@@ -34,18 +34,18 @@ MOST_SNAPSHOT_BYTES = 64 << 20
 def _wish(text: str) -> str:
     try:
         # Once more, since the sum may be more than there can be.
-        return str(Wish.parse(str(_merged(Wish.parse(text)))))
+        return str(ResourceRequest.parse(str(_merged(ResourceRequest.parse(text)))))
     except UserError as error:
         raise ValueError(str(error)) from None
 
 
-def _merged(wish: Wish) -> Wish:
+def _merged(wish: ResourceRequest) -> ResourceRequest:
     """Every kind once: `1,1,1` is `3`."""
-    found: dict[str, Part] = {}
+    found: dict[str, DeviceRequest] = {}
     for part in wish.parts:
         same = found.setdefault(part.kind.lower(), replace(part, least=0, most=0))
         found[part.kind.lower()] = replace(same, least=same.least + part.least, most=same.most + part.most)
-    return Wish(tuple(found.values()))
+    return ResourceRequest(tuple(found.values()))
 
 
 class Submission(Message):

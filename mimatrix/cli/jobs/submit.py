@@ -99,12 +99,12 @@ def _given(
 def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
     """Workers hear who is with whom by a variable; a device for each rank, unless others are asked for."""
     from mimatrix.launch import parse_groups
-    from mimatrix.scheduler import Wish
+    from mimatrix.scheduler import ResourceRequest
 
     ranks = len(re.findall(r"\d+", text))
     found = parse_groups(text, ranks)
     devices = given.get("devices") or str(ranks)
-    wanted = Wish.parse(devices)
+    wanted = ResourceRequest.parse(devices)
     if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
     environment = {**(given.get("environment") or {}), GROUPS.name: json.dumps(found)}
@@ -150,11 +150,11 @@ def _submission(given: dict[str, Any]) -> "Submission":
 
 def _warn_of_kinds(devices: str, nodes: "Sequence[Node]") -> None:
     """Nodes may come later, so such a job waits; but most of the time a name is misspelt."""
-    from mimatrix.core.resources import Wish
+    from mimatrix.core.resources import ResourceRequest
     from mimatrix.planner.device_matching import meant
 
     there = sorted({device.kind for node in nodes for device in node.devices})
-    strange = [part.kind for part in Wish.parse(devices).parts if part.kind and not meant(part.kind, there)]
+    strange = [part.kind for part in ResourceRequest.parse(devices).parts if part.kind and not meant(part.kind, there)]
     if there and strange:
         more = f" and {len(there) - _MOST_KINDS} more" if len(there) > _MOST_KINDS else ""
         known = ", ".join(there[:_MOST_KINDS])
