@@ -1,6 +1,5 @@
 """`mimatrix submit`: a script, its folder as it is now, and what it asks for."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import typer
 from mimatrix.cli.client import Json, connected
 from mimatrix.cli.output import plain_console, print_json
 from mimatrix.cli.train.run import say
-from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_duration
 
@@ -90,14 +88,14 @@ def _given(
 ) -> dict[str, Any]:
     """What was said on the command line, and nothing else."""
     found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority, "groups": groups}
-    found |= {"preemptible": preemptible or None, "retries": retries or None}
+    found |= {"preemptible": preemptible or None, "max_restarts": retries or None}
     found["max_time_s"] = parse_duration(max_time) if max_time else None
     found["environment"] = dict(_variable(text) for text in env) or None
     return {key: value for key, value in found.items() if value not in (None, "")}
 
 
 def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Workers hear who is with whom by a variable; a device for each rank, unless others are asked for."""
+    """Groups as the server takes them; a device for each rank, unless others are asked for."""
     from mimatrix.launch import parse_groups
     from mimatrix.scheduler import ResourceRequest
 
@@ -107,8 +105,7 @@ def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
     wanted = ResourceRequest.parse(devices)
     if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
-    environment = {**(given.get("environment") or {}), GROUPS.name: json.dumps(found)}
-    return {**given, "devices": devices, "environment": environment}
+    return {**given, "devices": devices, "groups": found}
 
 
 def _variable(text: str) -> tuple[str, str]:
