@@ -103,7 +103,7 @@ def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) ->
         found = turned_until(there, low, *ENDED, JobState.PREEMPTED)
         assert (found.state, found.exit_code) == (JobState.FAILED, 1)
         assert found.reason.endswith(
-            '/0 ended with 1; its last line: "ValueError: no room"; it had been told to save and go'
+            '/0 ended with exit code 1; its last line: "ValueError: no room"; it had been told to save and go'
         )
         assert turned_until(there, high, *ENDED).state == JobState.DONE
 

@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.core.exit_codes import PREEMPTED
 from mimatrix.hybrid.groups import Groups, check_groups
-from mimatrix.launch import Launcher, MemberState, Phase, TeamState
+from mimatrix.launch import EndedFor, Launcher, MemberState, Phase, TeamState
 
-LEFT = 75
-"""The exit code of a worker that saved and left as it was told (EX_TEMPFAIL)."""
-_BECAUSE = "ended because"
 _TAIL_BYTES = 4096
 _MOST_CHARACTERS = 200
 # Colours and the like, whole; then every other character that is none to be printed.
@@ -38,7 +36,7 @@ def lost_ranks(state: TeamState, groups: Groups) -> dict[int, int]:
 
 def first_failed(state: TeamState, ranks: Sequence[int]) -> int:
     """Of ranks that failed together: who is told to end fails after the one that was the reason."""
-    return next((rank for rank in ranks if _BECAUSE not in state.members[rank].reason), ranks[0])
+    return next((rank for rank in ranks if not _followed(state.members[rank])), ranks[0])
 
 
 def failed_rank(state: TeamState, groups: Groups = (), gone: Collection[int] = ()) -> int | None:
@@ -49,8 +47,8 @@ def failed_rank(state: TeamState, groups: Groups = (), gone: Collection[int] = (
     codes = [member.code for member in state.members]
     if any(all(codes[rank] == 0 for rank in group) for group in groups):
         return None
-    if groups and LEFT in codes:
-        return codes.index(LEFT)
+    if groups and PREEMPTED in codes:
+        return codes.index(PREEMPTED)
     left = [rank for rank, code in enumerate(codes) if code != 0 and rank not in gone]
     if state.first_failure in gone and left:
         return left[0]
@@ -60,10 +58,9 @@ def failed_rank(state: TeamState, groups: Groups = (), gone: Collection[int] = (
 
 
 def told(rank: int, seat: str, member: MemberState, words: str = "") -> str:
-    """`rank 0 on n/0 ended with 1; its last line: "ValueError: no"`."""
-    how, more = _how(member)
-    said = f": {more}" if more else ""
-    return f"rank {rank} on {seat} {how}{said}" + (f'; its last line: "{words}"' if words else "")
+    """`rank 0 on n/0 ended with exit code 1; its last line: "ValueError: no"`."""
+    how = member.cause.describe() if member.cause else "was lost"
+    return f"rank {rank} on {seat} {how}" + (f'; its last line: "{words}"' if words else "")
 
 
 def last_words(launcher: Launcher, team: str, rank: int) -> str:
@@ -77,18 +74,13 @@ def last_words(launcher: Launcher, team: str, rank: int) -> str:
     return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
 
 
-def _how(member: MemberState) -> tuple[str, str]:
-    """What became of it, and what else is known; the launcher's reason has the code, too."""
-    if member.phase is Phase.LOST:
-        return "was lost", member.reason
-    first, _, rest = member.reason.partition("; ")
-    if first.startswith("killed by "):
-        return f"was {first}", rest
-    return f"ended with {member.code}", rest if first == f"exit code {member.code}" else member.reason
+def _followed(member: MemberState) -> bool:
+    """Whether it was ended because another rank failed."""
+    return member.cause is not None and member.cause.ended_for is EndedFor.PEER
 
 
 def _has_failed(member: MemberState) -> bool:
-    return member.phase is Phase.LOST or (member.phase is Phase.EXITED and member.code not in (0, LEFT))
+    return member.phase is Phase.LOST or (member.phase is Phase.EXITED and member.code not in (0, PREEMPTED))
 
 
 def _visible(line: str) -> str:

@@ -16,7 +16,7 @@ from mimatrix.server.metrics.live_state import LiveJob
 def note_losses(context: Context, number: int, generation: int, state: TeamState, say: Callable[[str], None]) -> None:
     """Look at a team that runs. Nobody waits for the ranks of a group that is gone."""
     live = context.live.of(number, generation)
-    if live is None or all(member.phase not in _ENDED and not member.returns for member in state.members):
+    if live is None or all(member.phase not in _ENDED and not member.restarts for member in state.members):
         return
     with context.sessions() as session:
         job = session.get_one(JobRow, number)
@@ -43,7 +43,7 @@ def _lost(context: Context, live: LiveJob, team: str, state: TeamState, groups: 
         if not live.gone.issuperset(groups[group]):
             live.gone |= frozenset(groups[group])
             reason = told(rank, live.seats[rank], state.members[rank], last_words(context.launcher, team, rank))
-            returns = state.members[rank].returns
+            returns = state.members[rank].restarts
             after = f" after return {returns}" if returns else ""
             said.append((f"group {group} was lost{after}, the others go on", reason))
     return said
@@ -52,13 +52,13 @@ def _lost(context: Context, live: LiveJob, team: str, state: TeamState, groups: 
 def _returned(live: LiveJob, state: TeamState, groups: Groups) -> list[tuple[str, str]]:
     said = []
     for group, ranks in enumerate(groups):
-        returns = max(state.members[rank].returns for rank in ranks)
+        returns = max(state.members[rank].restarts for rank in ranks)
         if returns > live.returned.get(group, 0):
             live.returned[group] = returns
             live.gone -= frozenset(ranks)
             for rank in ranks:
                 live.reports.pop(rank, None)  # of the one before
-            rank = first_failed(state, [rank for rank in ranks if state.members[rank].reason] or ranks)
-            reason = f"rank {rank} on {live.seats[rank]}, {state.members[rank].reason}"
+            rank = first_failed(state, [rank for rank in ranks if state.members[rank].cause] or ranks)
+            reason = told(rank, live.seats[rank], state.members[rank])
             said.append((f"group {group} is started again (return {returns})", reason))
     return said

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from mimatrix.api.models import ACTIVE, JobState, Progress, Report, Role
 from mimatrix.core import environment as env
 from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.exit_codes import BAD_INPUT, PREEMPTED
 from mimatrix.core.units import format_seconds
 from mimatrix.launch import Member, MemberState, NodeFacts, Phase, Team, TeamState
 from mimatrix.scheduler import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait, Wish, decide
@@ -25,7 +26,7 @@ from mimatrix.scheduler.device_speeds import speed_of_kind, speeds_measured, spe
 from mimatrix.scheduler.fairshare import later
 from mimatrix.server.auth.tokens import issue, revoke_of_job
 from mimatrix.server.context import Context, team_name
-from mimatrix.server.controller.exit_causes import LEFT, failed_rank, groups_of, last_words, told
+from mimatrix.server.controller.exit_causes import failed_rank, groups_of, last_words, told
 from mimatrix.server.controller.group_failures import note_losses
 from mimatrix.server.controller.stragglers import Watching
 from mimatrix.server.db.models import JobRow, NodeRow, UsageRow
@@ -33,7 +34,6 @@ from mimatrix.server.jobs.lifecycle import WAITING, is_active, may_move, move, n
 from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.metrics.store import History
 
-BAD_INPUT = 2
 _LEAVING_S = 120.0
 """Who has not begun to save by then is ended; who has gets as long again."""
 _AGAIN_S = 600.0
@@ -203,7 +203,7 @@ class Loop:
             shared,
             run_as=serving.run_as,
             groups=groups,
-            returns=job.retries,
+            restarts=job.retries,
         )
 
     def _forget_word(self, job: JobRow) -> None:
@@ -276,7 +276,7 @@ class Loop:
         now_s, why = self._context.clock(), job.leaving
         job.exit_code = code
         if why == "preempt" and code != 0:
-            saved = "saved, and is in line again" if code == LEFT else "ended without saving; it will begin anew"
+            saved = "saved, and is in line again" if code == PREEMPTED else "ended without saving; it will begin anew"
             move(session, job, JobState.PREEMPTED, saved, now_s)
         elif why == "cancel":
             move(session, job, JobState.CANCELLED, "cancelled", now_s)
@@ -483,7 +483,7 @@ def _ended_well(state: TeamState) -> str:
 
 def _crashed(state: TeamState, member: MemberState) -> bool:
     """Whether it failed by itself: one that was made to go has no first failure, and one that has saved says so."""
-    return state.first_failure is not None and member.phase is Phase.EXITED and member.code != LEFT
+    return state.first_failure is not None and member.phase is Phase.EXITED and member.code != PREEMPTED
 
 
 def _called(number: int) -> str:
