@@ -119,6 +119,11 @@ class StopKind(StrEnum):
     UNUSABLE = "unusable"
     """What the server has stored about it cannot be read."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether the job saves a checkpoint before it stops."""
+        return self in (StopKind.PREEMPT, StopKind.DRAIN)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReason:
@@ -150,11 +155,6 @@ class StopReason:
                 return "its node is taken out of service"
             case StopKind.UNUSABLE:
                 return "what is stored about it cannot be read"
-
-    @property
-    def saves(self) -> bool:
-        """Whether the job saves a checkpoint before it stops."""
-        return self.kind in (StopKind.PREEMPT, StopKind.DRAIN)
 
 
 Reason = WaitReason | StartReason | StopReason

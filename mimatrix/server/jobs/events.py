@@ -82,7 +82,7 @@ def phase_changed(state: JobState) -> JobEvent:
 
 def stop_requested(reason: StopReason) -> JobEvent:
     """It was told to stop."""
-    how = "told to save and stop" if reason.saves else "told to end"
+    how = "told to save and stop" if reason.kind.saves else "told to end"
     return JobEvent(EventKind.STOP_REQUESTED, f"{how}: {reason.describe()}", {"stop": to_json(reason)})
 
 
@@ -95,7 +95,8 @@ def preempted(*, saved: bool) -> JobEvent:
 def not_started(kind: StopKind) -> JobEvent:
     """It was told to stop before it was started."""
     why = _UNSTARTED.get(kind, "it was told to stop")
-    event = EventKind.PREEMPTED if kind is StopKind.PREEMPT else EventKind.CANCELLED
+    event = EventKind.CANCELLED if kind is StopKind.CANCEL else EventKind.FAILED
+    event = EventKind.PREEMPTED if kind.saves else event
     return JobEvent(event, f"it was not started: {why}", {"stop_kind": kind.value})
 
 

@@ -1,11 +1,12 @@
 """The lifecycle of a job: which state may follow which, and the one function that changes a state and records it."""
 
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from mimatrix.api.models import JobState
+from mimatrix.scheduler.reasons import StopKind, StopReason
 from mimatrix.server.db.models import AllocationRow, EventRow, JobRow
-from mimatrix.server.jobs.events import JobEvent
+from mimatrix.server.jobs.events import JobEvent, stop_requested
 
 _S = JobState
 _ENDS = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
@@ -61,6 +62,40 @@ def record_event(session: Session, job: JobRow, event: JobEvent, now_s: float) -
             data=event.data,
         )
     )
+
+
+def request_stop(session: Session, job: JobRow, reason: StopReason, now_s: float) -> bool:
+    """Tell an active job to stop, unless it was told to end already. One that saves can be told to end, too."""
+    was_told = bool(job.stop_kind) and not StopKind(job.stop_kind).saves
+    if not state_of(job).is_active or was_told or (job.stop_kind and reason.kind.saves):
+        return False
+    job.stop_kind, job.stop_requested_at = reason.kind.value, now_s
+    record_event(session, job, stop_requested(reason), now_s)
+    return True
+
+
+def record_event_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> None:
+    """Record an event of a job whose row may be unreadable."""
+    known = session.execute(select(JobRow.state, JobRow.generation).where(JobRow.id == job)).first()
+    if known:
+        state, generation = known
+        columns = {"kind": event.kind, "reason": event.sentence, "data": event.data}
+        session.add(EventRow(job=job, at=now_s, state=state, generation=generation, **columns))
+
+
+def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> bool:
+    """Let a job fail whose row may be unreadable; False if it has ended already."""
+    state = session.scalar(select(JobRow.state).where(JobRow.id == job))
+    if state is None or JobState(state).is_final:
+        return False
+    released = {"seats": [], "groups": [], "stop_kind": "", "stop_requested_at": None}
+    reason = {"reason": event.sentence, "reason_data": {"kind": event.kind.value, **event.data}}
+    ended = {"state": JobState.FAILED.value, "ended_at": now_s, "server_error": event.sentence}
+    session.execute(update(JobRow).where(JobRow.id == job).values(**released, **reason, **ended))
+    held = (AllocationRow.job == job, AllocationRow.ended_at.is_(None))
+    session.execute(update(AllocationRow).where(*held).values(ended_at=now_s))
+    record_event_by_id(session, job, event, now_s)
+    return True
 
 
 def state_of(job: JobRow) -> JobState:
