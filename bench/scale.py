@@ -150,7 +150,7 @@ def _every_s(workers: int) -> float:
     live.begin(1, 1, [""] * workers)
     for job in live.all().values():
         job.reports = {rank: Report.model_validate(load.said(rank, 1)) for rank in range(workers)}
-    return live.again_s()
+    return live.report_interval_s()
 
 
 def _wait(is_so: Any) -> None:

@@ -128,6 +128,8 @@ def _against(package: str, name: str) -> str:
     other = rest[0] if rest else ""
     if package == "core" and other != "core":
         return "core imports nothing of ours"
+    if package == "api" and other not in ("api", "core", "__version__"):
+        return "api imports core only"
     if other == package or other == "__version__" or (package, other) in USES_ROOT:
         return ""
     if other not in LAYER_OF:
@@ -334,6 +336,8 @@ SABOTAGE = [
     ("cluster/x.py", "if TYPE_CHECKING:\n    from mimatrix.netsim import Costs", "cluster stands right of netsim"),
     ("cluster/x.py", "import importlib\nimportlib.import_module('mimatrix.api')", "cluster stands right of api"),
     ("planner/x.py", "from mimatrix.api import Message", "planner stands right of api"),
+    ("api/x.py", "from mimatrix.scheduler import Wish", "api imports core only"),
+    ("api/models/x.py", "from mimatrix import planner", "api imports core only"),
     ("netsim/x.py", "from mimatrix.comm import Window", "pure does not import runtime"),
     ("api/x.py", "from mimatrix.server import app", "pure does not import interfaces"),
     ("api/x.py", "from mimatrix.cli import output", "pure does not import interfaces"),
@@ -398,7 +402,7 @@ def test_sabotage_of_a_real_file_names_the_line() -> None:
 ALLOWED = [
     ("core/x.py", "import os\nfrom mimatrix.core.errors import UserError\nfrom .units import parse_rate"),
     ("cluster/picture/x.py", "from mimatrix.core import errors\nfrom ..model import Link\nfrom . import scene"),
-    ("api/x.py", "from mimatrix import core, planner\nimport mimatrix.netsim"),
+    ("api/x.py", "from mimatrix import core\nfrom mimatrix.api.models import Message"),
     ("netsim/x.py", "import torchless\nfrom mimatrix import __version__\nx = load('torch')"),
     ("comm/x.py", "import torch\nfrom mimatrix.collectives import Move"),
     ("worker/x.py", "import torch\nimport mimatrix.hybrid, mimatrix.engine, mimatrix.comm, mimatrix.api"),
@@ -453,6 +457,10 @@ def test_the_watch_sees() -> None:
 
 def test_starting_the_command_loads_nothing_heavy() -> None:
     assert heavy_imports("mimatrix.cli.main") == []
+
+
+def test_the_api_loads_nothing_heavy() -> None:
+    assert heavy_imports("mimatrix.api", "mimatrix.api.models", "mimatrix.api.client") == []
 
 
 def test_neither_pure_packages_nor_interfaces_load_torch() -> None:

@@ -32,7 +32,7 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
                 if record:
                     record.write(now.model_dump_json() + "\n")
                 looks += 1
-                named += bool(now.troubles)
+                named += bool(now.stragglers)
                 busy = [each.compute_s + each.data_s for each in now.ranks]
                 if len(busy) == 2 and min(busy) > 0:
                     largest = max(largest, max(busy) / min(busy))

@@ -71,7 +71,7 @@ def _quiet(house: House, number: int) -> None:
     """Until nobody is named, and for some seconds more."""
     deadline = time.monotonic() + _GIVE_UP_S
     with house.client() as client:
-        while client.ranks(number).troubles:
+        while client.ranks(number).stragglers:
             assert time.monotonic() < deadline, "somebody is still named"
             time.sleep(0.2)
     time.sleep(8)

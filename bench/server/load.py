@@ -238,7 +238,9 @@ def _submitted(data: Path, port: int, tokens: Path, workers: int) -> list[str]:
     with Client(f"http://127.0.0.1:{port}", (data / "token").read_text().strip()) as client:
         client.upload(digest, archive)
         for number in range(JOBS):
-            client.submit(Submission(name=f"j{number}", script="x.py", snapshot=digest, devices=str(workers // JOBS)))
+            client.submit(
+                Submission(name=f"j{number}", script="x.py", code_archive=digest, devices=str(workers // JOBS))
+            )
     names = [tokens / f"job-{number + 1}.1" for number in range(JOBS)]
     while not all(name.is_file() and name.read_text() for name in names):
         assert time.monotonic() < deadline, "the jobs did not start"

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import StandingLauncher
-from mimatrix.api.models import PROTOCOL, JobState, Progress, Report, Role, Use
+from mimatrix.api.models import PROTOCOL, DeviceUsage, JobState, Progress, Report, Role
 from mimatrix.launch.launcher import DeviceFacts, NodeFacts
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.planner.model.profile import Measurements
@@ -114,8 +114,8 @@ def nodes(size: Size) -> tuple[NodeFacts, ...]:
 
 def fill(data: Path, size: Size, now_s: float) -> list[Life]:
     """Write all of it; the jobs, the oldest first."""
-    (data / "snapshots").mkdir(parents=True)
-    (data / "snapshots" / f"{sha256(_ARCHIVE).hexdigest()}.tar.gz").write_bytes(_ARCHIVE)
+    (data / "code-archives").mkdir(parents=True)
+    (data / "code-archives" / f"{sha256(_ARCHIVE).hexdigest()}.tar.gz").write_bytes(_ARCHIVE)
     found = lives(size, now_s)
     engine, sessions = opened(address_in(data))
     with sessions.begin() as session:
@@ -249,7 +249,7 @@ def _token(life: Life) -> dict[str, Any]:
 
 
 def _audit(life: Life) -> Iterator[dict[str, Any]]:
-    for action in (f"PUT /api/snapshots/{sha256(_ARCHIVE).hexdigest()}", "POST /api/jobs"):
+    for action in (f"PUT /api/code-archives/{sha256(_ARCHIVE).hexdigest()}", "POST /api/jobs"):
         yield {
             "at": life.created_s,
             "user": life.user,
@@ -315,7 +315,7 @@ def _report(draw: random.Random, rank: int) -> Report:
         waiting_s=0.38 - busy_s,
         communication_s=draw.uniform(0.01, 0.03),
         predicted_step_s=0.4032,
-        use=Use(
+        use=DeviceUsage(
             busy=draw.uniform(0.8, 1),
             memory_bytes=draw.randrange(60 << 30, 70 << 30),
             memory_total_bytes=80 << 30,

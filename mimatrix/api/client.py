@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx2 as httpx
 
 from mimatrix.api import models as m
-from mimatrix.api.keepalive import PlainLine, is_direct
+from mimatrix.api.keepalive import KeepAliveConnection, is_direct
 from mimatrix.core import environment
 from mimatrix.core.errors import UserError, WorldError
 
@@ -30,7 +30,7 @@ def data_folder() -> Path:
     return Path(environment.DATA.get() or Path.home() / ".local" / "share" / "mimatrix")
 
 
-def found_server() -> tuple[str, str]:
+def find_server() -> tuple[str, str]:
     """Address and token: from the environment, or as a server of the same user left them in its folder."""
     address, token = environment.SERVER.get(), environment.TOKEN.get()
     left = _left(data_folder() / ADDRESS_FILE)
@@ -73,22 +73,22 @@ class Client:
 
     # For people
 
-    def has_snapshot(self, digest: str) -> bool:
+    def has_code_archive(self, digest: str) -> bool:
         """Whether an archive need not be uploaded."""
-        return self._sent("HEAD", f"/api/snapshots/{digest}", refuses=(404,)).status_code == 200
+        return self._sent("HEAD", f"/api/code-archives/{digest}", refuses=(404,)).status_code == 200
 
     def upload(self, digest: str, archive: Path) -> None:
         """Store an archive."""
         with archive.open("rb") as data:
-            self._sent("PUT", f"/api/snapshots/{digest}", content=data)
+            self._sent("PUT", f"/api/code-archives/{digest}", content=data)
 
     def submit(self, job: m.Submission) -> m.Job:
         """Hand a job in."""
         return self._post(m.Job, "/api/jobs", job)
 
-    def would(self, job: m.Submission) -> m.Wait:
+    def dry_run(self, job: m.Submission) -> m.DryRunResult:
         """What would become of it now."""
-        return self._post(m.Wait, "/api/jobs/dry-run", job)
+        return self._post(m.DryRunResult, "/api/jobs/dry-run", job)
 
     def jobs(self, before: int | None = None, most: int = 50, states: tuple[str, ...] = (), user: str = "") -> m.Jobs:
         """A page of jobs, the newest first."""
@@ -128,7 +128,7 @@ class Client:
         """`cancel` or `retry`."""
         return m.Job.model_validate_json(self._sent("POST", f"/api/jobs/{number}/{action}").content)
 
-    def change(self, number: int, change: m.Change) -> m.Job:
+    def change(self, number: int, change: m.JobUpdate) -> m.Job:
         """Another priority."""
         sent = self._sent("PATCH", f"/api/jobs/{number}", json=change.model_dump(mode="json"))
         return m.Job.model_validate_json(sent.content)
@@ -141,24 +141,26 @@ class Client:
         """Those that people have."""
         return [m.Token.model_validate(each) for each in self._sent("GET", "/api/tokens").json()]
 
-    def make_token(self, wanted: m.TokenWanted) -> m.Token:
+    def create_token(self, wanted: m.TokenCreate) -> m.Token:
         """A new one, with its secret."""
         return self._post(m.Token, "/api/tokens", wanted)
 
-    def end_token(self, number: int) -> None:
+    def revoke_token(self, number: int) -> None:
         """Its bearer is let in no more."""
         self._sent("DELETE", f"/api/tokens/{number}")
 
     # For workers
 
-    def join(self, job: int, said: m.Join) -> m.Joined:
+    def join(self, job: int, said: m.RendezvousRequest) -> m.Rendezvous:
         """A worker is there."""
-        return self._post(m.Joined, f"/api/jobs/{job}/join", said)
+        return self._post(m.Rendezvous, f"/api/jobs/{job}/join", said)
 
-    def report(self, job: int, said: m.Report) -> m.Orders:
+    def report(self, job: int, said: m.Report) -> m.ReportReply:
         """What a worker has to say."""
         path, body = f"/api/jobs/{job}/report", said.model_dump_json(exclude_none=True)
-        return m.Orders.model_validate_json(self._told(path, body) if self._is_direct else self._written(path, body))
+        return m.ReportReply.model_validate_json(
+            self._told(path, body) if self._is_direct else self._written(path, body)
+        )
 
     def store(self, job: int, what: str, said: m.Message) -> None:
         """`profile`, `plan` or `checkpoints`."""
@@ -173,8 +175,8 @@ class Client:
         return kind.model_validate_json(self._sent("POST", path, json=said.model_dump(mode="json")).content)
 
     @cached_property
-    def _line(self) -> PlainLine:
-        return PlainLine(self._address, self._headers, _TIMEOUT_S, httpx.create_ssl_context)
+    def _line(self) -> KeepAliveConnection:
+        return KeepAliveConnection(self._address, self._headers, _TIMEOUT_S, httpx.create_ssl_context)
 
     def _told(self, path: str, body: str) -> bytes:
         """The answer to what is said again and again."""

@@ -14,7 +14,7 @@ def is_direct(address: str) -> bool:
     return parts.scheme not in getproxies() or bool(proxy_bypass(parts.netloc))
 
 
-class PlainLine:
+class KeepAliveConnection:
     """A connection that is kept; after a failure the next request makes a new one. Requests come one at a time."""
 
     def __init__(

@@ -8,14 +8,14 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from mimatrix import __version__
-from mimatrix.api.models import MOST_PROFILE_BYTES, MOST_REPORT_BYTES, MOST_SNAPSHOT_BYTES, Problem, Role
+from mimatrix.api.models import MAX_CODE_ARCHIVE_BYTES, MAX_DOCUMENT_BYTES, MAX_REPORT_BYTES, Problem, Role
 from mimatrix.server import errors
 from mimatrix.server.context import Context
 from mimatrix.server.controller.reconcile import Loop
 from mimatrix.server.db.models import AuditRow
 from mimatrix.server.routes import house, jobs, metrics, workers
 from mimatrix.server.web import api_docs, static
-from mimatrix.server.web.report_fast_path import ShortWay
+from mimatrix.server.web.report_fast_path import ReportFastPath
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -23,10 +23,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _SLOW_S = 20.0
 _MOST_BYTES = 4 << 20
 _LIMITS = {
-    "report": MOST_REPORT_BYTES,
-    "join": MOST_REPORT_BYTES,
-    "profile": MOST_PROFILE_BYTES,
-    "plan": MOST_PROFILE_BYTES,
+    "report": MAX_REPORT_BYTES,
+    "join": MAX_REPORT_BYTES,
+    "profile": MAX_DOCUMENT_BYTES,
+    "plan": MAX_DOCUMENT_BYTES,
 }
 _CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def application(context: Context, loop: Loop) -> FastAPI:
+def create_app(context: Context, loop: Loop) -> FastAPI:
     """All of it."""
     app = FastAPI(
         title="MiMatrix job server",
@@ -64,7 +64,7 @@ def application(context: Context, loop: Loop) -> FastAPI:
     for router in (jobs.router, metrics.router, workers.router, house.router):
         app.include_router(router)
     app.add_middleware(Audit, context=context)
-    app.add_middleware(ShortWay, context=context)
+    app.add_middleware(ReportFastPath, context=context)
     app.add_middleware(Bounds)
     return app
 
@@ -112,8 +112,8 @@ class Bounds:
 def most_of(path: str) -> int:
     """How many bytes a request may have."""
     parts = path.strip("/").split("/")
-    if parts[:2] == ["api", "snapshots"]:
-        return MOST_SNAPSHOT_BYTES
+    if parts[:2] == ["api", "code-archives"]:
+        return MAX_CODE_ARCHIVE_BYTES
     return _LIMITS.get(parts[-1], _MOST_BYTES)
 
 

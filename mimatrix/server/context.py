@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from mimatrix.launch import Launcher
-from mimatrix.server.auth.tokens import Doorkeeper
+from mimatrix.server.auth.tokens import Authenticator
 from mimatrix.server.db.engine import Sessions
-from mimatrix.server.jobs.code_archives import Snapshots
+from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
 from mimatrix.server.metrics.live_state import Live
 
@@ -19,8 +19,8 @@ class Context:
 
     sessions: Sessions
     launcher: Launcher
-    snapshots: Snapshots
-    doorkeeper: Doorkeeper
+    code_archives: CodeArchives
+    authenticator: Authenticator
     clock: Callable[[], float]
     """Wall time, for what is stored and shown. It may jump."""
     monotonic: Callable[[], float] = time.monotonic

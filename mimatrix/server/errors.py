@@ -26,7 +26,7 @@ _TITLES = {
 }
 
 
-class Refusal(UserError):  # noqa: N818 (it is an answer)
+class ApiError(UserError):
     """Bad input, with the status that says so."""
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -45,7 +45,7 @@ def install(app: FastAPI) -> None:
     """Have the application answer so, whatever goes wrong."""
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
-        return problem(error.status if isinstance(error, Refusal) else 400, str(error))
+        return problem(error.status if isinstance(error, ApiError) else 400, str(error))
 
     async def gave_way(_: Request, error: Exception) -> JSONResponse:
         return problem(503, str(error))

@@ -24,15 +24,15 @@ from mimatrix.api.models import Role
 from mimatrix.core.errors import UserError
 from mimatrix.core.files import write_atomic
 from mimatrix.launch import Launcher
-from mimatrix.server.app import application
-from mimatrix.server.auth.tokens import Doorkeeper, issue
+from mimatrix.server.app import create_app
+from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
 from mimatrix.server.controller.reconcile import Loop, Serving
 from mimatrix.server.db.engine import DATABASE_FILE, address_in, opened
 from mimatrix.server.db.models import TokenRow
-from mimatrix.server.jobs.code_archives import Snapshots
+from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.web.addresses import is_any, is_loopback, own_address
-from mimatrix.server.web.header_timeout import PromptHeads
+from mimatrix.server.web.header_timeout import HeaderTimeoutProtocol
 from mimatrix.server.web.tls import check_certificate
 
 _TURN_S = 0.5
@@ -135,7 +135,11 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Call
         engine, sessions = opened(settings.database or address_in(settings.data))
         launcher = launcher_in(settings.data)
         context = Context(
-            sessions, launcher, Snapshots(settings.data / "snapshots"), Doorkeeper(sessions, time.time), time.time
+            sessions,
+            launcher,
+            CodeArchives(settings.data / "code-archives"),
+            Authenticator(sessions, time.time),
+            time.time,
         )
         loop = Loop(context, _serving(settings), say)
         loop.recover()
@@ -162,7 +166,7 @@ def _make_folder(settings: Settings) -> None:
     try:
         settings.data.mkdir(parents=True, exist_ok=True)
         settings.data.chmod(0o711 if settings.run_as else 0o700)
-        for name, mode in (("snapshots", 0o700), ("launcher", 0o711), ("checkpoints", 0o711)):
+        for name, mode in (("code-archives", 0o700), ("launcher", 0o711), ("checkpoints", 0o711)):
             (settings.data / name).mkdir(exist_ok=True)
             (settings.data / name).chmod(mode)
         (settings.data / DATABASE_FILE).touch(mode=0o600)
@@ -213,8 +217,8 @@ def _serving(settings: Settings) -> Serving:
 
 def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config:
     return uvicorn.Config(
-        application(context, loop),
-        http=PromptHeads,
+        create_app(context, loop),
+        http=HeaderTimeoutProtocol,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=65,

@@ -15,17 +15,17 @@ from typing import Any
 
 from mimatrix.api.client import Client
 from mimatrix.api.models import (
-    MOST_LOGGED,
-    MOST_PROFILE_BYTES,
+    MAX_DOCUMENT_BYTES,
+    MAX_LOGGED,
     PROTOCOL,
     Checkpoint,
+    CheckpointList,
+    DocumentUpload,
     JobState,
+    LinkUsage,
     Logged,
-    Measured,
-    Pushed,
+    PushStats,
     Report,
-    Saved,
-    Traffic,
     Waiting,
 )
 from mimatrix.core.errors import MiMatrixError
@@ -78,7 +78,7 @@ class Reporter:
         client: Client,
         identity: WorkerIdentity,
         checkpoints: Path,
-        sample_link: Callable[[], Traffic | None] = lambda: None,
+        sample_link: Callable[[], LinkUsage | None] = lambda: None,
     ) -> None:
         self._client, self._identity, self._checkpoints = client, identity, checkpoints
         self._sample_link, self._tensorboard = sample_link, TensorBoardWriter(checkpoints)
@@ -147,7 +147,7 @@ class Reporter:
                 self._send_profiles()
                 self._send_plan()
                 self._send_checkpoints()
-            return orders.again_s
+            return orders.report_interval_s
         except MiMatrixError:
             return min(_MAX_RETRY_S, max(_RETRY_S, 2 * pause))
 
@@ -171,7 +171,7 @@ class Reporter:
             values |= {"predicted_step_s": _round(plan.step_s), "planned_s": _round(plan.parts[run.rank].busy_s)}
         values |= {"follows": run.settings.follows, "waiting": _waiting(status.waiting), "aside": status.is_excluded}
         values |= {"group": status.group, "pushed": _pushed(status.pushes)}
-        waiting = self._feed.waiting(MOST_LOGGED)
+        waiting = self._feed.waiting(MAX_LOGGED)
         logged = tuple(Logged(step=step, metrics=_finite(metrics)) for step, metrics in waiting)
         return Report(**values, metrics=_finite(self._feed.newest), logged=logged)
 
@@ -199,7 +199,7 @@ class Reporter:
         if measurements and not self._sent_profiles:
             self._sent_profiles = True  # also if they are too large to send; plans are sent anyway
             text = measurements.to_text()
-            if len(text) < MOST_PROFILE_BYTES // 2:
+            if len(text) < MAX_DOCUMENT_BYTES // 2:
                 self._store("profile", json.loads(text))
 
     def _send_plan(self) -> None:
@@ -221,12 +221,12 @@ class Reporter:
                 )
                 for saved in checkpoints
             )
-            message = Saved(protocol=PROTOCOL, generation=self._identity.generation, checkpoints=listed)
+            message = CheckpointList(protocol=PROTOCOL, generation=self._identity.generation, checkpoints=listed)
             self._client.store(self._identity.job, "checkpoints", message)
             self._sent_checkpoints = checkpoints
 
     def _store(self, what: str, content: dict[str, Any]) -> None:
-        message = Measured(protocol=PROTOCOL, generation=self._identity.generation, content=content)
+        message = DocumentUpload(protocol=PROTOCOL, generation=self._identity.generation, content=content)
         self._client.store(self._identity.job, what, message)
 
 
@@ -262,11 +262,11 @@ def _recent(stats: list[Any]) -> list[Any]:
     return recent[::-1]
 
 
-def _pushed(stats: Any) -> Pushed | None:
+def _pushed(stats: Any) -> PushStats | None:
     if stats is None:
         return None
     seconds = {name: _round(getattr(stats, name)) for name in ("staleness", "moved_s", "waited_s")}
-    return Pushed(pushes=stats.pushes, samples=stats.samples, **seconds)
+    return PushStats(pushes=stats.pushes, samples=stats.samples, **seconds)
 
 
 def _waiting(wait: Any) -> Waiting | None:

@@ -22,7 +22,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers once on each connection if it is told so, and then lets the connection go without a word."""
 
     protocol_version = "HTTP/1.1"
-    status, content, closes = 200, b'{"leave":false,"again_s":1.0,"notice":""}', False
+    status, content, closes = 200, b'{"leave":false,"report_interval_s":1.0,"notice":""}', False
     heard: ClassVar[list[tuple[str, str, bytes]]] = []
     connections: ClassVar[set[object]] = set()
 
@@ -54,7 +54,7 @@ def served() -> Iterator[tuple[type[Handler], Client]]:
 def test_reports_keep_one_connection(served: tuple[type[Handler], Client]) -> None:
     handler, client = served
     for _ in range(3):
-        assert client.report(7, REPORT).again_s == 1.0
+        assert client.report(7, REPORT).report_interval_s == 1.0
     path, authorization, body = handler.heard[0]
     assert (path, authorization) == ("/api/jobs/7/report", "Bearer secret")
     assert Report.model_validate_json(body) == REPORT

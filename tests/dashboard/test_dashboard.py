@@ -14,7 +14,7 @@ from support.browsers import DESK, PHONE, browser, needs_browser, visit
 from support.clusters import node
 from support.servers import Server, server
 
-from mimatrix.api.models import ACTIVE, ENDED, JobState, Role, TokenWanted
+from mimatrix.api.models import ACTIVE, ENDED, JobState, Role, TokenCreate
 
 pytestmark = [needs_browser, pytest.mark.timeout(120)]
 OURS = Path(__file__).parent / "scripts"
@@ -45,7 +45,7 @@ def admin(up: Server) -> str:
 
 def token(up: Server, user: str, role: Role) -> str:
     with up.client() as client:
-        return client.make_token(TokenWanted(user=user, role=role)).secret
+        return client.create_token(TokenCreate(user=user, role=role)).secret
 
 
 @contextmanager
@@ -432,7 +432,7 @@ def test_links_and_devices_are_drawn_with_what_they_carry(up: Server, chromium: 
 
 def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> None:
     # The higher the number, the sooner.
-    jobs = [_job(number) | {"place": 1001 - number} for number in range(1, 1001)]
+    jobs = [_job(number) | {"queue_position": 1001 - number} for number in range(1, 1001)]
 
     def answer(route: Route) -> None:
         live = "state=queued" in route.request.url

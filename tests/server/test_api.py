@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.databases import database, postgresql
+from support.documents import plan, profile
 from support.servers import House, house
 
 from mimatrix.api.models import PROTOCOL, JobState, Role
@@ -20,13 +21,13 @@ __all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 
 ARCHIVE = b"not really an archive, but the server does not look inside"
 DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
-JOB: dict[str, Any] = {"name": "x", "script": "x.py", "snapshot": DIGEST}
+JOB: dict[str, Any] = {"name": "x", "script": "x.py", "code_archive": DIGEST}
 
 
 @pytest.fixture
 def there(tmp_path: Path, database: str) -> Iterator[House]:
     with house(tmp_path, database) as found:
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
@@ -83,7 +84,7 @@ def test_the_page_of_the_interface_has_it_all_and_asks_nobody_else(there: House)
         for method in methods:
             assert f"<code>{method.upper()} {path}</code>" in answer.text
     assert "<code>most</code> (query): integer from 1 to 1000" in answer.text
-    assert "<code>snapshot</code> (body, required): string" in answer.text
+    assert "<code>code_archive</code> (body, required): string" in answer.text
     assert "<code>state</code> (query): array of queued or starting or " in answer.text
     assert "<code>priority</code> (body, required): integer from 0 to 100<" in answer.text
     assert "Another priority." in answer.text
@@ -110,8 +111,8 @@ def test_merged_devices_have_a_most_too(there: House) -> None:
 ROUTES: dict[tuple[str, str], set[str]] = {
     ("GET", "/healthz"): {"admin", "user", "viewer", "worker", "other", "nobody"},
     ("GET", "/readyz"): {"admin", "user", "viewer", "worker", "other", "nobody"},
-    ("HEAD", "/api/snapshots/{digest}"): {"admin", "user", "other"},
-    ("PUT", "/api/snapshots/{digest}"): {"admin", "user", "other"},
+    ("HEAD", "/api/code-archives/{digest}"): {"admin", "user", "other"},
+    ("PUT", "/api/code-archives/{digest}"): {"admin", "user", "other"},
     ("POST", "/api/jobs"): {"admin", "user", "other"},
     ("POST", "/api/jobs/dry-run"): {"admin", "user", "other"},
     ("GET", "/api/jobs"): {"admin", "user", "viewer", "other"},
@@ -148,8 +149,8 @@ BODIES: dict[str, Any] = {
     "/api/jobs/{number}": {"priority": 1},
     "/api/jobs/{number}/join": {"protocol": PROTOCOL, "generation": 1, "rank": 0, "address": "127.0.0.1", "port": 5},
     "/api/jobs/{number}/report": {"protocol": PROTOCOL, "generation": 1, "rank": 0, "state": "training"},
-    "/api/jobs/{number}/profile": {"protocol": PROTOCOL, "generation": 1, "content": {}},
-    "/api/jobs/{number}/plan": {"protocol": PROTOCOL, "generation": 1, "content": {}},
+    "/api/jobs/{number}/profile": {"protocol": PROTOCOL, "generation": 1, "content": profile()},
+    "/api/jobs/{number}/plan": {"protocol": PROTOCOL, "generation": 1, "content": plan()},
     "/api/jobs/{number}/checkpoints": {"protocol": PROTOCOL, "generation": 1, "checkpoints": []},
     "/api/tokens": {"user": "eve", "role": "viewer"},
 }
@@ -175,8 +176,8 @@ def test_who_may_do_what(there: House) -> None:
                 session.get_one(JobRow, number).plan = {}
                 token = issue(session, "x", Role.VIEWER, 1.0)[0].id
             where = path.format(number=token if "tokens" in path else number, digest=DIGEST, node="n")
-            body = {"content": ARCHIVE} if method == "PUT" and "snapshots" in path else {"json": BODIES.get(path)}
-            there.context.doorkeeper._failures.clear()
+            body = {"content": ARCHIVE} if method == "PUT" and "code-archives" in path else {"json": BODIES.get(path)}
+            there.context.authenticator._failures.clear()
             answer = there.ask(who, method, where, **body)
             if role in allowed:
                 assert answer.status_code < 300, f"{role} {method} {path}: {answer.status_code} {answer.text}"
@@ -238,7 +239,7 @@ def test_joining_gives_the_place_of_rank_0(there: House) -> None:
         ({"script": "/etc/passwd"}, "script: "),
         ({"priority": 101}, "priority: "),
         ({"environment": {"A B": "1"}}, "environment.A B"),
-        ({"snapshot": "abc"}, "snapshot: "),
+        ({"code_archive": "abc"}, "code_archive: "),
         ({"max_time_s": -1}, "max_time_s: "),
         ({"max_time_s": "NaN"}, "max_time_s: "),
         ({"colour": "red"}, "colour: extra inputs are not permitted"),
@@ -263,10 +264,10 @@ def test_bodies_are_bounded_and_must_be_json(there: House) -> None:
 
 
 def test_an_archive_must_be_what_it_says(there: House) -> None:
-    assert there.ask("ben", "PUT", f"/api/snapshots/{'1' * 64}", content=b"other").status_code == 422
-    assert there.ask("ben", "HEAD", f"/api/snapshots/{'1' * 64}").status_code == 404
-    assert there.ask("ben", "PUT", "/api/snapshots/..%2f..%2fetc", content=b"x").status_code in (404, 422)
-    answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, "snapshot": "1" * 64})
+    assert there.ask("ben", "PUT", f"/api/code-archives/{'1' * 64}", content=b"other").status_code == 422
+    assert there.ask("ben", "HEAD", f"/api/code-archives/{'1' * 64}").status_code == 404
+    assert there.ask("ben", "PUT", "/api/code-archives/..%2f..%2fetc", content=b"x").status_code in (404, 422)
+    answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, "code_archive": "1" * 64})
     assert answer.status_code == 409
     assert "was not uploaded" in answer.json()["detail"]
 
@@ -282,7 +283,7 @@ def test_guessing_is_stopped(there: House) -> None:
 def test_who_guesses_does_not_lock_others_out(there: House) -> None:
     for _ in range(12):
         there.http.get("/api/jobs", headers={"Authorization": "Bearer wrong"})
-    there.context.doorkeeper.forget()
+    there.context.authenticator.clear()
     assert there.ask("ben", "GET", "/api/jobs").status_code == 200
 
 

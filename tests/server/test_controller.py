@@ -31,12 +31,12 @@ def uploaded(there: House, script: str) -> str:
         entry.size = len(content)
         tar.addfile(entry, io.BytesIO(content))
     digest = hashlib.sha256(packed.getvalue()).hexdigest()
-    assert there.ask("ben", "PUT", f"/api/snapshots/{digest}", content=packed.getvalue()).status_code == 204
+    assert there.ask("ben", "PUT", f"/api/code-archives/{digest}", content=packed.getvalue()).status_code == 204
     return digest
 
 
 def submitted(there: House, script: str, **more: object) -> int:
-    body = {"name": "x", "script": "x.py", "snapshot": uploaded(there, script), **more}
+    body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, script), **more}
     number: int = there.ask("ben", "POST", "/api/jobs", json=body).json()["id"]
     return number
 

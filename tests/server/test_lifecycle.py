@@ -12,7 +12,7 @@ from mimatrix.server.db.models import EventRow, JobRow
 from mimatrix.server.jobs.lifecycle import MOVES, may_move, move
 from mimatrix.server.routes.jobs import row_of
 
-SUBMISSION = Submission(name="x", script="x.py", snapshot="0" * 64)
+SUBMISSION = Submission(name="x", script="x.py", code_archive="0" * 64)
 
 
 def test_every_state_is_in_the_table_and_every_end_can_be_reached() -> None:

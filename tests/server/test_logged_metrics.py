@@ -13,7 +13,7 @@ from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_controller import Clock
 from test_metrics_routes import reported
 
-from mimatrix.api.models import History, Orders, Report
+from mimatrix.api.models import History, Report, ReportReply
 from mimatrix.cli.jobs import top
 from mimatrix.core.errors import WorldError
 from mimatrix.engine.mode import Membership
@@ -33,7 +33,7 @@ def clock() -> Clock:
 @pytest.fixture
 def there(tmp_path: Path, clock: Clock) -> Iterator[House]:
     with house(tmp_path, clock=clock) as found:
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
@@ -43,18 +43,18 @@ class HouseClient:
     def __init__(self, there: House) -> None:
         self._there = there
 
-    def report(self, job: int, report: Report) -> Orders:
+    def report(self, job: int, report: Report) -> ReportReply:
         headers = {"content-type": "application/json"} | self._there.headers(f"worker-{job}")
         path = f"/api/jobs/{job}/report"
         answer = self._there.http.post(path, headers=headers, content=report.model_dump_json())
         assert answer.status_code == 200, answer.text
-        return Orders.model_validate_json(answer.content)
+        return ReportReply.model_validate_json(answer.content)
 
 
 class DeadClient:
     """A server that does not answer."""
 
-    def report(self, job: int, report: Report) -> Orders:
+    def report(self, job: int, report: Report) -> ReportReply:
         raise WorldError("no answer")
 
 

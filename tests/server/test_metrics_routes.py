@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
+from support.documents import plan
 from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_controller import Clock, reasons
@@ -24,7 +25,7 @@ def clock() -> Clock:
 @pytest.fixture
 def there(tmp_path: Path, clock: Clock) -> Iterator[House]:
     with house(tmp_path, clock=clock) as found:
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
@@ -74,9 +75,9 @@ def test_ranks_as_they_are_now(there: House) -> None:
     (rank,) = found["ranks"]
     assert (rank["seat"], rank["step"], rank["compute_s"], rank["samples"]) == ("n/0", 7, 0.1, 32)
     assert rank["use"]["busy"] == 0.5
-    assert found["troubles"] == []
+    assert found["stragglers"] == []
     queued = submitted(there)
-    assert there.ask("dee", "GET", f"/api/jobs/{queued}/ranks").json() == {"ranks": [], "troubles": []}
+    assert there.ask("dee", "GET", f"/api/jobs/{queued}/ranks").json() == {"ranks": [], "stragglers": []}
 
 
 def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Clock) -> None:
@@ -84,12 +85,12 @@ def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Cloc
     assert watched(there, clock, 8, number) == []
     (notice,) = watched(there, clock, 8, number, compute_s=0.2, waiting_s=0.0)
     assert notice.startswith("the others are idle because of rank 1 on n/1: 100ms (40%) of every step")
-    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"]
+    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"]
     assert (trouble["kind"], trouble["rank"], trouble["cause"]) == ("slow", 1, "compute")
     assert trouble["sentence"] == notice
     assert reasons(there, number).count(notice) == 1
     assert watched(there, clock, 4, number) == []
-    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"] == []
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
 def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
@@ -100,7 +101,7 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
         clock.ahead_s += 1
         reported(there, number, 0, waiting={**waiting, "seconds": seconds + 0.5})
         there.loop._watching.look()
-    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"]
+    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"]
     assert trouble["kind"] == "hang"
     assert (
         "rank 1 on n/1 has not come to all_reduce of 8 float32 (sum, gdraa), round 1, in step 7" in trouble["sentence"]
@@ -117,7 +118,7 @@ def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: House, c
         waiting = {"call": "all_reduce", "round": 0, "peer": 0, "seconds": 60.0}
         reported(there, number, 1, group=1, compute_s=0.2, waiting=waiting)
         there.loop._watching.look()
-    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"] == []
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
 def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> None:
@@ -204,13 +205,13 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
 def test_a_plan_and_why_it_changed(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").status_code == 404
-    body = {"protocol": PROTOCOL, "generation": 1, "content": {"version": 1, "why": "rank 1 takes 1.9 times as long"}}
+    body = {"protocol": PROTOCOL, "generation": 1, "content": plan(why="rank 1 takes 1.9 times as long")}
     assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=body).status_code == 204
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").json()["content"]["version"] == 1
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["has_plan"]
     assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
     for version in (2, 3):
-        again = {**body, "content": {"version": version, "why": "rank 0 takes 1.1 times as long"}}
+        again = {**body, "content": plan(version=version, why="rank 0 takes 1.1 times as long")}
         assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=again).status_code == 204
     assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
     with there.context.sessions() as session:
@@ -247,10 +248,10 @@ def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
 def test_places_in_the_queue(there: House) -> None:
     there.loop._see_nodes()
     numbers = [submitted(there, devices="3", priority=priority) for priority in (50, 10, 90)]
-    assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["place"] for number in numbers] == [None] * 3
+    assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["queue_position"] for number in numbers] == [None] * 3
     there.loop._schedule()
     listed = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
-    assert {job["id"]: job["place"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
+    assert {job["id"]: job["queue_position"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
 
 
 def test_who_am_i(there: House) -> None:

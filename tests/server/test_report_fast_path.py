@@ -8,14 +8,16 @@ import pytest
 from support.servers import house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 
-from mimatrix.api.models import PROTOCOL, JobState, Orders, Report
-from mimatrix.server.web.report_fast_path import ShortWay
+from mimatrix.api.models import PROTOCOL, JobState, Report, ReportReply
+from mimatrix.server.web.report_fast_path import ReportFastPath
 
 pytestmark = pytest.mark.timeout(60)
 REPORT = Report(protocol=PROTOCOL, generation=1, rank=1, state=JobState.TRAINING, step=3)
 
 
-def asked(way: ShortWay, secret: str, chunks: list[bytes], path: str = "/api/jobs/1/report", **more: Any) -> list[Any]:
+def asked(
+    way: ReportFastPath, secret: str, chunks: list[bytes], path: str = "/api/jobs/1/report", **more: Any
+) -> list[Any]:
     """What was answered."""
     headers = [(b"authorization", b"Bearer " + secret.encode()), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers} | more
@@ -47,20 +49,22 @@ def test_the_short_way_and_the_long_way(tmp_path: Path) -> None:
 
     with house(tmp_path) as found:
         context, text = found.context, REPORT.model_dump_json().encode()
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         assert submitted(found) == 1
         worker(found, 1)
         secret = found.secrets["worker-1"]
-        way = ShortWay(app, context)
+        way = ReportFastPath(app, context)
 
         # A token that is not remembered has to be looked up.
         assert asked(way, secret, [text]) == []
         assert long == [text]
-        assert context.doorkeeper.known(secret, "") is not None
+        assert context.authenticator.authenticate(secret, "") is not None
 
         start, body = asked(way, secret, [text])
         assert start["status"] == 200
-        assert Orders.model_validate_json(body["body"]) == Orders(leave=False, again_s=1.0, notice="")
+        assert ReportReply.model_validate_json(body["body"]) == ReportReply(
+            leave=False, report_interval_s=1.0, notice=""
+        )
         assert (context.live.all()[1].reports, long) == ({1: REPORT}, [text])
 
         unusual: list[tuple[Any, ...]] = [

@@ -18,12 +18,12 @@ from fastapi.testclient import TestClient
 from mimatrix.api.client import Client
 from mimatrix.api.models import Job, Role
 from mimatrix.launch import LocalLauncher, cores
-from mimatrix.server.app import application
-from mimatrix.server.auth.tokens import Doorkeeper, issue
+from mimatrix.server.app import create_app
+from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
 from mimatrix.server.controller.reconcile import Loop, Serving
 from mimatrix.server.db.engine import address_in, opened
-from mimatrix.server.jobs.code_archives import Snapshots
+from mimatrix.server.jobs.code_archives import CodeArchives
 
 SCRIPTS = Path(__file__).parents[1] / "server" / "scripts"
 
@@ -50,10 +50,10 @@ def house(
 ) -> Iterator[House]:
     engine, sessions = opened(database or address_in(folder))
     launcher = LocalLauncher(folder / "launcher", devices=cores(devices))
-    context = Context(sessions, launcher, Snapshots(folder / "snapshots"), Doorkeeper(sessions, clock), clock)
+    context = Context(sessions, launcher, CodeArchives(folder / "code-archives"), Authenticator(sessions, clock), clock)
     environment = {"PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
     loop = Loop(context, Serving("http://127.0.0.1:1", (sys.executable,), environment), lambda _: None)
-    with TestClient(application(context, loop), raise_server_exceptions=False) as http:
+    with TestClient(create_app(context, loop), raise_server_exceptions=False) as http:
         found = House(context, loop, http)
         with sessions.begin() as session:
             for name, role in (("ann", Role.ADMIN), ("ben", Role.USER), ("cho", Role.USER), ("dee", Role.VIEWER)):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mimatrix.api.models import Joined
+from mimatrix.api.models import Rendezvous
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.worker.rendezvous import WorkerIdentity, own_address, set_environment
 
@@ -37,7 +37,7 @@ def test_an_identity_that_is_no_number_is_refused() -> None:
 
 def test_a_script_finds_the_variables_of_torchrun() -> None:
     before = dict(os.environ)
-    joined = Joined(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
+    joined = Rendezvous(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
     try:
         set_environment(joined, WorkerIdentity.read(ENVIRON | {"MIMATRIX_REJOINS": "3"}))
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")

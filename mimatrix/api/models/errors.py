@@ -6,7 +6,7 @@ from mimatrix.api.models.base import Message
 
 
 class Problem(Message):
-    """What went wrong, after RFC 9457."""
+    """An error, as RFC 9457 describes it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -14,4 +14,4 @@ class Problem(Message):
     title: str
     status: int
     detail: str
-    """One sentence, and the fix."""
+    """One sentence with the fix."""

@@ -7,14 +7,15 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from mimatrix.api.models.base import Count, Digest, Message, Name, Rate, Seconds, Text, Variable
+from mimatrix.api.models.base import Count, Digest, Message, Name, Text, Variable
+from mimatrix.api.text import one_line
 from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import UserError
 from mimatrix.core.resources import DeviceRequest, ResourceRequest
 
 
 class JobState(StrEnum):
-    """Where in its life a job is."""
+    """The states of a job."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -74,7 +75,7 @@ class EventKind(StrEnum):
 
 ENDED = tuple(state for state in JobState if state.is_final)
 ACTIVE = tuple(state for state in JobState if state.is_active)
-MOST_SNAPSHOT_BYTES = 64 << 20
+MAX_CODE_ARCHIVE_BYTES = 64 << 20
 
 
 def _normalize(text: str) -> str:
@@ -86,7 +87,7 @@ def _normalize(text: str) -> str:
 
 
 def _merged(request: ResourceRequest) -> ResourceRequest:
-    """Every kind once: `1,1,1` is `3`."""
+    """Return the request with every kind once: `1,1,1` is `3`."""
     found: dict[str, DeviceRequest] = {}
     for part in request.parts:
         same = found.setdefault(part.kind.lower(), replace(part, least=0, most=0))
@@ -98,12 +99,12 @@ Groups = Annotated[tuple[Annotated[tuple[Count, ...], Field(min_length=1, max_le
 
 
 class Submission(Message):
-    """A job as it is handed in. The folder of its script was uploaded before, as an archive with this digest."""
+    """A job as it is submitted. The directory of its script was uploaded before, as a code archive with this digest."""
 
     name: Name
     script: Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^/.\x00][^/\x00]*(/[^/.\x00][^/\x00]*)*$")]
-    """Inside of the archive."""
-    snapshot: Digest
+    """Its path within the archive."""
+    code_archive: Digest
     arguments: Annotated[tuple[Text, ...], Field(max_length=500)] = ()
     environment: Annotated[dict[Variable, Text], Field(max_length=200)] = Field(default_factory=dict)
     devices: Annotated[str, Field(max_length=500), AfterValidator(_normalize)] = "1"
@@ -135,21 +136,22 @@ class Submission(Message):
         return self
 
 
-class Change(Message):
-    """What may be changed of a job that is there."""
+class JobUpdate(Message):
+    """What can be changed of a submitted job."""
 
     priority: Annotated[int, Field(ge=0, le=100)]
 
 
 class Progress(Message):
-    """How far a job is, as its rank 0 said last."""
+    """How far a job has come, as of the last report of its first rank."""
 
-    step: Count = 0
-    epoch: Count = 0
-    samples_per_s: Rate = 0.0
+    # No bounds: these are sums over what was bounded when it came in.
+    step: int = 0
+    epoch: int = 0
+    samples_per_s: float = 0.0
     """Of all groups together."""
-    step_s: Seconds = 0.0
-    predicted_step_s: Seconds | None = None
+    step_s: float = 0.0
+    predicted_step_s: float | None = None
     metrics: dict[str, float | None] = Field(default_factory=dict)
     """None: not finite."""
 
@@ -167,8 +169,8 @@ class Job(Message):
     """The same as a value: a kind, and numbers."""
     server_error: str = ""
     """What the server could not handle about it, if anything."""
-    place: int | None = None
-    """In the queue, from 1; None: it does not wait, or was just handed in."""
+    queue_position: int | None = None
+    """From 1; None: it is not queued, or was submitted a moment ago."""
     script: str
     arguments: tuple[str, ...]
     devices: str
@@ -181,11 +183,11 @@ class Job(Message):
     generation: int
     """How often it was started."""
     seats: tuple[str, ...]
-    """The devices that it has, in the order of its ranks."""
+    """The devices that it holds, in the order of its ranks."""
     last_seats: tuple[str, ...] = ()
-    """Those that it had last, where it has none now; told of one job, not of a list."""
+    """The devices that it held last, if it holds none now; only in the answer for a single job."""
     has_plan: bool = False
-    """Whether there is one to ask for; told of one job, not of a list."""
+    """Whether it has stored a plan; only in the answer for a single job."""
     exit_code: int | None
     exit_cause: dict[str, Any] | None = None
     """How the rank ended that made the job end or restart: a kind, and a code or a signal."""
@@ -204,9 +206,9 @@ class Jobs(Message):
 
     jobs: tuple[Job, ...]
     next_before: int | None
-    """Ask with it for the page that follows; None: there is none."""
+    """The `before` of the next page; None: this is the last one."""
     more: Count = 0
-    """How many jobs the pages that follow have."""
+    """Number of jobs on the pages that follow."""
 
 
 class Event(Message):
@@ -223,8 +225,8 @@ class Event(Message):
     """Numbers and short strings: rank, device, code, signal, group ..."""
 
 
-class Wait(Message):
-    """What would become of a job that was not handed in yet."""
+class DryRunResult(Message):
+    """What the scheduler would do with a job if it were submitted now."""
 
     starts: bool
     reason: str
@@ -234,16 +236,16 @@ class Log(Message):
     """A piece of a rank's output."""
 
     generation: Count
-    """Of which start; 0 if there was none."""
+    """The start that it is from; 0: the job was never started."""
     text: str
     next_offset: Count
     has_ended: bool
 
 
 class Checkpoint(Message):
-    """One that is there."""
+    """A complete checkpoint."""
 
-    path: Annotated[str, Field(max_length=4096)]
+    path: Annotated[str, Field(max_length=4096), AfterValidator(one_line)]
     step: Count
     saved_at: datetime
     bytes: Count

@@ -3,12 +3,12 @@
 from datetime import datetime
 
 from mimatrix.api.models.base import Message
-from mimatrix.api.models.nodes import Use
-from mimatrix.api.models.workers import Pushed
+from mimatrix.api.models.nodes import DeviceUsage
+from mimatrix.api.models.workers import PushStats
 
 
 class Rank(Message):
-    """One rank of a job that runs, as it said last."""
+    """One rank of a running job, as of its last report."""
 
     rank: int
     seat: str
@@ -21,56 +21,55 @@ class Rank(Message):
     communication_s: float
     samples: int
     planned_s: float | None
-    use: Use | None
+    use: DeviceUsage | None
     group: int = 0
-    """Ranks of one group wait for each other, and for nobody else."""
+    """Ranks of different groups never wait for each other."""
     samples_per_s: float = 0.0
     """Of its group."""
-    pushed: Pushed | None = None
-    """Of its group, as the first rank of it says."""
+    pushed: PushStats | None = None
+    """Of its group, sent by its first rank."""
 
 
-class Trouble(Message):
-    """A rank that holds the others up."""
+class StragglerReport(Message):
+    """A rank that delays or blocks the others."""
 
     kind: str
     """`slow` or `hang`."""
     rank: int
     seat: str
     cause: str
-    """Of a slow one: compute, loader, link or memory."""
+    """Of a slow rank: compute, loader, link or memory."""
     lost_s: float
-    """In every step, or since it is waited for."""
+    """Per step if it is slow; since the others are blocked if it hangs."""
     sentence: str
 
 
 class Ranks(Message):
-    """All ranks of a job that runs, and who holds them up."""
+    """All ranks of a running job, and the stragglers among them."""
 
     ranks: tuple[Rank, ...]
-    troubles: tuple[Trouble, ...]
+    stragglers: tuple[StragglerReport, ...]
 
 
 class Point(Message):
-    """A job over a while: means. Lists have an entry for each rank; None: it said nothing."""
+    """Means of a job's metrics over an interval. Lists have an entry for each rank; None: no report."""
 
     at: datetime
     step: int
     samples_per_s: float | None
-    """None, as `step_s`: the point is of what was logged for a step alone, such as an evaluation."""
+    """None, as `step_s`, if the point holds only what was logged for a step, such as an evaluation."""
     step_s: float | None
     predicted_step_s: float | None
     metrics: dict[str, float | None]
-    """None: not finite. What has no value here was not logged then."""
+    """None: not finite. A metric without an entry was not logged in this interval."""
     ranks: dict[str, tuple[float | None, ...]]
-    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; of the first rank of
-    each group, where there are groups, also group_pushes, group_samples, group_staleness, group_moved_s,
-    group_waited_s."""
+    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; for the first rank of
+    each group also group_pushes, group_samples, group_staleness, group_moved_s, group_waited_s."""
 
 
 class History(Message):
-    """How a job went. The further back, the coarser."""
+    """A job over time. Older points are coarser."""
 
     every_s: float
-    """Between points at least."""
+    """The shortest interval between points."""
     points: tuple[Point, ...]

@@ -3,14 +3,15 @@
 from datetime import datetime
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from mimatrix.api.models.base import Count, Message, Rate
 from mimatrix.api.models.jobs import JobState
+from mimatrix.api.text import one_line
 
 
-class Use(Message):
-    """How a device is used now; None where nobody can tell."""
+class DeviceUsage(Message):
+    """How a device is used now; None where that cannot be measured."""
 
     busy: Annotated[float, Field(ge=0, le=1)] | None = None
     memory_bytes: Count | None = None
@@ -19,28 +20,28 @@ class Use(Message):
     temperature_c: Annotated[float, Field(ge=-300, le=1000)] | None = None
 
 
-class Traffic(Message):
-    """What a machine's link carries now, whoever it is for."""
+class LinkUsage(Message):
+    """The traffic on a machine's link now, of all its programs."""
 
-    nic: Annotated[str, Field(max_length=50)]
+    nic: Annotated[str, Field(max_length=50), AfterValidator(one_line)]
     """The interface by which the machine reaches the server."""
     received_bytes_per_s: Rate
     sent_bytes_per_s: Rate
     capacity_bytes_per_s: Rate | None = None
-    """Each way; None where nobody can tell."""
+    """In each direction; None: unknown."""
 
 
 class Device(Message):
-    """A device of a node, and the job that has it."""
+    """A device of a node, and the job that holds it."""
 
     name: str
     kind: str
     memory_bytes: int
     job: int | None
-    use: Use | None = None
-    """As its worker says; None without one."""
+    use: DeviceUsage | None = None
+    """As reported by its worker; None without one."""
     moved_bytes_per_s: float | None = None
-    """Summed and gathered with other devices."""
+    """By collectives."""
 
 
 class Node(Message):
@@ -48,27 +49,28 @@ class Node(Message):
 
     name: str
     address: str
-    near: str
+    rack: str
+    """Jobs are placed in one rack where that is possible; empty: unknown."""
     answers: bool
     seen_at: datetime
     devices: tuple[Device, ...]
-    traffic: Traffic | None = None
-    """Of its link, where a worker runs there that tells."""
+    traffic: LinkUsage | None = None
+    """As reported by one of its workers; None without one."""
 
 
-class UsePoint(Message):
-    """The cluster over a while."""
+class ClusterPoint(Message):
+    """Means of the cluster's use over an interval."""
 
     at: datetime
     devices: int
     used: float
-    """Of them, by jobs; a mean."""
+    """Devices that jobs held."""
     queued: float
-    """Jobs that waited; a mean."""
+    """Jobs that waited."""
 
 
 class DeviceJob(Message):
-    """A job that had a device."""
+    """A job that held a device."""
 
     id: int
     name: str
@@ -79,14 +81,14 @@ class DeviceJob(Message):
 
 
 class DeviceHistory(Message):
-    """Who used a device, the newest first."""
+    """The jobs that held a device, the newest first."""
 
     seat: str
     jobs: tuple[DeviceJob, ...]
 
 
 class DevicePoint(Message):
-    """A device over a while: means. None where nobody had it, or could tell."""
+    """Means of a device's use over an interval. None: it was free, or that was not measured."""
 
     at: datetime
     busy: float | None = None

@@ -6,7 +6,7 @@ from mimatrix.api.models.base import Message, Name
 
 
 class Role(StrEnum):
-    """What the bearer of a token may do."""
+    """The roles that tokens carry."""
 
     ADMIN = "admin"
     USER = "user"
@@ -14,15 +14,15 @@ class Role(StrEnum):
     WORKER = "worker"
 
 
-class TokenWanted(Message):
-    """A token to be made."""
+class TokenCreate(Message):
+    """A token to be created."""
 
     user: Name
     role: Role
 
 
 class Token(Message):
-    """A token as it is shown once, and then never again."""
+    """A token; its secret is shown only when it is created."""
 
     id: int
     user: str
@@ -30,8 +30,8 @@ class Token(Message):
     secret: str = ""
 
 
-class Me(Message):
-    """Whose token it is."""
+class WhoAmI(Message):
+    """The user and the role of the token that was sent."""
 
     user: str
     role: Role

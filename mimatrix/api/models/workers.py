@@ -2,32 +2,33 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from mimatrix.api.models.base import Count, Message, Metrics, Seconds
+from mimatrix.api.models.base import Count, Document, Mean, Message, Metrics, Rate, Seconds
 from mimatrix.api.models.jobs import Checkpoint, JobState
-from mimatrix.api.models.nodes import Traffic, Use
+from mimatrix.api.models.nodes import DeviceUsage, LinkUsage
+from mimatrix.api.text import one_line
 
-PROTOCOL = 3
-"""Of workers and server; another one is refused."""
-MOST_REPORT_BYTES = 16 << 10
-MOST_PROFILE_BYTES = 1 << 20
-MOST_LOGGED = 64
+PROTOCOL = 4
+"""The version that worker and server must share; another one is refused."""
+MAX_REPORT_BYTES = 16 << 10
+MAX_DOCUMENT_BYTES = 1 << 20
+MAX_LOGGED = 64
 """Entries of `run.log` in a report."""
 
 
-class Join(Message):
-    """A worker is there. Rank 0 says where the others find it."""
+class RendezvousRequest(Message):
+    """A worker has started. Rank 0 gives the address of its store."""
 
     protocol: int
     generation: Count
     rank: Count
-    address: Annotated[str, Field(max_length=200)] = ""
+    address: Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9._:%-]*$")] = ""
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
 
 
-class Joined(Message):
-    """What a worker needs to find the others; not yet known while `master_port` is 0."""
+class Rendezvous(Message):
+    """The ranks of a job and the address of its store; unknown as long as `master_port` is 0."""
 
     ranks: int
     local_rank: int
@@ -38,27 +39,27 @@ class Joined(Message):
 
 
 class Waiting(Message):
-    """A rank is in a collective and cannot go on: for whom it waits, and how long already."""
+    """The collective that a rank is blocked in, the peer that it waits for, and how long it has waited."""
 
-    call: Annotated[str, Field(max_length=200)]
+    call: Annotated[str, Field(max_length=200), AfterValidator(one_line)]
     round: Count
     peer: Count | None
-    """Its number in the group; None: for anybody."""
+    """Its number in the group; None: any peer."""
     seconds: Seconds
 
 
-class Pushed(Message):
-    """How it goes with the pushes of a group, where groups do not wait for each other."""
+class PushStats(Message):
+    """The pushes of a group to the parameter service, where groups train asynchronously."""
 
     pushes: Count
     samples: Count
-    """In them, in all."""
-    staleness: Seconds
-    """Pushes of others between its last pull and its last push."""
+    """In all pushes so far."""
+    staleness: Mean
+    """Pushes of other groups between this group's last pull and its last push."""
     moved_s: Seconds = 0.0
-    """What it stood still for its pushes, in all, but for the next."""
+    """Total time that training stood still for pushes, without the next one."""
     waited_s: Seconds
-    """For other groups, in all."""
+    """Total time spent waiting for other groups."""
 
 
 class Logged(Message):
@@ -69,7 +70,7 @@ class Logged(Message):
 
 
 class Report(Message):
-    """What a worker says now and then."""
+    """The periodic report of a worker."""
 
     protocol: int
     generation: Count
@@ -77,67 +78,67 @@ class Report(Message):
     state: JobState
     step: Count = 0
     epoch: Count = 0
-    samples_per_s: Seconds = 0.0
+    samples_per_s: Rate = 0.0
     step_s: Seconds = 0.0
     compute_s: Seconds = 0.0
     waiting_s: Seconds = 0.0
     communication_s: Seconds = 0.0
     data_s: Seconds = 0.0
-    """Waiting for the loader."""
+    """Waiting for the data loader."""
     samples: Count = 0
-    """Of this rank, in a step."""
+    """Of this rank in a step."""
     moved_bytes: Count = 0
-    """In collectives, in a step."""
+    """By collectives in a step."""
     predicted_step_s: Seconds | None = None
     planned_s: Seconds | None = None
-    """How long this rank should be busy in a step."""
+    """How long this rank should compute in a step."""
     follows: bool = False
-    """Whether batches follow speeds that change."""
-    use: Use | None = None
-    traffic: Traffic | None = None
-    """Said by one worker of each machine."""
+    """Whether the split is adjusted to changing speeds."""
+    use: DeviceUsage | None = None
+    traffic: LinkUsage | None = None
+    """Sent by one worker of each machine."""
     waiting: Waiting | None = None
     group: Count = 0
-    """Ranks of one group wait for each other, and for nobody else."""
-    pushed: Pushed | None = None
-    """Said by the first rank of each group, where there are groups."""
+    """Ranks of different groups never wait for each other."""
+    pushed: PushStats | None = None
+    """Sent by the first rank of each group, where groups train asynchronously."""
     aside: bool = False
-    """It evaluates, loads or waits for a checkpoint, between steps."""
+    """It evaluates, loads, or waits for a checkpoint, between steps."""
     metrics: Metrics = Field(default_factory=dict)
-    """The newest of what is logged in most steps."""
-    logged: Annotated[tuple[Logged, ...], Field(max_length=MOST_LOGGED)] = ()
+    """The newest values of what is logged in most steps."""
+    logged: Annotated[tuple[Logged, ...], Field(max_length=MAX_LOGGED)] = ()
     """What was logged since the last report and is not in most steps, such as evaluations."""
 
 
-class Orders(Message):
-    """What the server answers."""
+class ReportReply(Message):
+    """The server's answer to a report."""
 
     leave: bool
-    """Save, and end."""
-    again_s: Seconds
-    """When to report again."""
+    """Save a checkpoint, then exit."""
+    report_interval_s: Seconds
+    """Seconds until the next report."""
     notice: str = ""
-    """A sentence for the job's log, said to one rank."""
+    """A sentence for the job's log, sent to one rank."""
     speaks: bool = False
-    """Whether this rank tells what is known once of a job: its plan, its checkpoints. Rank 0, unless that was lost."""
+    """Whether this rank sends what is known once per job: plan and checkpoints. Rank 0, unless that was lost."""
 
 
-class Stored(Message):
-    """The plan of a job, or the curves that it was made from."""
+class JsonDocument(Message):
+    """The plan of a job, or the profile that it was made from."""
 
     content: dict[str, Any]
 
 
-class Measured(Message):
-    """Curves of a job's devices, or the plan that its rank 0 made."""
+class DocumentUpload(Message):
+    """The profile of a job's devices, or its plan, as its worker sends it."""
 
     protocol: int
     generation: Count
-    content: dict[str, Any]
+    content: Document
 
 
-class Saved(Message):
-    """What lies in the folder of a job's checkpoints, the newest first."""
+class CheckpointList(Message):
+    """The checkpoints in a job's folder, the newest first."""
 
     protocol: int
     generation: Count

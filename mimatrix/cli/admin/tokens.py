@@ -10,7 +10,7 @@ from mimatrix.cli.output import plain_console, print_json
 from mimatrix.core.errors import UserError
 
 if TYPE_CHECKING:
-    from mimatrix.api.models import TokenWanted
+    from mimatrix.api.models import TokenCreate
 
 tokens = typer.Typer(
     help="Who may speak with the job server: list tokens (without a further word), add one, revoke one; for admins.",
@@ -67,7 +67,7 @@ def add(
     Example: mimatrix tokens add ben --role user
     """
     with connected() as client:
-        made = client.make_token(_wanted(user, role))
+        made = client.create_token(_wanted(user, role))
     if as_json:
         print_json(made.model_dump(mode="json"))
         return
@@ -85,20 +85,20 @@ def revoke(
     Example: mimatrix tokens revoke 3
     """
     with connected() as client:
-        client.end_token(number)
+        client.revoke_token(number)
     if as_json:
         print_json({"id": number, "revoked": True})
     else:
         plain_console().print(f"token {number} is revoked")
 
 
-def _wanted(user: str, role: Role) -> "TokenWanted":
+def _wanted(user: str, role: Role) -> "TokenCreate":
     from pydantic import ValidationError
 
-    from mimatrix.api.models import TokenWanted
+    from mimatrix.api.models import TokenCreate
 
     try:
-        return TokenWanted.model_validate({"user": user, "role": str(role)})
+        return TokenCreate.model_validate({"user": user, "role": str(role)})
     except ValidationError:
         raise UserError(
             f'"{user}" is not a valid user name; use up to 100 letters, digits, ".", "_" and "-", '

@@ -149,9 +149,9 @@ def priority(
     Example: mimatrix priority 3 80
     """
     with connected() as client:
-        from mimatrix.api.models import Change
+        from mimatrix.api.models import JobUpdate
 
-        job = client.change(number, Change(priority=value))
+        job = client.change(number, JobUpdate(priority=value))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:

@@ -49,7 +49,7 @@ def submit(
 
     Example: mimatrix submit --devices 2 train.py -- --lr 0.1
     """
-    from mimatrix.api.models import MOST_SNAPSHOT_BYTES
+    from mimatrix.api.models import MAX_CODE_ARCHIVE_BYTES
     from mimatrix.cli.jobs.code_archive import archive
 
     given = _given(name, devices, priority, preemptible, max_time, env or [], retries, groups)
@@ -57,17 +57,17 @@ def submit(
     if said := given.pop("groups", ""):
         given = _grouped(said, given)
     with connected() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
-        packed = Path(folder) / "snapshot.tar.gz"
-        digest = archive(path.parent, packed, MOST_SNAPSHOT_BYTES, path.name, file or [], say)
-        job = _submission({**given, "script": path.name, "snapshot": digest})
+        packed = Path(folder) / "code.tar.gz"
+        digest = archive(path.parent, packed, MAX_CODE_ARCHIVE_BYTES, path.name, file or [], say)
+        job = _submission({**given, "script": path.name, "code_archive": digest})
         _warn_of_kinds(job.devices, client.nodes())
         if dry_run:
-            would = client.would(job)
+            would = client.dry_run(job)
             print_json(would.model_dump(mode="json")) if as_json else plain_console().print(
                 f"it would {'start' if would.starts else 'wait'}: {would.reason}"
             )
             return
-        if not client.has_snapshot(digest):
+        if not client.has_code_archive(digest):
             client.upload(digest, packed)
         made = client.submit(job)
     if as_json:

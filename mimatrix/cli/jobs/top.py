@@ -124,7 +124,7 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
         Text(f"{job.id:>5}  {job.name:<20.20} {job.user:<10.10} {job.state}: {said}  {losses}".rstrip())
     ]
     found += [Text(line) for line in _of_groups(now)]
-    held = {trouble.rank: trouble for trouble in now.troubles}
+    held = {trouble.rank: trouble for trouble in now.stragglers}
     for rank in _shown(now):
         whole = max(rank.step_s, 1e-9)
         line = Text(f"{rank.rank:>9}  {rank.seat:<20.20} ")
@@ -139,7 +139,7 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
         found.append(line)
     if len(now.ranks) > _MOST_RANKS:
         found.append(Text(f"{'':>11}and {len(now.ranks) - _MOST_RANKS} more"))
-    return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.troubles)]
+    return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.stragglers)]
 
 
 def _of_groups(now: "Ranks") -> list[str]:
@@ -164,7 +164,7 @@ def _shown(now: "Ranks") -> list["Rank"]:
     """Of many, those that are named and then the slowest."""
     if len(now.ranks) <= _MOST_RANKS:
         return list(now.ranks)
-    held = {trouble.rank for trouble in now.troubles}
+    held = {trouble.rank for trouble in now.stragglers}
     slowest = sorted(now.ranks, key=lambda each: (each.rank not in held, -each.compute_s - each.data_s, each.rank))
     return slowest[:_MOST_RANKS]
 

@@ -10,10 +10,10 @@ from mimatrix.api.models import Role
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 
-PEOPLE = (Role.ADMIN, Role.USER, Role.VIEWER)
-DOERS = (Role.ADMIN, Role.USER)
+USERS = (Role.ADMIN, Role.USER, Role.VIEWER)
+SUBMITTERS = (Role.ADMIN, Role.USER)
 _scheme = HTTPBearer(auto_error=False, description="A token, as mimatrix up printed it")
 
 
@@ -26,7 +26,7 @@ def context_of(request: Request) -> Context:
 Shared = Annotated[Context, Depends(context_of)]
 
 
-class May:
+class RequireRole:
     """Lets bearers of these roles in."""
 
     def __init__(self, *roles: Role) -> None:
@@ -39,35 +39,37 @@ class May:
         bearer = await _bearer(request, given.credentials if given else "")
         request.scope["bearer"] = bearer
         if bearer.role not in self.roles:
-            raise Refusal(403, f"the role {bearer.role} may not do this; ask somebody who is {' or '.join(self.roles)}")
+            raise ApiError(
+                403, f"the role {bearer.role} may not do this; ask somebody who is {' or '.join(self.roles)}"
+            )
         return bearer
 
 
 async def _bearer(request: Request, secret: str) -> Bearer:
-    doorkeeper = context_of(request).doorkeeper
+    authenticator = context_of(request).authenticator
     address = request.client.host if request.client else ""
-    found = doorkeeper.remembered(secret) if secret else None
+    found = authenticator.cached(secret) if secret else None
     if found:
         return found
     if not secret:
-        raise Refusal(401, "a token is needed; set MIMATRIX_TOKEN to what mimatrix up printed")
+        raise ApiError(401, "a token is needed; set MIMATRIX_TOKEN to what mimatrix up printed")
     # A right token is let in whoever else guesses from the same address.
-    was_shut = doorkeeper.is_shut(address)
-    found = await run_in_threadpool(doorkeeper.known, secret, address)
+    was_shut = authenticator.is_throttled(address)
+    found = await run_in_threadpool(authenticator.authenticate, secret, address)
     if found is None and was_shut:
-        raise Refusal(429, "too many wrong tokens came from this address; try again in a minute")
+        raise ApiError(429, "too many wrong tokens came from this address; try again in a minute")
     if found is None:
-        raise Refusal(401, "this token is not known here; set MIMATRIX_TOKEN to what mimatrix up printed")
+        raise ApiError(401, "this token is not known here; set MIMATRIX_TOKEN to what mimatrix up printed")
     return found
 
 
-Person = Annotated[Bearer, Depends(May(*PEOPLE))]
-Doer = Annotated[Bearer, Depends(May(*DOERS))]
-Admin = Annotated[Bearer, Depends(May(Role.ADMIN))]
-Worker = Annotated[Bearer, Depends(May(Role.WORKER))]
+AnyUser = Annotated[Bearer, Depends(RequireRole(*USERS))]
+Submitter = Annotated[Bearer, Depends(RequireRole(*SUBMITTERS))]
+Admin = Annotated[Bearer, Depends(RequireRole(Role.ADMIN))]
+Worker = Annotated[Bearer, Depends(RequireRole(Role.WORKER))]
 
 
 def check_owner(job: JobRow, who: Bearer) -> None:
     """Users see the jobs of others, and leave them alone."""
     if who.role is not Role.ADMIN and job.user != who.user:
-        raise Refusal(403, f"job {job.id} belongs to {job.user}; ask them, or an admin")
+        raise ApiError(403, f"job {job.id} belongs to {job.user}; ask them, or an admin")

@@ -53,7 +53,7 @@ def revoke_of_job(session: Session, job: int, now_s: float) -> None:
         row.ended_at = now_s
 
 
-class Doorkeeper:
+class Authenticator:
     """Knows bearers by their secrets; addresses that guess are turned away for a while."""
 
     def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
@@ -62,12 +62,12 @@ class Doorkeeper:
         self._failures: dict[str, deque[float]] = {}
         self._lock = Lock()
 
-    def remembered(self, secret: str) -> Bearer | None:
+    def cached(self, secret: str) -> Bearer | None:
         """Whom it knew a moment ago, without a look at the database."""
         found = self._known.get(digest_of(secret))
         return found[0] if found and found[1] > self._clock() else None
 
-    def known(self, secret: str, address: str) -> Bearer | None:
+    def authenticate(self, secret: str, address: str) -> Bearer | None:
         """Whose secret it is; None if nobody's."""
         digest = digest_of(secret)
         with self._sessions() as session:
@@ -83,7 +83,7 @@ class Doorkeeper:
             self._known[digest] = (bearer, self._clock() + lasts_s)
         return bearer
 
-    def is_shut(self, address: str) -> bool:
+    def is_throttled(self, address: str) -> bool:
         """Whether this address has guessed too often of late."""
         now = self._clock()
         with self._lock:
@@ -92,7 +92,7 @@ class Doorkeeper:
                 failures.popleft()
             return failures is not None and len(failures) >= _FAILURES
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What is remembered may be wrong now."""
         with self._lock:
             self._known.clear()

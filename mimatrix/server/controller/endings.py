@@ -63,7 +63,7 @@ class JobEnder:
     def clean_up(self, session: Session, row: JobRow, generation: int) -> None:
         """Take away what its processes had: tokens, live state, the rendezvous file."""
         revoke_of_job(session, row.id, self._context.clock())
-        self._context.doorkeeper.forget()
+        self._context.authenticator.clear()
         live = self._context.live.get(row.id, generation)
         if live:
             with self._faults.contain("history", row.id), session.begin_nested():

@@ -93,7 +93,7 @@ class Faults:
         if fault.remedy is Remedy.FAIL:
             if fail_by_id(session, fault.job, event, now_s):
                 revoke_of_job(session, fault.job, now_s)
-                self._context.doorkeeper.forget()
+                self._context.authenticator.clear()
                 self._context.live.forget(fault.job)
             return
         values = {"server_error": event.sentence}

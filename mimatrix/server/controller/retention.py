@@ -138,9 +138,9 @@ class Retention:
                 if row is None or is_used:
                     continue
                 session.delete(row)
-            self._context.snapshots.delete(digest)
+            self._context.code_archives.delete(digest)
         # File times are the file system's, so they are compared with each other.
-        self._context.snapshots.delete_partial(time.time() - self._settings.partial_s)
+        self._context.code_archives.delete_partial(time.time() - self._settings.partial_s)
 
 
 def or_in_use(old_s: float) -> Any:

@@ -71,7 +71,7 @@ class JobStarter:
             if row.stop_kind:
                 self._ender.end_unstarted(session, row)
                 return None
-            archive = context.snapshots.path(row.snapshot)
+            archive = context.code_archives.path(row.snapshot)
             if archive is None:
                 raise UserError("its code archive is gone; submit it again")
             team = self._team(session, row, archive)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mimatrix.api.models import JobState, Report, Trouble
+from mimatrix.api.models import JobState, Report, StragglerReport
 from mimatrix.monitor.hangs import Hang, find_hang
 from mimatrix.monitor.rank_metrics import Awaited, RankFigures
 from mimatrix.monitor.stragglers import Straggler, StragglerTracker
@@ -60,7 +60,7 @@ class StragglerWatch:
         for group, members in groups.items():
             is_complete = len(reports) == live.ranks
             found += self._check_group(job, live, watched, group, members if trains else [], is_complete)
-        live.set_stragglers(map(trouble_of, found))
+        live.set_stragglers(map(straggler_report, found))
 
     def _check_group(
         self, job: int, live: LiveJob, watched: _Watched, group: int, ranks: Sequence[RankFigures], is_complete: bool
@@ -122,10 +122,10 @@ def figures_of(live: LiveJob, reports: dict[int, Report]) -> list[RankFigures]:
     ]
 
 
-def trouble_of(found: Straggler | Hang) -> Trouble:
+def straggler_report(found: Straggler | Hang) -> StragglerReport:
     """Return what the API tells of a rank that holds the others up."""
     is_hang = isinstance(found, Hang)
-    return Trouble(
+    return StragglerReport(
         kind="hang" if is_hang else "slow",
         rank=found.rank,
         seat=found.device,

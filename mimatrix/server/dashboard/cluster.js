@@ -28,7 +28,7 @@ export function clusterView() {
       drawn.get(node.name) === before.get(node.name) ? staying("li", node.name) : spot(node, jobs);
     const all = nodes.reduce((sum, node) => sum + node.devices.length, 0);
     const opened = all <= MANY || !narrow.matches;
-    fill(body, nodes.length ? places(nodes).map(([near, inside]) => place(near, inside, opened, show)) : nobody());
+    fill(body, nodes.length ? places(nodes).map(([rack, inside]) => place(rack, inside, opened, show)) : nobody());
     return all > MANY ? SELDOM_S : undefined;
   }
 
@@ -62,11 +62,11 @@ function nobody() {
 /** Nodes that are close to one another hang at the same switch. */
 function places(nodes) {
   const found = new Map();
-  for (const node of nodes) found.set(node.near, [...(found.get(node.near) ?? []), node]);
+  for (const node of nodes) found.set(node.rack, [...(found.get(node.rack) ?? []), node]);
   return [...found].sort(([a], [b]) => a.localeCompare(b));
 }
 
-function place(near, nodes, opened, show) {
+function place(rack, nodes, opened, show) {
   const devices = nodes.flatMap((node) => (node.answers ? node.devices : []));
   const free = devices.filter((device) => device.job === null).length;
   const silent = nodes.filter((node) => !node.answers).length;
@@ -74,14 +74,14 @@ function place(near, nodes, opened, show) {
   const sum = (name) => rate(known.reduce((total, node) => total + node.traffic[name], 0));
   return h(
     "section",
-    { class: "place", "data-key": `near-${near}`, "aria-label": near || "Nodes" },
+    { class: "place", "data-key": `rack-${rack}`, "aria-label": rack || "Nodes" },
     h(
       "details",
       { open: opened },
       h(
         "summary",
         { class: "switchboard" },
-        h("h2", {}, near || "Nodes"),
+        h("h2", {}, rack || "Nodes"),
         h("span", {}, `${count(free)} of ${many(devices.length, "device")} free`),
         silent > 0 && h("span", { class: "bad" }, `${many(silent, "node")} ${silent === 1 ? "does" : "do"} not answer`),
         h(

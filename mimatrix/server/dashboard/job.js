@@ -48,7 +48,7 @@ export function jobView(number) {
     log.element,
     h("div", { class: "two" }, events, facts),
   );
-  const kept = { at: 0, is: "", plan: null, saved: [], troubles: "" };
+  const kept = { at: 0, is: "", plan: null, saved: [], stragglers: "" };
 
   async function refresh() {
     const job = await get(`/jobs/${number}`);
@@ -60,10 +60,10 @@ export function jobView(number) {
     ]);
     const rows = live.ranks.length ? live.ranks : latest(job, curves.points);
     showHead(job);
-    showTroubles(live.troubles);
+    showTroubles(live.stragglers);
     show(groups, firsts(rows).length > 0, () => groupsPart(rows, runs(job)));
-    show(ranks, rows.some(stepping), () => bars(rows, live.troubles, runs(job)));
-    show(steps, rows.length > 1 && rows.some(stepping), () => timeline(rows, live.troubles));
+    show(ranks, rows.some(stepping), () => bars(rows, live.stragglers, runs(job)));
+    show(steps, rows.length > 1 && rows.some(stepping), () => timeline(rows, live.stragglers));
     show(plan, kept.plan !== null, () => planPart(kept.plan, rows, job));
     show(saved, job.generation > 0, () => checkpointsPart(kept.saved, job));
     return ended(job) ? SELDOM_S : undefined;
@@ -84,17 +84,17 @@ export function jobView(number) {
     fill(facts, factsPart(job));
   }
 
-  function showTroubles(troubles) {
+  function showTroubles(stragglers) {
     const title = (trouble) => `${titleOf(trouble)}. `;
     fill(
       alarms,
-      troubles.map((trouble) => h("p", { class: "alarm" }, h("b", {}, title(trouble)), sentence(trouble.sentence))),
+      stragglers.map((trouble) => h("p", { class: "alarm" }, h("b", {}, title(trouble)), sentence(trouble.sentence))),
     );
     // Its figures change all the time; it is read out once.
-    const who = troubles.map((trouble) => `${title(trouble)} ${trouble.rank}`).join();
-    if (who !== kept.troubles)
-      fill(heard, troubles.map((trouble) => title(trouble) + sentence(trouble.sentence)).join(" "));
-    kept.troubles = who;
+    const who = stragglers.map((trouble) => `${title(trouble)} ${trouble.rank}`).join();
+    if (who !== kept.stragglers)
+      fill(heard, stragglers.map((trouble) => title(trouble) + sentence(trouble.sentence)).join(" "));
+    kept.stragglers = who;
   }
 
   function showHead(job) {
@@ -122,7 +122,7 @@ export function jobView(number) {
   return { title: `Job ${number}`, element, refresh, leave: () => curves.leave() };
 }
 
-const NOBODY = { ranks: [], troubles: [] };
+const NOBODY = { ranks: [], stragglers: [] };
 
 function show(part, there, make) {
   part.hidden = !there;
@@ -158,7 +158,7 @@ function figuresPart(job) {
     pair("Step takes", step_s > 0 && brief(step_s), beside),
     loss && pair(loss[0], metric(loss[1])),
     pair("Devices", devicesOf(job), !waits(job) && nodesOf(seatsOf(job))),
-    job.place && pair("In the queue", ordinal(job.place)),
+    job.queue_position && pair("In the queue", ordinal(job.queue_position)),
     waits(job) && [pair("Priority", String(job.priority)), pair("Handed in", when(job.created_at))],
     seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Runs for", span(seconds)),
   ];

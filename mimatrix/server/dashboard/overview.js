@@ -158,13 +158,13 @@ function fits(job) {
 }
 
 /** In the queue; who was just handed in comes last. */
-const place = (job) => job.place ?? Number.MAX_SAFE_INTEGER;
+const place = (job) => job.queue_position ?? Number.MAX_SAFE_INTEGER;
 
 function row(job) {
   const { step, samples_per_s: rate } = job.progress;
   const seconds = lasted(job);
   const facts = [
-    waits(job) && job.place && h("b", {}, `${ordinal(job.place)} in the queue`),
+    waits(job) && job.queue_position && h("b", {}, `${ordinal(job.queue_position)} in the queue`),
     job.user,
     runs(job) ? many(job.seats.length, "device") : `${waits(job) ? "wants " : ""}${asks(job.devices)}`,
     runs(job) && step > 0 && `step ${count(step)}`,

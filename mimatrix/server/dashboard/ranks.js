@@ -59,7 +59,7 @@ export function latest(job, points) {
 }
 
 /** A bar for each rank: which part of its step it computes, communicates, waits. */
-export function bars(ranks, troubles, live) {
+export function bars(ranks, stragglers, live) {
   return [
     h("div", { class: "line" }, h("h2", {}, "Ranks"), legend()),
     h(
@@ -70,14 +70,14 @@ export function bars(ranks, troubles, live) {
     h(
       "ul",
       { class: "ranks" },
-      chosen(ranks, troubles).map((rank) =>
+      chosen(ranks, stragglers).map((rank) =>
         bar(
           rank,
-          troubles.find((each) => each.rank === rank.rank),
+          stragglers.find((each) => each.rank === rank.rank),
         ),
       ),
     ),
-    rest(ranks, troubles),
+    rest(ranks, stragglers),
   ];
 }
 
@@ -129,7 +129,7 @@ function facts(rank) {
 }
 
 /** The step as it passes: one row for each rank, all on the same clock. */
-export function timeline(ranks, troubles) {
+export function timeline(ranks, stragglers) {
   const whole = Math.max(...ranks.map((rank) => Math.max(total(rank), rank.planned_s ?? 0)), 1e-9);
   const tick = nice(whole / 4);
   const ticks = Array.from({ length: Math.floor(whole / tick) + 1 }, (_, index) => index * tick).filter(
@@ -154,11 +154,11 @@ export function timeline(ranks, troubles) {
     h(
       "div",
       { class: "lanes" },
-      chosen(ranks, troubles).map((rank) =>
+      chosen(ranks, stragglers).map((rank) =>
         lane(
           rank,
           at,
-          troubles.some((each) => each.rank === rank.rank),
+          stragglers.some((each) => each.rank === rank.rank),
         ),
       ),
       h(
@@ -172,7 +172,7 @@ export function timeline(ranks, troubles) {
         ),
       ),
     ),
-    rest(ranks, troubles),
+    rest(ranks, stragglers),
   ];
 }
 
@@ -212,9 +212,9 @@ function legend(more) {
 }
 
 /** Of many, those that are named and then the slowest. */
-function chosen(ranks, troubles) {
+function chosen(ranks, stragglers) {
   if (all || ranks.length <= MOST) return ranks;
-  const named = (rank) => troubles.some((trouble) => trouble.rank === rank.rank);
+  const named = (rank) => stragglers.some((trouble) => trouble.rank === rank.rank);
   // In two digits: rows whose times differ by chance do not change places all the time.
   const slow = (rank) => Number(busy(rank).toPrecision(2));
   return ranks
@@ -222,9 +222,9 @@ function chosen(ranks, troubles) {
     .slice(0, MOST);
 }
 
-function rest(ranks, troubles) {
+function rest(ranks, stragglers) {
   if (ranks.length <= MOST) return null;
-  const first = troubles.length ? "Those that are named and the slowest" : "The slowest";
+  const first = stragglers.length ? "Those that are named and the slowest" : "The slowest";
   const turn = () => {
     all = !all;
     refresh();

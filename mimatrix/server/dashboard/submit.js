@@ -76,10 +76,10 @@ function form() {
         .replace(/^[^A-Za-z0-9]+/, "");
   }
 
-  const said = (snapshot) => ({
+  const said = (archive) => ({
     name: name.value.trim(),
     script: script.files[0].name,
-    snapshot,
+    code_archive: archive,
     arguments: split(words.value),
     devices: devices.value.trim(),
     priority: Number(priority.value),
@@ -99,9 +99,9 @@ function form() {
       throw new Error(
         `Packed, the files have ${bytes(packed.length)}, and at most ${bytes(MOST_BYTES)} can be sent. Leave data where the job can read it.`,
       );
-    const snapshot = await digest(packed);
-    if (!(await has(`/snapshots/${snapshot}`))) await upload(`/snapshots/${snapshot}`, packed);
-    const job = await send("POST", "/jobs", said(snapshot));
+    const archive = await digest(packed);
+    if (!(await has(`/code-archives/${archive}`))) await upload(`/code-archives/${archive}`, packed);
+    const job = await send("POST", "/jobs", said(archive));
     say(`Job ${job.id} is handed in.`);
     location.hash = `#/jobs/${job.id}`;
   }

@@ -6,13 +6,13 @@ import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from mimatrix.api.models import MOST_SNAPSHOT_BYTES
-from mimatrix.server.errors import Refusal
+from mimatrix.api.models import MAX_CODE_ARCHIVE_BYTES
+from mimatrix.server.errors import ApiError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Snapshots:
+class CodeArchives:
     """A folder of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -22,7 +22,7 @@ class Snapshots:
     def path(self, digest: str) -> Path | None:
         """Where it is, if it is there."""
         if not _DIGEST.fullmatch(digest):
-            raise Refusal(422, "a snapshot is named by the SHA-256 of its archive, 64 digits from 0 to f")
+            raise ApiError(422, "a code archive is named by the SHA-256 of its archive, 64 digits from 0 to f")
         path = self._folder / f"{digest}.tar.gz"
         return path if path.is_file() else None
 
@@ -36,7 +36,7 @@ class Snapshots:
         try:
             found = await _written(partial, chunks)
             if found != digest:
-                raise Refusal(422, "the archive is not what its name says; upload it again")
+                raise ApiError(422, "the archive is not what its name says; upload it again")
             partial.replace(self._folder / f"{digest}.tar.gz")
         finally:
             partial.unlink(missing_ok=True)
@@ -47,9 +47,11 @@ async def _written(path: Path, chunks: AsyncIterator[bytes]) -> str:
     with path.open("wb") as file:
         async for chunk in chunks:
             size += len(chunk)
-            if size > MOST_SNAPSHOT_BYTES:
-                most = MOST_SNAPSHOT_BYTES >> 20
-                raise Refusal(413, f"the archive is larger than {most} MiB; leave data out with a .mimatrixignore file")
+            if size > MAX_CODE_ARCHIVE_BYTES:
+                most = MAX_CODE_ARCHIVE_BYTES >> 20
+                raise ApiError(
+                    413, f"the archive is larger than {most} MiB; leave data out with a .mimatrixignore file"
+                )
             seen.update(chunk)
             file.write(chunk)
     return seen.hexdigest()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 
-from mimatrix.api.models import Join, Logged, Report, Trouble
+from mimatrix.api.models import RendezvousRequest, Logged, Report, StragglerReport
 
 AGAIN_S = 1.0
 _CALM_S = 5.0
@@ -30,12 +30,12 @@ class LiveJob:
         self.devices = tuple(devices)
         """Those of its ranks, in their order."""
         self._lock = Lock()
-        self._joined: dict[int, Join] = {}
+        self._joined: dict[int, RendezvousRequest] = {}
         self._reports: dict[int, Report] = {}
         self._last_seen: dict[int, float] = {}
         self._leave = leave
         self._plan_told_s = float("-inf")
-        self._stragglers: tuple[Trouble, ...] = ()
+        self._stragglers: tuple[StragglerReport, ...] = ()
         self._notices: deque[str] = deque(maxlen=_MAX_NOTICES)
         self._logged: deque[Logged] = deque(maxlen=_MAX_LOGGED)
         self._rare: dict[str, float | None] = {}
@@ -49,7 +49,7 @@ class LiveJob:
 
     # Written by workers
 
-    def join(self, rank: int, message: Join) -> Join | None:
+    def join(self, rank: int, message: RendezvousRequest) -> RendezvousRequest | None:
         """Record that a worker is there; return what rank 0 said, once it has."""
         with self._lock:
             self._joined[rank] = message
@@ -100,7 +100,7 @@ class LiveJob:
             for rank in ranks:
                 self._reports.pop(rank, None)
 
-    def set_stragglers(self, stragglers: Iterable[Trouble]) -> None:
+    def set_stragglers(self, stragglers: Iterable[StragglerReport]) -> None:
         """Replace the ranks that hold the others up."""
         self._stragglers = tuple(stragglers)
 
@@ -119,7 +119,7 @@ class LiveJob:
         return self._leave
 
     @property
-    def stragglers(self) -> tuple[Trouble, ...]:
+    def stragglers(self) -> tuple[StragglerReport, ...]:
         """Return the ranks that hold the others up."""
         return self._stragglers
 
@@ -236,7 +236,7 @@ class Live:
         """Replace the order of waiting jobs."""
         self._positions = {job: position for position, job in enumerate(jobs, start=1)}
 
-    def again_s(self) -> float:
+    def report_interval_s(self) -> float:
         """Return how soon workers should report again: the more there are, the later."""
         workers = sum(job.ranks for job in self.all().values())
         return AGAIN_S if workers < _MANY else _CALM_S

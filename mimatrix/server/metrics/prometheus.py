@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 
-from mimatrix.api.models import ACTIVE, JobState, Pushed, Report
+from mimatrix.api.models import ACTIVE, JobState, PushStats, Report
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow, NodeRow
 from mimatrix.server.jobs.lifecycle import WAITING
@@ -15,7 +15,7 @@ from mimatrix.server.metrics.live_state import LiveJob
 
 Figure = Callable[[Report], float | None]
 JobFigure = Callable[[LiveJob, Report], float | None]
-GroupFigure = Callable[[Pushed], float]
+GroupFigure = Callable[[PushStats], float]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 2000
 """Series of ranks are given for so many of them, of the newest jobs; of the others only those of their jobs."""

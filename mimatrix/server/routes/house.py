@@ -10,10 +10,10 @@ from sqlalchemy import select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from mimatrix.api import models as m
-from mimatrix.server.auth.dependencies import Admin, Person, Shared
+from mimatrix.server.auth.dependencies import Admin, AnyUser, Shared
 from mimatrix.server.auth.tokens import issue
 from mimatrix.server.db.models import AuditRow, JobRow, NodeRow, TokenRow
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 from mimatrix.server.metrics.live_state import said_on
 
 router = APIRouter(tags=["house"])
@@ -51,12 +51,12 @@ def readyz(shared: Shared) -> Well:
         with shared.sessions() as session:
             session.execute(text("SELECT 1"))
     except SQLAlchemyError:
-        raise Refusal(503, "the database does not answer; look at the server's log") from None
+        raise ApiError(503, "the database does not answer; look at the server's log") from None
     return Well()
 
 
 @router.get("/api/nodes")
-def nodes(shared: Shared, _: Person) -> list[m.Node]:
+def nodes(shared: Shared, _: AnyUser) -> list[m.Node]:
     """The machines, their devices, and who has them."""
     with shared.sessions() as session:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
@@ -77,26 +77,26 @@ def tokens(shared: Shared, _: Admin) -> list[m.Token]:
 
 
 @router.post("/api/tokens", status_code=201)
-def make_token(said: m.TokenWanted, shared: Shared, _: Admin) -> m.Token:
+def create_token(said: m.TokenCreate, shared: Shared, _: Admin) -> m.Token:
     """A new one; its secret is shown this once."""
     if said.role is m.Role.WORKER:
-        raise Refusal(422, "workers get their tokens with their jobs; choose admin, user or viewer")
+        raise ApiError(422, "workers get their tokens with their jobs; choose admin, user or viewer")
     with shared.sessions.begin() as session:
         row, secret = issue(session, said.user, said.role, shared.clock())
     return m.Token(id=row.id, user=row.user, role=said.role, secret=secret)
 
 
 @router.delete("/api/tokens/{number}", status_code=204, response_class=Response)
-def end_token(number: Annotated[int, Path(ge=1, le=(1 << 53))], shared: Shared, who: Admin) -> Response:
+def revoke_token(number: Annotated[int, Path(ge=1, le=(1 << 53))], shared: Shared, who: Admin) -> Response:
     """Its bearer is let in no more."""
     if number == who.token:
-        raise Refusal(409, "this is the token that you use; end it with another one")
+        raise ApiError(409, "this is the token that you use; end it with another one")
     with shared.sessions.begin() as session:
         row = session.get(TokenRow, number)
         if row is None or row.ended_at is not None:
-            raise Refusal(404, f"there is no token {number}; see mimatrix tokens")
+            raise ApiError(404, f"there is no token {number}; see mimatrix tokens")
         row.ended_at = shared.clock()
-    shared.doorkeeper.forget()
+    shared.authenticator.clear()
     return Response(status_code=204)
 
 
@@ -142,7 +142,7 @@ def _node(row: NodeRow, holder: dict[str, int], said: Mapping[str, m.Report], no
     return m.Node(
         name=row.name,
         address=row.address,
-        near=row.near,
+        rack=row.near,
         answers=now_s - row.seen_at < _SILENT_S,
         seen_at=datetime.fromtimestamp(row.seen_at, UTC),
         devices=devices,

@@ -12,11 +12,11 @@ from sqlalchemy.orm import Session
 from mimatrix.api import models as m
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler import Start
-from mimatrix.server.auth.dependencies import Doer, Person, Shared, check_owner
+from mimatrix.server.auth.dependencies import AnyUser, Shared, Submitter, check_owner
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.db.models import EventRow, JobRow, StintRow
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs.lifecycle import WAITING, is_active, move, note
 
 router = APIRouter(prefix="/api", tags=["jobs"])
@@ -24,33 +24,33 @@ Number = Annotated[int, Path(ge=1, le=(1 << 53))]
 DigestPath = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
-@router.head("/snapshots/{digest}", status_code=200, response_class=Response)
-def has_snapshot(digest: DigestPath, shared: Shared, _: Doer) -> Response:
+@router.head("/code-archives/{digest}", status_code=200, response_class=Response)
+def has_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Response:
     """Whether an archive was uploaded already."""
-    if shared.snapshots.path(digest) is None:
-        raise Refusal(404, "it was not uploaded yet; put it here")
+    if shared.code_archives.path(digest) is None:
+        raise ApiError(404, "it was not uploaded yet; put it here")
     return Response(status_code=200)
 
 
 @router.put(
-    "/snapshots/{digest}",
+    "/code-archives/{digest}",
     status_code=204,
     response_class=Response,
     openapi_extra={
         "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
 )
-async def upload(digest: DigestPath, request: Request, shared: Shared, _: Doer) -> Response:
+async def upload(digest: DigestPath, request: Request, shared: Shared, _: Submitter) -> Response:
     """Store the archive of a script's folder."""
-    await shared.snapshots.store(digest, request.stream())
+    await shared.code_archives.store(digest, request.stream())
     return Response(status_code=204)
 
 
 @router.post("/jobs", status_code=201)
-def submit(said: m.Submission, shared: Shared, who: Doer) -> m.Job:
+def submit(said: m.Submission, shared: Shared, who: Submitter) -> m.Job:
     """Hand a job in."""
-    if shared.snapshots.path(said.snapshot) is None:
-        raise Refusal(409, "the folder of the script was not uploaded; put it to /api/snapshots first")
+    if shared.code_archives.path(said.code_archive) is None:
+        raise ApiError(409, "the folder of the script was not uploaded; put it to /api/code-archives first")
     now_s = shared.clock()
     with shared.sessions.begin() as session:
         job = row_of(said, who.user, now_s)
@@ -62,18 +62,18 @@ def submit(said: m.Submission, shared: Shared, who: Doer) -> m.Job:
 
 
 @router.post("/jobs/dry-run")
-def would(said: m.Submission, request: Request, who: Doer, shared: Shared) -> m.Wait:
+def would(said: m.Submission, request: Request, who: Submitter, shared: Shared) -> m.DryRunResult:
     """What would become of a job now."""
     job = row_of(said, who.user, shared.clock())
     job.id = 0
     found = request.app.state.loop.would(job)
-    return m.Wait(starts=isinstance(found, Start), reason=found.reason.replace("job 0", "it"))
+    return m.DryRunResult(starts=isinstance(found, Start), reason=found.reason.replace("job 0", "it"))
 
 
 @router.get("/jobs")
 def jobs(
     shared: Shared,
-    _: Person,
+    _: AnyUser,
     before: Annotated[int | None, Query(ge=1, le=(1 << 53))] = None,
     most: Annotated[int, Query(ge=1, le=1000)] = 50,
     state: Annotated[list[m.JobState] | None, Query(max_length=20)] = None,
@@ -91,7 +91,7 @@ def jobs(
 
 
 @router.get("/jobs/{number}")
-def job(number: Number, shared: Shared, _: Person) -> m.Job:
+def job(number: Number, shared: Shared, _: AnyUser) -> m.Job:
     """One of them."""
     with shared.sessions() as session:
         row = found(session, number)
@@ -100,7 +100,7 @@ def job(number: Number, shared: Shared, _: Person) -> m.Job:
 
 
 @router.get("/jobs/{number}/events")
-def events(number: Number, shared: Shared, _: Person) -> list[m.Event]:
+def events(number: Number, shared: Shared, _: AnyUser) -> list[m.Event]:
     """All that happened to it, in order."""
     with shared.sessions() as session:
         found(session, number)
@@ -118,7 +118,7 @@ def events(number: Number, shared: Shared, _: Person) -> list[m.Event]:
 def log(
     number: Number,
     shared: Shared,
-    _: Person,
+    _: AnyUser,
     rank: Annotated[int, Query(ge=0, le=100_000)] = 0,
     offset: Annotated[int, Query(ge=-(1 << 53), le=(1 << 53))] = 0,
     generation: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
@@ -129,7 +129,7 @@ def log(
     wanted = row.generation if generation is None else generation
     has_ended = row.state in m.ENDED or wanted < row.generation
     if row.seats and rank >= len(row.seats):
-        raise Refusal(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
+        raise ApiError(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
     try:
         part = shared.launcher.read_log(team_name(number, wanted), rank, offset)
     except UserError:
@@ -140,12 +140,12 @@ def log(
 
 
 @router.patch("/jobs/{number}")
-def change(number: Number, said: m.Change, shared: Shared, who: Doer) -> m.Job:
+def change(number: Number, said: m.JobUpdate, shared: Shared, who: Submitter) -> m.Job:
     """Another priority."""
     with shared.sessions.begin() as session:
         row = _own(session, number, who)
         if row.state in m.ENDED:
-            raise Refusal(409, f"job {number} is {row.state}; it has no more use for a priority")
+            raise ApiError(409, f"job {number} is {row.state}; it has no more use for a priority")
         row.priority = said.priority
         note(session, row, f"priority {said.priority}, by {who.user}", shared.clock())
     shared.wake.set()
@@ -153,7 +153,7 @@ def change(number: Number, said: m.Change, shared: Shared, who: Doer) -> m.Job:
 
 
 @router.post("/jobs/{number}/cancel")
-def cancel(number: Number, shared: Shared, who: Doer) -> m.Job:
+def cancel(number: Number, shared: Shared, who: Submitter) -> m.Job:
     """End it, wherever it is."""
     now_s = shared.clock()
     with shared.sessions.begin() as session:
@@ -164,19 +164,19 @@ def cancel(number: Number, shared: Shared, who: Doer) -> m.Job:
             row.leaving, row.leaving_at = "cancel", now_s
             note(session, row, f"told to end: cancelled by {who.user}", now_s)
         else:
-            raise Refusal(409, f"job {number} is {row.state} already")
+            raise ApiError(409, f"job {number} is {row.state} already")
     shared.wake.set()
     return shown(row)
 
 
 @router.post("/jobs/{number}/retry")
-def retry(number: Number, shared: Shared, who: Doer) -> m.Job:
+def retry(number: Number, shared: Shared, who: Submitter) -> m.Job:
     """Queue one that has ended once more; it goes on from its last checkpoint, if it left one."""
     with shared.sessions.begin() as session:
         row = _own(session, number, who)
         if row.state not in m.ENDED:
-            raise Refusal(409, f"job {number} is {row.state}; only a job that has ended can be tried again")
-        _check_snapshot(shared, row)
+            raise ApiError(409, f"job {number} is {row.state}; only a job that has ended can be tried again")
+        _check_code_archive(shared, row)
         row.retried = 0
         move(session, row, m.JobState.QUEUED, f"tried again by {who.user}", shared.clock())
     shared.wake.set()
@@ -193,7 +193,7 @@ def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
         script=said.script,
         arguments=list(said.arguments),
         environment=dict(said.environment),
-        snapshot=said.snapshot,
+        snapshot=said.code_archive,
         devices=said.devices,
         priority=said.priority,
         preemptible=said.preemptible,
@@ -213,7 +213,7 @@ def found(session: Session, number: int, *, to_change: bool = False) -> JobRow:
     """The job of that number, or a refusal; `to_change`: nobody else changes it meanwhile."""
     row = session.get(JobRow, number, with_for_update=to_change)
     if row is None:
-        raise Refusal(404, f"there is no job {number}; see mimatrix jobs")
+        raise ApiError(404, f"there is no job {number}; see mimatrix jobs")
     return row
 
 
@@ -225,7 +225,7 @@ def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Jo
         user=row.user,
         state=m.JobState(row.state),
         reason=row.reason,
-        place=places.get(row.id) if row.state in WAITING else None,
+        queue_position=places.get(row.id) if row.state in WAITING else None,
         script=row.script,
         arguments=tuple(row.arguments),
         devices=row.devices,
@@ -282,9 +282,9 @@ def _own(session: Session, number: int, who: Bearer) -> JobRow:
     return row
 
 
-def _check_snapshot(shared: Context, row: JobRow) -> None:
-    if shared.snapshots.path(row.snapshot) is None:
-        raise Refusal(409, "its snapshot is gone; submit it again")
+def _check_code_archive(shared: Context, row: JobRow) -> None:
+    if shared.code_archives.path(row.snapshot) is None:
+        raise ApiError(409, "its code archive is gone; submit it again")
 
 
 def _time(seconds: float) -> datetime:

@@ -8,9 +8,9 @@ from fastapi.responses import PlainTextResponse
 from sqlalchemy import select
 
 from mimatrix.api import models as m
-from mimatrix.server.auth.dependencies import Person, Shared
+from mimatrix.server.auth.dependencies import AnyUser, Shared
 from mimatrix.server.db.models import JobRow, StintRow
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 from mimatrix.server.metrics import device_usage, store
 from mimatrix.server.metrics.prometheus import CONTENT_TYPE, exposition
 from mimatrix.server.routes.jobs import Number, found
@@ -25,19 +25,19 @@ DeviceNumber = Annotated[int, Path(ge=0, le=100_000)]
 
 
 @router.get("/api/me")
-def me(who: Person) -> m.Me:
+def me(who: AnyUser) -> m.WhoAmI:
     """Whose token this is."""
-    return m.Me(user=who.user, role=who.role)
+    return m.WhoAmI(user=who.user, role=who.role)
 
 
 @router.get("/api/jobs/{number}/ranks")
-def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
+def ranks(number: Number, shared: Shared, _: AnyUser) -> m.Ranks:
     """What the ranks of a job that runs said last, and who holds the others up."""
     with shared.sessions() as session:
         row = found(session, number)
     live = shared.live.of(number, row.generation)
     if live is None:
-        return m.Ranks(ranks=(), troubles=())
+        return m.Ranks(ranks=(), stragglers=())
     return m.Ranks(
         ranks=tuple(
             m.Rank(
@@ -60,7 +60,7 @@ def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
             for rank, said in sorted(live.reports.copy().items())
             if rank < live.ranks and rank not in live.gone
         ),
-        troubles=live.troubles,
+        stragglers=live.troubles,
     )
 
 
@@ -68,7 +68,7 @@ def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
 def history(
     number: Number,
     shared: Shared,
-    _: Person,
+    _: AnyUser,
     since: Since = None,
     points: Points = 300,
     ranks: Literal["all", "last"] = "all",
@@ -84,33 +84,33 @@ def history(
 
 
 @router.get("/api/jobs/{number}/plan")
-def plan(number: Number, shared: Shared, _: Person) -> m.Stored:
+def plan(number: Number, shared: Shared, _: AnyUser) -> m.JsonDocument:
     """The plan that it runs by."""
     with shared.sessions() as session:
         content = found(session, number).plan
     if content is None:
-        raise Refusal(404, f'job {number} has no plan; one is made by mimatrix.init(..., plan="profile")')
-    return m.Stored(content=content)
+        raise ApiError(404, f'job {number} has no plan; one is made by mimatrix.init(..., plan="profile")')
+    return m.JsonDocument(content=content)
 
 
 @router.get("/api/jobs/{number}/checkpoints")
-def checkpoints(number: Number, shared: Shared, _: Person) -> list[m.Checkpoint]:
+def checkpoints(number: Number, shared: Shared, _: AnyUser) -> list[m.Checkpoint]:
     """What it has saved, the newest first."""
     with shared.sessions() as session:
         return [m.Checkpoint.model_validate(each) for each in found(session, number).checkpoints]
 
 
 @router.get("/api/use")
-def use(shared: Shared, _: Person, hours: Hours = 24.0, points: Points = 300) -> list[m.UsePoint]:
+def use(shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Points = 300) -> list[m.ClusterPoint]:
     """How much of the cluster was used."""
     now_s = shared.clock()
     with shared.sessions() as session:
         _every_s, rows = store.read(session, store.CLUSTER, now_s - hours * _HOUR_S, now_s, points)
-    return [m.UsePoint(at=_time(point.at), **point.figures) for point in rows]
+    return [m.ClusterPoint(at=_time(point.at), **point.figures) for point in rows]
 
 
 @router.get("/api/devices/{node}/{number}")
-def device(node: NodePath, number: DeviceNumber, shared: Shared, _: Person) -> m.DeviceHistory:
+def device(node: NodePath, number: DeviceNumber, shared: Shared, _: AnyUser) -> m.DeviceHistory:
     """Who used a device, the newest first."""
     seat = f"{node}/{number}"
     asked = select(StintRow, JobRow).join(JobRow).where(StintRow.seat == seat).order_by(StintRow.id.desc()).limit(100)
@@ -134,7 +134,7 @@ def device(node: NodePath, number: DeviceNumber, shared: Shared, _: Person) -> m
 
 @router.get("/api/devices/{node}/{number}/use")
 def use_of_device(
-    node: NodePath, number: DeviceNumber, shared: Shared, _: Person, hours: Hours = 24.0, points: Points = 300
+    node: NodePath, number: DeviceNumber, shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Points = 300
 ) -> list[m.DevicePoint]:
     """How a device was used, as the jobs that had it told."""
     now_s = shared.clock()
@@ -148,7 +148,7 @@ def use_of_device(
     response_class=PlainTextResponse,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-def metrics(shared: Shared, _: Person) -> Response:
+def metrics(shared: Shared, _: AnyUser) -> Response:
     """Figures for Prometheus."""
     return Response(exposition(shared), media_type=CONTENT_TYPE)
 

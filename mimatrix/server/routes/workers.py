@@ -9,7 +9,8 @@ from mimatrix.server.auth.dependencies import Shared, Worker
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
+from mimatrix.server.jobs.documents import checked_plan, checked_profile
 from mimatrix.server.jobs.lifecycle import note
 from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.routes.jobs import Number, found
@@ -21,7 +22,7 @@ _SPLITS_S = 60.0
 
 
 @router.post("/jobs/{number}/join")
-def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
+def join(number: Number, said: m.RendezvousRequest, shared: Shared, who: Worker) -> m.Rendezvous:
     """A worker is there, and learns where the others are; until rank 0 has come, the port is 0."""
     live = _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions() as session:
@@ -29,7 +30,7 @@ def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
     _check_rank(number, said.rank, len(row.seats))
     live.joined[said.rank] = said
     first = live.joined.get(0)
-    return m.Joined(
+    return m.Rendezvous(
         ranks=len(row.seats),
         local_rank=_local_rank(row, said.rank),
         local_ranks=Counter(map(_node, row.seats))[_node(row.seats[said.rank])],
@@ -40,12 +41,12 @@ def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
 
 
 @router.post("/jobs/{number}/report")
-async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.Orders:
+async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.ReportReply:
     """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
     return take_report(number, said, shared, who)
 
 
-def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.Orders:
+def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.ReportReply:
     """What the worker is to do; a refusal for one that has no business here."""
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
@@ -54,23 +55,25 @@ def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.
     if speaks:
         live.take_logged(said.logged)
     notice = live.notices.popleft() if live.notices and speaks else ""
-    return m.Orders(leave=live.leave, again_s=shared.live.again_s(), notice=notice, speaks=speaks)
+    return m.ReportReply(
+        leave=live.leave, report_interval_s=shared.live.report_interval_s(), notice=notice, speaks=speaks
+    )
 
 
 @router.put("/jobs/{number}/profile", status_code=204, response_class=Response)
-def profile(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Response:
+def profile(number: Number, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
     """The curves of its devices."""
     return _store(number, said, shared, who, "profile")
 
 
 @router.put("/jobs/{number}/plan", status_code=204, response_class=Response)
-def plan(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Response:
+def plan(number: Number, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
     """The plan that its rank 0 made."""
     return _store(number, said, shared, who, "plan")
 
 
 @router.put("/jobs/{number}/checkpoints", status_code=204, response_class=Response)
-def saved(number: Number, said: m.Saved, shared: Shared, who: Worker) -> Response:
+def saved(number: Number, said: m.CheckpointList, shared: Shared, who: Worker) -> Response:
     """What its rank 0 has saved."""
     _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions.begin() as session:
@@ -78,13 +81,14 @@ def saved(number: Number, said: m.Saved, shared: Shared, who: Worker) -> Respons
     return Response(status_code=204)
 
 
-def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: str) -> Response:
+def _store(number: int, said: m.DocumentUpload, shared: Context, who: Bearer, what: str) -> Response:
+    content = checked_plan(said.content) if what == "plan" else checked_profile(said.content)
     live, now_s = _live(number, said.protocol, said.generation, shared, who), shared.clock()
     with shared.sessions.begin() as session:
         row = found(session, number, to_change=True)
-        setattr(row, what, said.content)
-        why = said.content.get("why")
-        if what == "plan" and isinstance(why, str) and why and now_s - live.split_noted_s >= _SPLITS_S:
+        setattr(row, what, content)
+        why = content.get("why")
+        if why and now_s - live.split_noted_s >= _SPLITS_S:
             note(session, row, f"another split: {why}"[:_MOST_WHY], now_s)
             live.split_noted_s = now_s
     return Response(status_code=204)
@@ -92,20 +96,20 @@ def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: st
 
 def _live(number: int, protocol: int, generation: int, shared: Context, who: Bearer) -> LiveJob:
     if who.job != number:
-        raise Refusal(403, f"this token is of a worker of job {who.job}; it has no business with job {number}")
+        raise ApiError(403, f"this token is of a worker of job {who.job}; it has no business with job {number}")
     if protocol != m.PROTOCOL:
-        raise Refusal(
+        raise ApiError(
             409, f"this server speaks version {m.PROTOCOL} and the worker {protocol}; install the same on both"
         )
     live = shared.live.of(number, generation)
     if live is None:
-        raise Refusal(409, f"generation {generation} of job {number} does not run; it was ended or started again")
+        raise ApiError(409, f"generation {generation} of job {number} does not run; it was ended or started again")
     return live
 
 
 def _check_rank(number: int, rank: int, ranks: int) -> None:
     if rank >= ranks:
-        raise Refusal(422, f"job {number} has {ranks} ranks, and rank {rank} is none of them")
+        raise ApiError(422, f"job {number} has {ranks} ranks, and rank {rank} is none of them")
 
 
 def _node(seat: str) -> str:

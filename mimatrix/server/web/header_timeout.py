@@ -9,7 +9,7 @@ HEAD_S = 20.0
 """From the first byte of a head, or from the connection, to the last byte of the head."""
 
 
-class PromptHeads(H11Protocol):
+class HeaderTimeoutProtocol(H11Protocol):
     """HTTP as uvicorn has it; bodies have their own time (`application.Bounds`), and idle connections theirs."""
 
     head_s = HEAD_S

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mimatrix.api.models import Orders, Report, Role
+from mimatrix.api.models import Report, ReportReply, Role
 from mimatrix.server.context import Context
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 from mimatrix.server.routes.workers import take_report
 
 Message = MutableMapping[str, Any]
@@ -21,7 +21,7 @@ _PATH = re.compile(r"/api/jobs/([1-9]\d{0,8})/report")
 _BEARER = b"Bearer "
 
 
-class ShortWay:
+class ReportFastPath:
     """In front of the application."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], context: Context) -> None:
@@ -43,18 +43,18 @@ class ShortWay:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    def _orders(self, number: int, scope: Message, body: bytes) -> Orders | None:
+    def _orders(self, number: int, scope: Message, body: bytes) -> ReportReply | None:
         """The answer to a report in order."""
         headers = dict(scope["headers"])
         given, kind = headers.get(b"authorization", b""), headers.get(b"content-type", b"")
         if not given.startswith(_BEARER) or kind != b"application/json":
             return None
-        who = self._context.doorkeeper.remembered(given[len(_BEARER) :].decode("latin-1"))
+        who = self._context.authenticator.cached(given[len(_BEARER) :].decode("latin-1"))
         if who is None or who.role is not Role.WORKER:
             return None
         try:
             return take_report(number, Report.model_validate_json(body), self._context, who)
-        except (Refusal, ValidationError):
+        except (ApiError, ValidationError):
             return None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 
 FOLDER = Path(__file__).parents[1] / "dashboard"
 _SHOWN = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -45,7 +45,7 @@ def install(app: FastAPI) -> None:
     def part(name: str, request: Request) -> Response:
         # Only names that were found at the start: no path leads out of the folder.
         if name not in files:
-            raise Refusal(404, f'the dashboard has no "{name}"; reload the page')
+            raise ApiError(404, f'the dashboard has no "{name}"; reload the page')
         return answer(files[name], request.headers)
 
     for path, route in (("/", page), ("/dashboard/{name:path}", part)):
