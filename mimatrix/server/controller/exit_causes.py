@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 
+from mimatrix.api.text import one_line
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.exit_codes import PREEMPTED
 from mimatrix.launch import EndedFor, ExitCause, Launcher, MemberState, Phase, TeamState
@@ -11,8 +12,6 @@ from mimatrix.server.jobs.events import RankFailure
 Groups = tuple[tuple[int, ...], ...]
 _TAIL_BYTES = 4096
 _MAX_CHARACTERS = 200
-# Escape sequences as a whole; every other character that is not printable is removed after that.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
 
 
 def failed_groups(state: TeamState, groups: Groups) -> dict[int, int]:
@@ -61,7 +60,7 @@ def last_line(launcher: Launcher, team: str, rank: int) -> str:
         data = launcher.read_log(team, rank, -_TAIL_BYTES).data
     except MiMatrixError:
         return ""  # never started, forgotten, or its node is gone
-    lines = (_printable(line) for line in reversed(re.split(r"[\r\n]+", data.decode(errors="replace"))))
+    lines = (one_line(line) for line in reversed(re.split(r"[\r\n]+", data.decode(errors="replace"))))
     line = next(filter(None, lines), "")
     return line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 3]}..."
 
@@ -72,8 +71,3 @@ def _was_ended_for_peer(member: MemberState) -> bool:
 
 def _has_failed(member: MemberState) -> bool:
     return member.phase is Phase.LOST or (member.phase is Phase.EXITED and member.code not in (0, PREEMPTED))
-
-
-def _printable(line: str) -> str:
-    plain = _ESCAPES.sub("", line).replace("\t", " ")
-    return "".join(each for each in plain if each.isprintable()).strip()

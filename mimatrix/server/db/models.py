@@ -158,3 +158,14 @@ class AuditRow(Base):
     action: Mapped[str] = mapped_column(String(200))
     status: Mapped[int] = mapped_column(Integer)
     address: Mapped[str] = mapped_column(String(100))
+
+
+class CodeArchiveRow(Base):
+    """A code archive, and the user who uploaded it first."""
+
+    __tablename__ = "code_archives"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    user: Mapped[str] = mapped_column(String(100), index=True)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    uploaded_at: Mapped[float] = mapped_column(Float)

@@ -14,7 +14,8 @@ from mimatrix.server.auth.dependencies import Admin, AnyUser, Shared
 from mimatrix.server.auth.tokens import issue
 from mimatrix.server.db.models import AuditRow, JobRow, NodeRow, TokenRow
 from mimatrix.server.errors import ApiError
-from mimatrix.server.metrics.live_state import said_on
+from mimatrix.server.jobs.lifecycle import ACTIVE_STATES
+from mimatrix.server.metrics.live_state import reports_by_device
 
 router = APIRouter(tags=["house"])
 _SILENT_S = 30.0
@@ -60,9 +61,9 @@ def nodes(shared: Shared, _: AnyUser) -> list[m.Node]:
     """The machines, their devices, and who has them."""
     with shared.sessions() as session:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
-        active = session.execute(select(JobRow.id, JobRow.seats).where(JobRow.state.in_(m.ACTIVE)))
+        active = session.execute(select(JobRow.id, JobRow.seats).where(JobRow.state.in_(ACTIVE_STATES)))
         holder = {seat: number for number, seats in active for seat in seats}
-    said = said_on(shared.live.all(), shared.clock())
+    said = reports_by_device(shared.live.all(), shared.clock())
     return [_node(row, holder, said, shared.clock()) for row in rows]
 
 

@@ -9,11 +9,12 @@ from sqlalchemy import select
 
 from mimatrix.api import models as m
 from mimatrix.server.auth.dependencies import AnyUser, Shared
-from mimatrix.server.db.models import JobRow, StintRow
+from mimatrix.server.db.models import JobRow, AllocationRow
 from mimatrix.server.errors import ApiError
 from mimatrix.server.metrics import device_usage, store
 from mimatrix.server.metrics.prometheus import CONTENT_TYPE, exposition
-from mimatrix.server.routes.jobs import Number, found
+from mimatrix.server.jobs.service import find_job
+from mimatrix.server.routes.jobs import Number
 
 router = APIRouter(tags=["seeing"])
 _HOUR_S = 3600.0
@@ -34,16 +35,16 @@ def me(who: AnyUser) -> m.WhoAmI:
 def ranks(number: Number, shared: Shared, _: AnyUser) -> m.Ranks:
     """What the ranks of a job that runs said last, and who holds the others up."""
     with shared.sessions() as session:
-        row = found(session, number)
-    live = shared.live.of(number, row.generation)
+        row = find_job(session, number)
+    live = shared.live.get(number, row.generation)
     if live is None:
         return m.Ranks(ranks=(), stragglers=())
     return m.Ranks(
         ranks=tuple(
             m.Rank(
                 rank=rank,
-                seat=live.seats[rank],
-                at=_time(live.heard.get(rank, 0.0)),
+                seat=live.devices[rank],
+                at=_time(live.last_seen(rank)),
                 step=said.step,
                 step_s=said.step_s,
                 compute_s=said.compute_s,
@@ -57,10 +58,10 @@ def ranks(number: Number, shared: Shared, _: AnyUser) -> m.Ranks:
                 samples_per_s=said.samples_per_s,
                 pushed=said.pushed,
             )
-            for rank, said in sorted(live.reports.copy().items())
-            if rank < live.ranks and rank not in live.gone
+            for rank, said in live.reports.items()
+            if rank < live.ranks and rank not in live.lost_ranks
         ),
-        stragglers=live.troubles,
+        stragglers=live.stragglers,
     )
 
 
@@ -75,7 +76,7 @@ def history(
 ) -> m.History:
     """How a job went, from a time on (seconds since 1970) or its start; with ranks in all points, or in the last."""
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
         since_s = since if since is not None else row.started_at or row.created_at
         until_s = row.ended_at or shared.clock()
         begin_s, now_s = min(since_s, until_s), shared.clock()
@@ -87,7 +88,7 @@ def history(
 def plan(number: Number, shared: Shared, _: AnyUser) -> m.JsonDocument:
     """The plan that it runs by."""
     with shared.sessions() as session:
-        content = found(session, number).plan
+        content = find_job(session, number).plan
     if content is None:
         raise ApiError(404, f'job {number} has no plan; one is made by mimatrix.init(..., plan="profile")')
     return m.JsonDocument(content=content)
@@ -97,7 +98,7 @@ def plan(number: Number, shared: Shared, _: AnyUser) -> m.JsonDocument:
 def checkpoints(number: Number, shared: Shared, _: AnyUser) -> list[m.Checkpoint]:
     """What it has saved, the newest first."""
     with shared.sessions() as session:
-        return [m.Checkpoint.model_validate(each) for each in found(session, number).checkpoints]
+        return [m.Checkpoint.model_validate(each) for each in find_job(session, number).checkpoints]
 
 
 @router.get("/api/use")
@@ -113,7 +114,7 @@ def use(shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Points = 300) -
 def device(node: NodePath, number: DeviceNumber, shared: Shared, _: AnyUser) -> m.DeviceHistory:
     """Who used a device, the newest first."""
     seat = f"{node}/{number}"
-    asked = select(StintRow, JobRow).join(JobRow).where(StintRow.seat == seat).order_by(StintRow.id.desc()).limit(100)
+    asked = select(AllocationRow, JobRow).join(JobRow).where(AllocationRow.seat == seat).order_by(AllocationRow.id.desc()).limit(100)
     with shared.sessions() as session:
         rows = list(session.execute(asked))
     return m.DeviceHistory(

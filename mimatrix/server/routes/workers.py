@@ -11,14 +11,14 @@ from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow
 from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs.documents import checked_plan, checked_profile
-from mimatrix.server.jobs.lifecycle import note
+from mimatrix.server.jobs.events import plan_changed
+from mimatrix.server.jobs.lifecycle import record_event
 from mimatrix.server.metrics.live_state import LiveJob
-from mimatrix.server.routes.jobs import Number, found
+from mimatrix.server.jobs.service import find_job
+from mimatrix.server.routes.jobs import Number
 
 router = APIRouter(prefix="/api", tags=["workers"])
 _MOST_WHY = 500
-_SPLITS_S = 60.0
-"""Where speeds jump, splits change every few steps: not each of them is worth an event."""
 
 
 @router.post("/jobs/{number}/join")
@@ -26,10 +26,9 @@ def join(number: Number, said: m.RendezvousRequest, shared: Shared, who: Worker)
     """A worker is there, and learns where the others are; until rank 0 has come, the port is 0."""
     live = _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
     _check_rank(number, said.rank, len(row.seats))
-    live.joined[said.rank] = said
-    first = live.joined.get(0)
+    first = live.join(said.rank, said)
     return m.Rendezvous(
         ranks=len(row.seats),
         local_rank=_local_rank(row, said.rank),
@@ -50,11 +49,8 @@ def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.
     """What the worker is to do; a refusal for one that has no business here."""
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
-    live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
-    speaks = said.rank == live.speaker
-    if speaks:
-        live.take_logged(said.logged)
-    notice = live.notices.popleft() if live.notices and speaks else ""
+    speaks = live.record_report(said.rank, said, shared.clock())
+    notice = live.pop_notice() if speaks else ""
     return m.ReportReply(
         leave=live.leave, report_interval_s=shared.live.report_interval_s(), notice=notice, speaks=speaks
     )
@@ -77,7 +73,7 @@ def saved(number: Number, said: m.CheckpointList, shared: Shared, who: Worker) -
     """What its rank 0 has saved."""
     _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions.begin() as session:
-        found(session, number, to_change=True).checkpoints = said.model_dump(mode="json")["checkpoints"]
+        find_job(session, number, to_change=True).checkpoints = said.model_dump(mode="json")["checkpoints"]
     return Response(status_code=204)
 
 
@@ -85,12 +81,11 @@ def _store(number: int, said: m.DocumentUpload, shared: Context, who: Bearer, wh
     content = checked_plan(said.content) if what == "plan" else checked_profile(said.content)
     live, now_s = _live(number, said.protocol, said.generation, shared, who), shared.clock()
     with shared.sessions.begin() as session:
-        row = found(session, number, to_change=True)
+        row = find_job(session, number, to_change=True)
         setattr(row, what, content)
         why = content.get("why")
-        if why and now_s - live.split_noted_s >= _SPLITS_S:
-            note(session, row, f"another split: {why}"[:_MOST_WHY], now_s)
-            live.split_noted_s = now_s
+        if why and live.claim_plan_event(now_s):
+            record_event(session, row, plan_changed(why[:_MOST_WHY]), now_s)
     return Response(status_code=204)
 
 
@@ -101,7 +96,7 @@ def _live(number: int, protocol: int, generation: int, shared: Context, who: Bea
         raise ApiError(
             409, f"this server speaks version {m.PROTOCOL} and the worker {protocol}; install the same on both"
         )
-    live = shared.live.of(number, generation)
+    live = shared.live.get(number, generation)
     if live is None:
         raise ApiError(409, f"generation {generation} of job {number} does not run; it was ended or started again")
     return live

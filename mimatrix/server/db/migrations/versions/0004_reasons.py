@@ -19,6 +19,15 @@ def upgrade() -> None:
     op.add_column("events", sa.Column("kind", sa.String(length=40), nullable=False, server_default="phase_changed"))
     op.add_column("events", sa.Column("data", sa.JSON(), nullable=False, server_default="{}"))
     op.create_index("events_of_time", "events", ["at"], unique=False)
+    op.create_table(
+        "code_archives",
+        sa.Column("digest", sa.String(length=64), nullable=False),
+        sa.Column("user", sa.String(length=100), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("uploaded_at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("digest"),
+    )
+    op.create_index(op.f("ix_code_archives_user"), "code_archives", ["user"], unique=False)
     op.execute("UPDATE jobs SET submitted_at = waiting_since")
     op.execute("UPDATE jobs SET leaving = 'time_limit' WHERE leaving = 'limit'")
     states = "('starting', 'preempted', 'done', 'failed', 'cancelled')"
