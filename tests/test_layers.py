@@ -128,13 +128,12 @@ def _against(package: str, name: str) -> str:
     other = rest[0] if rest else ""
     if package == "core" and other != "core":
         return "core imports nothing of ours"
-    if package == "api" and other not in ("api", "core", "__version__"):
-        return "api imports core only"
     if other == package or other == "__version__" or (package, other) in USES_ROOT:
         return ""
     if other not in LAYER_OF:
         return f"{other or 'mimatrix itself'} is in no layer"
-    return _against_direction(package, other, inside=len(rest) > 1)
+    reason = _against_direction(package, other, inside=len(rest) > 1)
+    return reason or ("api imports core only" if package == "api" and other != "core" else "")
 
 
 def _against_direction(package: str, other: str, inside: bool) -> str:

@@ -51,7 +51,7 @@ class House:
         """A script of this folder on two devices; the number of its job."""
         self.command("submit", "--devices", "2", str(SCRIPTS / script), "--", *words)
         with self.client() as client:
-            return client.jobs(most=1).jobs[0].id
+            return client.jobs(limit=1).jobs[0].id
 
     def until(self, number: int, wanted: Callable[[Job], bool], within_s: float) -> Job:
         """How a job is once it is as wanted."""

@@ -262,7 +262,7 @@ def host(data: str, port: str, workers: str, database: str) -> None:
     from mimatrix.server import Settings, serve
 
     nodes = (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * int(workers)),)
-    serve(Settings(Path(data), port=int(port), database=database), lambda _: StandingLauncher(nodes), print)
+    serve(Settings(data=Path(data), port=int(port), database=database), lambda _: StandingLauncher(nodes))
 
 
 if __name__ == "__main__":

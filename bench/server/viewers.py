@@ -116,10 +116,10 @@ class Overview(Page):
 
     async def refresh(self) -> None:
         """Jobs that live and nodes; now and then those that have ended, and the day."""
-        await asyncio.gather(self._get("/api/jobs (live)", f"/api/jobs?most=1000&{_LIVE}"), self._use())
+        await asyncio.gather(self._get("/api/jobs (live)", f"/api/jobs?limit=1000&{_LIVE}"), self._use())
         if self._is_due("ended"):
             route, most = self._ended
-            await self._get(route, f"/api/jobs?most={most}&{_ENDED}")
+            await self._get(route, f"/api/jobs?limit={most}&{_ENDED}")
 
     async def _use(self) -> None:
         await self._get("/api/nodes", "/api/nodes")
@@ -177,7 +177,7 @@ class Cluster(Page):
         """Nodes, and who runs."""
         await asyncio.gather(
             self._get("/api/nodes", "/api/nodes"),
-            self._get("/api/jobs (running)", f"/api/jobs?most=1000&{_RUNNING}"),
+            self._get("/api/jobs (running)", f"/api/jobs?limit=1000&{_RUNNING}"),
         )
 
 
@@ -203,8 +203,8 @@ class Caller(Page):
         life = self._lives[self._turn % len(self._lives)]
         node, device = f"node-{life.place:02d}", self._turn % RANKS
         asked = (
-            ("/api/jobs (all, 1,000)", "/api/jobs?most=1000"),
-            ("/api/jobs (all, 50)", "/api/jobs?most=50"),
+            ("/api/jobs (all, 1,000)", "/api/jobs?limit=1000"),
+            ("/api/jobs (all, 50)", "/api/jobs?limit=50"),
             ("/api/use (week)", "/api/use?hours=168"),
             ("/api/devices/NODE/N", f"/api/devices/{node}/{device}"),
             ("/api/jobs/N/history (all ranks)", f"/api/jobs/{self._lives[0].number}/history?points=300"),

@@ -87,9 +87,7 @@ class Straggler:
 _SHOWN = 16
 
 
-def find_straggler(
-    ranks: Sequence[RankFigures], least: float = LEAST, followed: int | None = None
-) -> Straggler | None:
+def find_straggler(ranks: Sequence[RankFigures], least: float = LEAST, followed: int | None = None) -> Straggler | None:
     """Return the rank that the others wait for, if one stands out; the one `followed` if it is nearly so."""
     working = [each for each in ranks if each.busy_s > 0 and each.step_s >= _LEAST_STEP_S and each.step >= _FIRST]
     if len(working) < 2:

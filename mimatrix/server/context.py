@@ -15,7 +15,7 @@ from mimatrix.server.metrics.live_state import Live
 
 @dataclass(eq=False)
 class Context:
-    """One server."""
+    """One server: its database, launcher and state in memory."""
 
     sessions: Sessions
     launcher: Launcher

@@ -64,14 +64,14 @@ def test_a_job_is_handed_in_seen_and_cancelled(there: House) -> None:
 
 def test_pages_of_jobs(there: House) -> None:
     numbers = [submitted(there, who) for who in ("ben", "cho", "ben", "ben", "cho")]
-    first = there.ask("ben", "GET", "/api/jobs?most=3").json()
+    first = there.ask("ben", "GET", "/api/jobs?limit=3").json()
     assert [job["id"] for job in first["jobs"]] == numbers[:1:-1]
-    rest = there.ask("ben", "GET", f"/api/jobs?most=3&before={first['next_before']}").json()
+    rest = there.ask("ben", "GET", f"/api/jobs?limit=3&before={first['next_before']}").json()
     assert [job["id"] for job in rest["jobs"]] == numbers[1::-1]
     assert rest["next_before"] is None
     assert (first["more"], rest["more"]) == (2, 0)
-    assert there.ask("ben", "GET", "/api/jobs?most=1&user=cho").json()["more"] == 1
-    assert there.ask("ben", "GET", "/api/jobs?most=5").json()["next_before"] is None
+    assert there.ask("ben", "GET", "/api/jobs?limit=1&user=cho").json()["more"] == 1
+    assert there.ask("ben", "GET", "/api/jobs?limit=5").json()["next_before"] is None
     assert len(there.ask("ben", "GET", "/api/jobs?user=cho&state=queued").json()["jobs"]) == 2
     assert there.ask("ben", "GET", "/api/jobs?state=done").json()["jobs"] == []
 
@@ -83,11 +83,11 @@ def test_the_page_of_the_interface_has_it_all_and_asks_nobody_else(there: House)
     for path, methods in there.http.get("/openapi.json").json()["paths"].items():
         for method in methods:
             assert f"<code>{method.upper()} {path}</code>" in answer.text
-    assert "<code>most</code> (query): integer from 1 to 1000" in answer.text
+    assert "<code>limit</code> (query): integer from 1 to 1000" in answer.text
     assert "<code>code_archive</code> (body, required): string" in answer.text
     assert "<code>state</code> (query): array of queued or starting or " in answer.text
     assert "<code>priority</code> (body, required): integer from 0 to 100<" in answer.text
-    assert "Another priority." in answer.text
+    assert "Change a job&#x27;s priority." in answer.text
     assert '<a href="openapi.json">' in answer.text
     assert "://" not in answer.text
     assert "<script" not in answer.text
@@ -193,14 +193,14 @@ def test_a_worker_has_no_business_with_another_job(there: House) -> None:
     body = {"protocol": PROTOCOL, "generation": 1, "rank": 0, "state": "training"}
     answer = there.ask(f"worker-{mine}", "POST", f"/api/jobs/{other}/report", json=body)
     assert answer.status_code == 403
-    assert f"no business with job {other}" in answer.json()["detail"]
+    assert f"not valid for job {other}" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
     ("change", "status", "sentence"),
     [
         ({"generation": 2}, 409, "generation 2 of job 1 does not run"),
-        ({"protocol": 99}, 409, f"this server speaks version {PROTOCOL} and the worker 99"),
+        ({"protocol": 99}, 409, f"the server has protocol version {PROTOCOL} and the worker 99"),
         ({"state": "napping"}, 422, "state: input should be"),
         ({"step": -1}, 422, "step: input should be greater than or equal to 0"),
         ({"metrics": {str(number): 1.0 for number in range(40)}}, 422, "metrics: dictionary should have at most 32"),

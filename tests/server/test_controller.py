@@ -16,12 +16,16 @@ from mimatrix.server.db.models import JobRow
 
 
 class Clock:
-    """Real time, and what the test adds to it."""
+    """Real time, and what the test adds to it: time that passes, and jumps of the wall clock alone."""
 
     ahead_s = 0.0
+    jumped_s = 0.0
 
     def __call__(self) -> float:
-        return time.time() + self.ahead_s
+        return time.time() + self.ahead_s + self.jumped_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def uploaded(there: House, script: str) -> str:
@@ -50,7 +54,7 @@ def turned_until(there: House, number: int, *states: JobState) -> JobRow:
     deadline = time.monotonic() + 30
     while row(there, number).state not in states:
         assert time.monotonic() < deadline, row(there, number).reason
-        there.loop.turn()
+        there.controller.reconcile()
         time.sleep(0.05)
     return row(there, number)
 
@@ -78,8 +82,8 @@ def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path)
         low = submitted(there, "import time; time.sleep(60)", priority=10, preemptible=True)
         turned_until(there, low, JobState.STARTING)
         high = submitted(there, "print('hello')", priority=90)
-        there.loop.turn()
-        assert row(there, low).leaving == "preempt"
+        there.controller.reconcile()
+        assert row(there, low).stop_kind == "preempt"
         assert row(there, high).reason == f"needs 1 x cpu; waits for job {low} to save and go"
         clock.ahead_s = 200
         turned_until(there, low, JobState.PREEMPTED)
@@ -97,8 +101,8 @@ def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) ->
         low = submitted(there, waits + "raise ValueError('no room')", priority=10, preemptible=True)
         turned_until(there, low, JobState.STARTING)
         high = submitted(there, "print('hello')", priority=90)
-        there.loop.turn()
-        assert row(there, low).leaving == "preempt"
+        there.controller.reconcile()
+        assert row(there, low).stop_kind == "preempt"
         crash.touch()
         found = turned_until(there, low, *ENDED, JobState.PREEMPTED)
         assert (found.state, found.exit_code) == (JobState.FAILED, 1)
@@ -115,7 +119,7 @@ def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
         turned_until(there, first, JobState.STARTING)
         second = submitted(there, "print('hello')")
         there.ask("ben", "POST", f"/api/jobs/{first}/cancel")
-        there.loop.turn()
+        there.controller.reconcile()
         assert row(there, second).reason == f"needs 1 x cpu; waits for job {first} to end"
 
 
@@ -125,11 +129,11 @@ def test_a_job_that_was_written_down_but_not_started_is_started(tmp_path: Path) 
     with house(tmp_path) as there:
         number = submitted(there, "print('hello')")
         start, there.loop._start_team = there.loop._start_team, lambda *_: None  # type: ignore[method-assign]
-        there.loop.turn()
+        there.controller.reconcile()
         assert row(there, number).state == JobState.STARTING
         assert team_name(number, 1) not in there.context.launcher.states()
         there.loop._start_team = start  # type: ignore[method-assign]
-        there.loop.recover()
+        there.controller.recover()
         assert turned_until(there, number, *ENDED).state == JobState.DONE
         assert row(there, number).generation == 1
         assert reasons(there, number)[-1] == "all ranks ended well"
@@ -143,7 +147,7 @@ def test_output_of_long_ago_is_forgotten(tmp_path: Path) -> None:
         turned_until(there, number, *ENDED)
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "hello\n"
         clock.ahead_s = 15 * 86_400
-        there.loop.turn()
+        there.controller.reconcile()
         assert there.context.launcher.states() == {}
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json() == {
             "generation": 1,

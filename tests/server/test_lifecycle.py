@@ -10,7 +10,7 @@ from mimatrix.api.models import ACTIVE, ENDED, JobState, Submission
 from mimatrix.server.db.engine import address_in, opened
 from mimatrix.server.db.models import EventRow, JobRow
 from mimatrix.server.jobs.lifecycle import MOVES, may_move, move
-from mimatrix.server.routes.jobs import row_of
+from mimatrix.server.jobs.service import new_row
 
 SUBMISSION = Submission(name="x", script="x.py", code_archive="0" * 64)
 
@@ -26,7 +26,7 @@ def test_every_state_is_in_the_table_and_every_end_can_be_reached() -> None:
 @pytest.mark.parametrize("old", JobState)
 @pytest.mark.parametrize("new", JobState)
 def test_moves_are_those_of_the_table(tmp_path: Path, old: JobState, new: JobState) -> None:
-    job = row_of(SUBMISSION, "ann", 1.0)
+    job = new_row(SUBMISSION, "ann", 1.0)
     job.id, job.state = 1, old
 
     class Added(list[object]):
@@ -56,7 +56,7 @@ def test_moves_are_those_of_the_table(tmp_path: Path, old: JobState, new: JobSta
 def test_row_and_event_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     engine, sessions = opened(address_in(tmp_path))
     with sessions.begin() as session:
-        session.add(row_of(SUBMISSION, "ann", 1.0))
+        session.add(new_row(SUBMISSION, "ann", 1.0))
 
     def cut_off() -> None:
         with sessions.begin() as session:

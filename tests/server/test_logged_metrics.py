@@ -153,7 +153,7 @@ def test_points_of_what_was_logged_are_thinned_with_the_others(there: House, clo
         clock.ahead_s += 5
         logged = [{"step": 10 * minute, "metrics": {"val": float(minute)}}] if minute % 6 == 0 else []
         reported(there, number, 0, step=10 * minute + 9, logged=logged)
-        there.loop._keep()
+        there.controller.keep_history()
     points = points_of(there, number)
     assert curve(points, "val") == [(0, 0.0), (60, 6.0), (120, 12.0), (180, 18.0)]
     assert [point["samples_per_s"] for point in points if "val" in point["metrics"]] == [None] * 4
@@ -184,7 +184,7 @@ def test_mimatrix_metrics_shows_validations_at_their_steps(
     number = begun(there)
     logged = [{"step": 0, "metrics": {"val": 2.5}}, {"step": 6, "metrics": {"val": None}}]
     reported(there, number, 0, logged=logged)
-    there.loop._keep()
+    there.controller.keep_history()
 
     class Client:
         def history(self, number: int, points: int) -> History:

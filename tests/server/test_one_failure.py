@@ -2,18 +2,17 @@
 
 import tarfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 from support.servers import House, house
-from test_controller import Clock, reasons, row, submitted, turned_until
+from test_controller import Clock, row, submitted, turned_until
 
 from mimatrix.api.models import ENDED, PROTOCOL, JobState
 from mimatrix.core.errors import WorldError
-from mimatrix.launch import LocalLauncher, LogPart, Member, NodeFacts, Team, TeamState
+from mimatrix.launch import LocalLauncher, Member, Team
 from mimatrix.server.db.models import JobRow
 
 pytestmark = pytest.mark.timeout(90)
@@ -23,6 +22,7 @@ SLEEPS = "import time; time.sleep(60)"
 def reported(there: House, number: int, rank: int, **more: Any) -> None:
     live = there.context.live.all()[number]
     from mimatrix.api.models import Report
+
     body = {"protocol": PROTOCOL, "generation": live.generation, "rank": rank, "state": "training", **more}
     live.reports[rank], live.heard[rank] = Report.model_validate(body), there.context.clock()
 
@@ -73,6 +73,7 @@ def packed(folder: Path) -> Path:
 def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None:
     """H10: as after a restored backup, or when the last commit was lost."""
     import sys
+
     with house(tmp_path, devices=2) as there:
         node = there.context.launcher.nodes()[0].name
         members = (Member(node, 0), Member(node, 1))
@@ -80,7 +81,7 @@ def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None
         deadline = time.monotonic() + 30
         while "job-99.1" in (states := there.context.launcher.states()) and not states["job-99.1"].has_ended:
             assert time.monotonic() < deadline, "it runs on"
-            there.loop.turn()
+            there.controller.reconcile()
             time.sleep(0.05)
 
 
@@ -110,7 +111,7 @@ def test_a_start_that_fails_for_a_moment_is_tried_again_and_is_no_retry(tmp_path
         deadline = time.monotonic() + 30
         while row(there, number).state not in ENDED:
             assert time.monotonic() < deadline
-            there.loop.turn()
+            there.controller.reconcile()
             clock.ahead_s += 5
             time.sleep(0.05)
         assert row(there, number).state == JobState.DONE
@@ -124,8 +125,8 @@ def test_a_clock_that_jumps_ends_no_job(tmp_path: Path) -> None:
         number = submitted(there, SLEEPS, max_time_s=600)
         turned_until(there, number, JobState.STARTING)
         clock.ahead_s = 7200
-        there.loop.turn()
-        assert row(there, number).leaving == ""
+        there.controller.reconcile()
+        assert row(there, number).stop_kind == ""
 
 
 def test_a_clock_that_jumps_deletes_no_output(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_clock_that_jumps_deletes_no_output(tmp_path: Path) -> None:
         number = submitted(there, "print('hello')")
         turned_until(there, number, *ENDED)
         clock.ahead_s = 20 * 365 * 86_400
-        there.loop.turn()
+        there.controller.reconcile()
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "hello\n"
 
 

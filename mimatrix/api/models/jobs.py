@@ -88,14 +88,15 @@ def _normalize(text: str) -> str:
 
 def _merged(request: ResourceRequest) -> ResourceRequest:
     """Return the request with every kind once: `1,1,1` is `3`."""
-    found: dict[str, DeviceRequest] = {}
+    merged: dict[str, DeviceRequest] = {}
     for part in request.parts:
-        same = found.setdefault(part.kind.lower(), replace(part, least=0, most=0))
-        found[part.kind.lower()] = replace(same, least=same.least + part.least, most=same.most + part.most)
-    return ResourceRequest(tuple(found.values()))
+        same = merged.setdefault(part.kind.lower(), replace(part, least=0, most=0))
+        merged[part.kind.lower()] = replace(same, least=same.least + part.least, most=same.most + part.most)
+    return ResourceRequest(tuple(merged.values()))
 
 
-Groups = Annotated[tuple[Annotated[tuple[Count, ...], Field(min_length=1, max_length=65_536)], ...], Field(max_length=4096)]
+_Group = Annotated[tuple[Count, ...], Field(min_length=1, max_length=65_536)]
+Groups = Annotated[tuple[_Group, ...], Field(max_length=4096)]
 
 
 class Submission(Message):
@@ -230,6 +231,8 @@ class DryRunResult(Message):
 
     starts: bool
     reason: str
+    reason_data: dict[str, Any] = Field(default_factory=dict)
+    """The same as a value: a kind, and numbers."""
 
 
 class Log(Message):

@@ -1,5 +1,6 @@
 """`mimatrix up`: the job server, with what starts processes on this machine or on those of a Ray cluster."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mimatrix.core.errors import UserError
+from mimatrix.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from mimatrix.launch import Launcher
 
 AUTO = "auto"
+logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,6 +35,13 @@ def up(
     data: Annotated[
         Path | None, typer.Option(help="Where everything is kept. [default: ~/.local/share/mimatrix]")
     ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for checkpoints, on a file system that all nodes share.",
+            show_default="checkpoints in the data directory",
+        ),
+    ] = None,
     database: Annotated[
         str, typer.Option(help="postgresql://user@host/name; without, SQLite in the data folder.")
     ] = "",
@@ -40,6 +50,9 @@ def up(
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without TLS.")] = False,
     python: Annotated[str, typer.Option(help="The Python that jobs run under; it needs MiMatrix.")] = sys.executable,
     run_as: Annotated[str, typer.Option(help="The user that jobs run as; needs root.")] = "",
+    trusted_proxies: Annotated[
+        str, typer.Option(help="Addresses of reverse proxies whose X-Forwarded-For header is used, comma-separated.")
+    ] = "",
     advertise: Annotated[str, typer.Option(help="The address that clients and workers use, where it is another.")] = "",
     devices: Annotated[
         int | None, typer.Option(min=1, max=4096, help="CPU devices of this machine; without, one a core.")
@@ -62,11 +75,25 @@ def up(
     from mimatrix.api.client import data_folder
 
     folder = (data or data_folder()).absolute()
-    settings = Settings(folder, host, port, database, tls_cert, tls_key, insecure, python, run_as, advertise)
+    settings = Settings(
+        data=folder,
+        host=host,
+        port=port,
+        database=database,
+        checkpoints=checkpoints.absolute() if checkpoints else None,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        insecure=insecure,
+        python=python,
+        run_as=run_as,
+        advertise=advertise,
+        trusted_proxies=trusted_proxies,
+    )
+    configure_logging()
     make = _on_this_machine(devices, address) if launcher is Machines.LOCAL else _on_ray(devices, address)
     if launcher is Machines.RAY and not advertise and host in _LOOPBACK:
-        _say(f"workers on other machines cannot reach {host}; if there are any, give --host or --advertise")
-    serve(settings, make, _say)
+        logger.warning("workers on other machines cannot reach %s; if there are any, give --host or --advertise", host)
+    serve(settings, make)
 
 
 def _on_this_machine(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
@@ -90,8 +117,3 @@ def _on_ray(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
         return RayLauncher(folder, address, ray_environment(folder, os.environ))
 
     return made
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"mimatrix: {sentence}\n")
-    sys.stderr.flush()

@@ -100,11 +100,13 @@ def logs(
 
     Example: mimatrix logs -f 3
     """
+    from mimatrix.api.text import strip_escapes
+
     with connected() as client:
         offset, now = 0, generation
         while True:
             part = _patiently(lambda: client.log(number, rank, offset, now), follow)  # noqa: B023 (called at once)
-            sys.stdout.write(part.text)
+            sys.stdout.write(strip_escapes(part.text) if sys.stdout.isatty() else part.text)
             sys.stdout.flush()
             offset, now = part.next_offset, generation or part.generation or None
             if part.text:
@@ -112,7 +114,7 @@ def logs(
             if follow and generation is None and (part.has_ended or not now):
                 later = _patiently(lambda: client.job(number), follow)
                 if later.generation > (now or 0):
-                    sys.stderr.write(f"mimatrix: started for the {later.generation}. time\n" if now else "")
+                    sys.stderr.write(f"mimatrix: start {later.generation}\n" if now else "")
                     offset, now = 0, later.generation
                     continue
                 if later.state not in _STATES[6:]:
@@ -151,7 +153,7 @@ def priority(
     with connected() as client:
         from mimatrix.api.models import JobUpdate
 
-        job = client.change(number, JobUpdate(priority=value))
+        job = client.update(number, JobUpdate(priority=value))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:

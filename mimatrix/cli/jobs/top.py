@@ -81,7 +81,7 @@ def metrics(
 
 
 def _looked(client: "Client") -> tuple[list["Job"], dict[int, "Ranks"], list["Node"]]:
-    jobs = list(client.jobs(most=1000, states=(*_RUNS, *_WAITS)).jobs)
+    jobs = list(client.jobs(limit=1000, states=(*_RUNS, *_WAITS)).jobs)
     ranks = {job.id: client.ranks(job.id) for job in jobs if job.state in _RUNS}
     return jobs, ranks, client.nodes()
 

@@ -66,9 +66,7 @@ class ClockGuard:
         """Return whether old rows and files may be deleted now."""
         offset_s = self._clock() - self._monotonic()
         moved_s = 0.0 if self._offset_s is None else offset_s - self._offset_s
-        if self._judge(moved_s, "the monotonic clock"):
-            self._offset_s = offset_s
-        elif self._offset_s is None:
+        if self._judge(moved_s, "the monotonic clock") or self._offset_s is None:
             self._offset_s = offset_s
         return self._monotonic() >= self._paused_until_s
 

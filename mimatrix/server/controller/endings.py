@@ -39,7 +39,9 @@ class JobEnder:
         lost = live.lost_ranks if live else frozenset()
         rank = failed_rank(state, groups, lost)
         # Before the job is locked, since another machine may have to be asked.
-        failure = None if rank is None else failure_of(context.launcher, team_name(job, generation), rank, state, devices)
+        failure = (
+            None if rank is None else failure_of(context.launcher, team_name(job, generation), rank, state, devices)
+        )
         with context.sessions.begin() as session:
             row = session.get_one(JobRow, job, with_for_update=True)
             if row.generation != generation or not state_of(row).is_active:
@@ -48,7 +50,9 @@ class JobEnder:
                 self._end(session, row, None, lost=sum(member.code != 0 for member in state.members))
             elif not row.stop_kind:
                 self._fail(session, row, failure, state.members[failure.rank])
-            elif row.stop_kind == StopKind.PREEMPT and state.first_failure not in lost and _crashed(state, failure.rank):
+            elif (
+                row.stop_kind == StopKind.PREEMPT and state.first_failure not in lost and _crashed(state, failure.rank)
+            ):
                 self._fail(session, row, failure, state.members[failure.rank], was_preempted=True)
             else:
                 self._end(session, row, failure)

@@ -63,5 +63,7 @@ def _restarted(context: Context, live: LiveJob, team: str, state: TeamState, gro
         if restarts > live.group_restarts(group):
             live.mark_restarted(group, ranks, restarts)
             failed = [rank for rank in ranks if state.members[rank].cause]
-            failure = failure_of(context.launcher, team, first_failed(state, failed), state, live.devices) if failed else None
+            failure = (
+                failure_of(context.launcher, team, first_failed(state, failed), state, live.devices) if failed else None
+            )
             yield events.group_restarted(group, failure, restarts)

@@ -126,7 +126,7 @@ class Controller:
         try:
             stage()
             self._faults.settle()
-        except Exception as error:  # noqa: BLE001 (the next turn may do better)
+        except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._failing.get(name) != text:
                 logger.error("the controller's stage %s failed; it is tried again", name, exc_info=error)

@@ -54,9 +54,7 @@ class RetentionSettings:
 class Retention:
     """Deletes old rows, files and output."""
 
-    def __init__(
-        self, context: Context, settings: RetentionSettings, guard: ClockGuard, log: RepeatedLog
-    ) -> None:
+    def __init__(self, context: Context, settings: RetentionSettings, guard: ClockGuard, log: RepeatedLog) -> None:
         self._context, self._settings, self._guard, self._log = context, settings, guard, log
         self._samples_s = self._rest_s = float("-inf")
 
@@ -76,7 +74,7 @@ class Retention:
         for act, arguments in deletions:
             try:
                 act(*arguments)
-            except Exception as error:  # noqa: BLE001 (the others must not suffer)
+            except Exception as error:
                 logger.warning("old data cannot be deleted; it is tried again", exc_info=error)
 
     def _sample_deletions(self) -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
@@ -132,9 +130,12 @@ class Retention:
             with self._context.sessions.begin() as session:
                 # Submitting locks the row of the archive: it is either in use by now, or cannot be any more.
                 row = session.get(CodeArchiveRow, digest, with_for_update=True)
-                is_used = session.scalar(select(func.count()).where(JobRow.snapshot == digest, JobRow.id.in_(
-                    select(JobRow.id).where(JobRow.state.in_((*ACTIVE_STATES, *WAITING_STATES)))
-                )))
+                is_used = session.scalar(
+                    select(func.count()).where(
+                        JobRow.snapshot == digest,
+                        JobRow.id.in_(select(JobRow.id).where(JobRow.state.in_((*ACTIVE_STATES, *WAITING_STATES)))),
+                    )
+                )
                 if row is None or is_used:
                     continue
                 session.delete(row)

@@ -4,7 +4,6 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy.orm import Session
@@ -14,9 +13,7 @@ from mimatrix.core import environment as env
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.groups import Groups, check_groups
 from mimatrix.launch import Member, Team
-from mimatrix.scheduler import StopKind
-from mimatrix.server.auth.tokens import issue
-from mimatrix.server.auth.tokens import revoke_of_job
+from mimatrix.server.auth.tokens import issue, revoke_of_job
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.controller.endings import JobEnder
 from mimatrix.server.controller.job_environment import JobEnvironment

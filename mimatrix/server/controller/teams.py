@@ -72,7 +72,9 @@ class TeamFollower:
     def is_holding(self) -> bool:
         """Whether no job may start, since a team runs on devices that nobody knows."""
         now_s = self._context.monotonic()
-        unknown = (name for name in self._orphans if (found := parse_team_name(name)) and found[0] not in self.orphan_devices)
+        unknown = (
+            name for name in self._orphans if (found := parse_team_name(name)) and found[0] not in self.orphan_devices
+        )
         return any(now_s - self._orphans[name] < _HOLD_S for name in unknown)
 
     def _end_unknown(self, states: Mapping[str, TeamState], active: list[JobTeam]) -> None:

@@ -20,7 +20,7 @@ export function clusterView() {
   let drawn = new Map();
 
   async function refresh() {
-    const [nodes, live] = await Promise.all([get("/nodes"), get(`/jobs?most=1000&${asked(RUNNING)}`)]);
+    const [nodes, live] = await Promise.all([get("/nodes"), get(`/jobs?limit=1000&${asked(RUNNING)}`)]);
     const jobs = new Map(live.jobs.map((job) => [job.id, job]));
     const before = drawn;
     drawn = new Map(nodes.map((node) => [node.name, shown(node, jobs)]));

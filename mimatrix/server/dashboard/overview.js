@@ -77,7 +77,7 @@ export function overview() {
   }
 
   async function refresh() {
-    const [live] = await Promise.all([get(`/jobs?most=1000&${asked([...RUNNING, ...WAITING])}`), use.refresh()]);
+    const [live] = await Promise.all([get(`/jobs?limit=1000&${asked([...RUNNING, ...WAITING])}`), use.refresh()]);
     found.live = live.jobs;
     const ids = live.jobs.map((job) => job.id).join();
     if (ids !== found.ids || Date.now() - found.at > SELDOM_S * 1000) await refreshEnded();
@@ -93,7 +93,7 @@ export function overview() {
     const wanted = ENDED.includes(filter.state) ? [filter.state] : ENDED;
     const most = filter.text ? SEARCHED : Math.min(SEARCHED, shown.ended);
     const user = filter.user ? `&user=${encodeURIComponent(filter.user)}` : "";
-    const page = await get(`/jobs?most=${most}&${asked(wanted)}${user}`);
+    const page = await get(`/jobs?limit=${most}&${asked(wanted)}${user}`);
     // An answer that was overtaken by that to a later question is of no use.
     if (found.asking === asking) Object.assign(found, { ended: page.jobs, older: page.more });
   }

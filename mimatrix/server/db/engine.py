@@ -77,16 +77,16 @@ def _engine(address: str) -> Engine:
         if url.drivername == "postgresql":
             url = url.set(drivername="postgresql+psycopg")
         if url.get_backend_name() not in ("sqlite", "postgresql"):
-            raise UserError(
-                f"the database {_shown(address)} is of an unknown kind; use postgresql://user@host/name"
-            )
+            raise UserError(f"the database {_shown(address)} is of an unknown kind; use postgresql://user@host/name")
         options: dict[str, Any] = {"pool_pre_ping": True}
         if url.get_backend_name() == "sqlite":
             options = {"connect_args": {"timeout": _PATIENCE_S, "check_same_thread": False}}
         # Most of the time that an answer takes would be spent in reading JSON; pydantic's reader takes a quarter of it.
         engine = create_engine(url, json_deserializer=from_json, **options)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UserError(f'"{_shown(address)}" is not the address of a database ({error}); write postgresql://user@host/name') from None
+        raise UserError(
+            f'"{_shown(address)}" is not the address of a database ({error}); write postgresql://user@host/name'
+        ) from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)

@@ -42,7 +42,12 @@ def read(session: Session, seat: str, since_s: float, now_s: float, points: int)
 def _starts(session: Session, seat: str, since_s: float, now_s: float) -> dict[int, list[_Start]]:
     """Return the generations of the jobs that had it, with the devices of all their ranks."""
     recent = or_(AllocationRow.ended_at.is_(None), AllocationRow.ended_at > since_s)
-    asked = select(AllocationRow.job).where(AllocationRow.seat == seat, recent).order_by(AllocationRow.id.desc()).limit(_MOST_JOBS)
+    asked = (
+        select(AllocationRow.job)
+        .where(AllocationRow.seat == seat, recent)
+        .order_by(AllocationRow.id.desc())
+        .limit(_MOST_JOBS)
+    )
     jobs = set(session.scalars(asked))
     found: dict[tuple[int, int], _Start] = {}
     # A job's devices were written down in the order of its ranks.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 
-from mimatrix.api.models import RendezvousRequest, Logged, Report, StragglerReport
+from mimatrix.api.models import Logged, RendezvousRequest, Report, StragglerReport
 
 AGAIN_S = 1.0
 _CALM_S = 5.0

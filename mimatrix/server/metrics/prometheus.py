@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 
@@ -99,6 +99,9 @@ class _Now(Collector):
                 devices.add_metric([node, kind, "free"], len(of_kind) - busy)
         yield devices
         yield heard
+        refusals = self._context.authenticator.refusals
+        about = "Requests that were refused because their token was missing or unknown"
+        yield CounterMetricFamily("mimatrix_unauthenticated_requests", about, value=refusals)
 
 
 def _of_jobs(live: dict[int, LiveJob]) -> Iterator[Metric]:

@@ -45,9 +45,7 @@ class History:
         """Whether it is time for a point. A clock that was set back begins again."""
         return not 0 <= now_s - self._kept_at[0] < TIERS[0].every_s
 
-    def keep(
-        self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any], contain: Contain
-    ) -> None:
+    def keep(self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any], contain: Contain) -> None:
         """Write a point of the cluster and of each job; `contain` keeps a job that raises from the others."""
         with self._sessions.begin(durable=False) as session:
             _write(session, 0, now_s, [(CLUSTER, dict(cluster))])

@@ -1,4 +1,4 @@
-"""What workers say: they join, they report, they hand in curves and plans. Sizes are limited, tensors are none."""
+"""Workers: rendezvous, reports, profiles, plans and checkpoints. Tensors never come here."""
 
 from collections import Counter
 
@@ -13,17 +13,17 @@ from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs.documents import checked_plan, checked_profile
 from mimatrix.server.jobs.events import plan_changed
 from mimatrix.server.jobs.lifecycle import record_event
-from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.jobs.service import find_job
-from mimatrix.server.routes.jobs import Number
+from mimatrix.server.metrics.live_state import LiveJob
+from mimatrix.server.routes.jobs import JobId
 
 router = APIRouter(prefix="/api", tags=["workers"])
-_MOST_WHY = 500
+_MAX_REASON = 500
 
 
 @router.post("/jobs/{number}/join")
-def join(number: Number, said: m.RendezvousRequest, shared: Shared, who: Worker) -> m.Rendezvous:
-    """A worker is there, and learns where the others are; until rank 0 has come, the port is 0."""
+def join(number: JobId, said: m.RendezvousRequest, shared: Shared, who: Worker) -> m.Rendezvous:
+    """Announce a worker, and get the address of rank 0; the port is 0 until rank 0 has announced itself."""
     live = _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions() as session:
         row = find_job(session, number)
@@ -40,13 +40,17 @@ def join(number: Number, said: m.RendezvousRequest, shared: Shared, who: Worker)
 
 
 @router.post("/jobs/{number}/report")
-async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.ReportReply:
-    """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
+async def report(number: JobId, said: m.Report, shared: Shared, who: Worker) -> m.ReportReply:
+    """Report progress and metrics. Nothing is written to disk here; the controller does that periodically."""
     return take_report(number, said, shared, who)
 
 
 def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.ReportReply:
-    """What the worker is to do; a refusal for one that has no business here."""
+    """Store a report, and return the reply.
+
+    Raises:
+        ApiError: The worker is not one of this job's current generation.
+    """
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
     speaks = live.record_report(said.rank, said, shared.clock())
@@ -57,20 +61,20 @@ def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.
 
 
 @router.put("/jobs/{number}/profile", status_code=204, response_class=Response)
-def profile(number: Number, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
-    """The curves of its devices."""
+def profile(number: JobId, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
+    """Store the profile of a job's devices."""
     return _store(number, said, shared, who, "profile")
 
 
 @router.put("/jobs/{number}/plan", status_code=204, response_class=Response)
-def plan(number: Number, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
-    """The plan that its rank 0 made."""
+def plan(number: JobId, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
+    """Store the plan of a job."""
     return _store(number, said, shared, who, "plan")
 
 
 @router.put("/jobs/{number}/checkpoints", status_code=204, response_class=Response)
-def saved(number: Number, said: m.CheckpointList, shared: Shared, who: Worker) -> Response:
-    """What its rank 0 has saved."""
+def saved(number: JobId, said: m.CheckpointList, shared: Shared, who: Worker) -> Response:
+    """Store the list of a job's checkpoints."""
     _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions.begin() as session:
         find_job(session, number, to_change=True).checkpoints = said.model_dump(mode="json")["checkpoints"]
@@ -85,26 +89,27 @@ def _store(number: int, said: m.DocumentUpload, shared: Context, who: Bearer, wh
         setattr(row, what, content)
         why = content.get("why")
         if why and live.claim_plan_event(now_s):
-            record_event(session, row, plan_changed(why[:_MOST_WHY]), now_s)
+            record_event(session, row, plan_changed(why[:_MAX_REASON]), now_s)
     return Response(status_code=204)
 
 
 def _live(number: int, protocol: int, generation: int, shared: Context, who: Bearer) -> LiveJob:
     if who.job != number:
-        raise ApiError(403, f"this token is of a worker of job {who.job}; it has no business with job {number}")
+        raise ApiError(403, f"this token belongs to a worker of job {who.job}; it is not valid for job {number}")
     if protocol != m.PROTOCOL:
         raise ApiError(
-            409, f"this server speaks version {m.PROTOCOL} and the worker {protocol}; install the same on both"
+            409,
+            f"the server has protocol version {m.PROTOCOL} and the worker {protocol}; install the same version on both",
         )
     live = shared.live.get(number, generation)
     if live is None:
-        raise ApiError(409, f"generation {generation} of job {number} does not run; it was ended or started again")
+        raise ApiError(409, f"generation {generation} of job {number} does not run; it was stopped or restarted")
     return live
 
 
 def _check_rank(number: int, rank: int, ranks: int) -> None:
     if rank >= ranks:
-        raise ApiError(422, f"job {number} has {ranks} ranks, and rank {rank} is none of them")
+        raise ApiError(422, f"rank {rank} is not one of the {ranks} ranks of job {number}")
 
 
 def _node(seat: str) -> str:
