@@ -20,6 +20,8 @@ from mimatrix.engine.mode import Membership
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.world import World
+from mimatrix.server.controller.endings import JobEnder
+from mimatrix.server.controller.faults import Faults
 from mimatrix.server.db.models import JobRow
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter
@@ -89,7 +91,10 @@ def reporter_of(client: Any, number: int, folder: Path) -> Reporter:
 
 def end(there: House, number: int) -> None:
     with there.context.sessions.begin() as session:
-        there.loop._gone(session, session.get_one(JobRow, number))
+        ender = JobEnder(
+            there.context, Faults(there.context), there.controller.environment, History(there.context.sessions)
+        )
+        ender.clean_up(session, session.get_one(JobRow, number), 1)
 
 
 def points_of(there: House, number: int, most: int = 1000) -> list[dict[str, Any]]:

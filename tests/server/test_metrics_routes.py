@@ -11,10 +11,11 @@ from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_controller import Clock, reasons
 
-from mimatrix.api.models import PROTOCOL, JobState
+from mimatrix.api.models import PROTOCOL, EventKind, JobState
 from mimatrix.monitor.downsampling import TIERS
 from mimatrix.server.db.models import AllocationRow, JobRow, SampleRow
-from mimatrix.server.jobs.lifecycle import move
+from mimatrix.server.jobs.events import JobEvent
+from mimatrix.server.jobs.lifecycle import transition
 
 
 @pytest.fixture
@@ -154,7 +155,13 @@ def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
     for used in (2, 2, 0):
         if not used:
             with there.context.sessions.begin() as session:
-                move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+                transition(
+                    session,
+                    session.get_one(JobRow, number),
+                    JobState.DONE,
+                    JobEvent(EventKind.WAITING, "test"),
+                    clock(),
+                )
         clock.ahead_s += 6
         there.controller.keep_history()
     points = there.ask("dee", "GET", "/api/use?hours=1").json()
@@ -175,7 +182,9 @@ def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clo
                 reported(there, number, rank, use={"busy": each, "memory_bytes": 1000 + rank})
             there.controller.keep_history()
         with there.context.sessions.begin() as session:
-            move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+            transition(
+                session, session.get_one(JobRow, number), JobState.DONE, JobEvent(EventKind.WAITING, "test"), clock()
+            )
         there.context.live.forget(number)
         clock.ahead_s += 60
 
@@ -195,7 +204,9 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_seats"] == []
     with there.context.sessions.begin() as session:
-        move(session, session.get_one(JobRow, number), JobState.FAILED, "rank 1 failed", 2.0)
+        transition(
+            session, session.get_one(JobRow, number), JobState.FAILED, JobEvent(EventKind.WAITING, "rank 1 failed"), 2.0
+        )
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
     assert (found["seats"], found["last_seats"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
     (listed,) = there.ask("dee", "GET", "/api/jobs").json()["jobs"]

@@ -16,7 +16,7 @@ Speeds = Mapping[tuple[str, str], Mapping[str, float]]
 
 
 class SpeedTable:
-    """Keeps the speeds of the last run of each user's jobs. `speeds` is replaced as a whole: other threads may read it."""
+    """Speeds of the last run of each user's jobs. `speeds` is replaced as a whole: other threads may read it."""
 
     def __init__(self, context: Context, faults: Faults) -> None:
         self._context, self._faults = context, faults
