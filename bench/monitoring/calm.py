@@ -7,10 +7,10 @@ from typing import Any, TextIO
 from support.workers import process_of
 
 from bench.monitoring.house import serving
-from mimatrix.api.models import Ranks
+from mimatrix.api.models import EventKind, Ranks
 from mimatrix.launch.throttle.cpu_quota import quotas
 from mimatrix.monitor.rank_metrics import RankFigures
-from mimatrix.monitor.stragglers import Slowness
+from mimatrix.monitor.stragglers import StragglerTracker
 
 SPEED = 0.3
 
@@ -39,10 +39,8 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
                 if looks % 60 == 0:
                     print(f"{looks} s, step {client.job(number).progress.step}, named {named}", flush=True)
             steps = client.job(number).progress.step - first
-            sentences = [
-                each.reason for each in client.events(number) if "rank" in each.reason and "idle" in each.reason
-            ]
-            sentences += [each.reason for each in client.events(number) if "has not come" in each.reason]
+            named_by = (EventKind.STRAGGLER, EventKind.HANG)
+            sentences = [each.reason for each in client.events(number) if each.kind in named_by]
     return {
         "seconds": round(time.monotonic() - started),
         "steps": steps,
@@ -55,7 +53,7 @@ def measured(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
 
 def again(record: Iterable[str]) -> list[str]:
     """Who would be named by the rules as they are now, from what was seen."""
-    following, said = Slowness(), []
+    following, said = StragglerTracker(), []
     for second, line in enumerate(record):
         figures = [
             RankFigures(

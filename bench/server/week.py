@@ -25,7 +25,7 @@ from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.planner import make_plan
 from mimatrix.server.auth.tokens import digest_of
 from mimatrix.server.db.engine import address_in, opened
-from mimatrix.server.db.models import AuditRow, EventRow, JobRow, SampleRow, StintRow, TokenRow, UsageRow
+from mimatrix.server.db.models import AllocationRow, AuditRow, EventRow, JobRow, SampleRow, TokenRow, UsageRow
 from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.metrics.store import CLUSTER, point_of
 
@@ -121,7 +121,7 @@ def fill(data: Path, size: Size, now_s: float) -> list[Life]:
     with sessions.begin() as session:
         _add(session, JobRow, [_job(each, now_s) for each in found])
         _add(session, EventRow, [event for each in found for event in _events(each, now_s)])
-        _add(session, StintRow, [stint for each in found for stint in _stints(each)])
+        _add(session, AllocationRow, [stint for each in found for stint in _stints(each)])
         _add(session, TokenRow, [_token(each) for each in found if each.started_s])
         _add(session, AuditRow, [entry for each in found for entry in _audit(each)])
         _add(session, UsageRow, [{"user": user, "amount": 1e6, "at": now_s} for user in USERS])

@@ -19,12 +19,6 @@ from difflib import get_close_matches
 
 # A cluster knows thousands of names, and an error is one sentence.
 _SHOWN = 20
-EXIT_FAILED = 1
-"""The exit code of a failure that the input is not to blame for."""
-EXIT_BAD_INPUT = 2
-"""The exit code of a `UserError`; with it a job is not started again."""
-EXIT_PEER_LOST = 76
-"""The exit code of a rank that stopped because another one was lost: it is not the rank to blame."""
 
 
 class MiMatrixError(Exception):

@@ -20,8 +20,9 @@ from typing import IO
 from mimatrix.api.torchrun_env import Place, torchrun_variables
 from mimatrix.core.environment import HOST
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.exit_codes import TIMED_OUT
 from mimatrix.core.units import parse_bytes
-from mimatrix.processes.group import TIMED_OUT, Command, Ending, run_together, signal_group, start_guard
+from mimatrix.processes.group import Command, Ending, run_together, signal_group, start_guard
 from mimatrix.processes.ports import free_port
 
 _ADDRESS = "127.0.0.1"

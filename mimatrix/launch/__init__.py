@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mimatrix.launch.devices import cores
+from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import (
     DeviceFacts,
     Launcher,
@@ -17,13 +18,16 @@ from mimatrix.launch.launcher import (
 from mimatrix.launch.local.launcher import LocalLauncher
 
 if TYPE_CHECKING:
+    from mimatrix.launch.local_run import Launch, Outcome, run_local
     from mimatrix.launch.ray.auth import ray_environment
     from mimatrix.launch.ray.launcher import RayLauncher
-    from mimatrix.launch.run_local import Launch, Outcome, run_local
     from mimatrix.launch.run_options import check, module_words, parse_groups, parse_memory, parse_speeds, script_words
 
 __all__ = [
     "DeviceFacts",
+    "EndedFor",
+    "ExitCause",
+    "ExitKind",
     "Launch",
     "Launcher",
     "LocalLauncher",
@@ -47,7 +51,7 @@ __all__ = [
     "script_words",
 ]
 
-_RUNS = dict.fromkeys(("Launch", "Outcome", "run_local"), "run_local")
+_RUNS = dict.fromkeys(("Launch", "Outcome", "run_local"), "local_run")
 _REQUESTS = dict.fromkeys(
     ("check", "module_words", "parse_groups", "parse_memory", "parse_speeds", "script_words"), "run_options"
 )

@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from mimatrix.launch.exit_causes import ExitCause
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -62,8 +64,8 @@ class Team:
     """The user; the launcher's own if empty."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Ranks that end together when one of them fails; without, all do."""
-    returns: int = 0
-    """How many times, in all, a group that was lost is started again while others run, once they have met."""
+    restarts: int = 0
+    """How many times, in all, a group that was lost is restarted while others run, once they have met."""
     others: bool = False
     """Whether there are others of the same team on other nodes."""
 
@@ -83,12 +85,16 @@ class MemberState:
     """What is known of one process."""
 
     phase: Phase
-    code: int | None = None
-    """Of its exit; minus the signal that killed it."""
-    reason: str = ""
-    """How it ended; of one that was started again, how it ended before."""
-    returns: int = 0
-    """How often it was started again."""
+    cause: ExitCause | None = None
+    """How it ended; after a restart, how it ended before that."""
+    restarts: int = 0
+    """How often it was restarted."""
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or minus the signal that killed it; None while it runs, and if it is unknown."""
+        has_ended = self.phase in (Phase.EXITED, Phase.LOST)
+        return self.cause.returncode if self.cause and has_ended else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mimatrix.core.errors import UserError, nearest
 from mimatrix.core.units import format_bytes, parse_bytes
 from mimatrix.hybrid.groups import Groups, check_groups
-from mimatrix.launch.run_local import Launch
+from mimatrix.launch.local_run import Launch
 from mimatrix.launch.throttle import WAYS
 
 _MOST_RANKS = 4096

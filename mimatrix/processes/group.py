@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
-from mimatrix.core.errors import EXIT_PEER_LOST
+from mimatrix.core.exit_codes import PEER_LOST, TIMED_OUT
 from mimatrix.processes.proc import ENDS, die_with_parent
 
-TIMED_OUT = 124
 _KILL_S, _DRAIN_S = 5.0, 1.0
 _LONGEST_LINE = 1 << 16
 _SENTENCE = b"mimatrix: "
@@ -286,7 +285,7 @@ class _Crew:
 def _follows(first: Ending, later: Ending) -> bool:
     """Whether the first one ended because of the later one: it only stopped as it had lost a peer."""
     killed = 128 + signal.SIGTERM, 128 + signal.SIGKILL
-    return first.code == EXIT_PEER_LOST and later.code not in (EXIT_PEER_LOST, *killed)
+    return first.code == PEER_LOST and later.code not in (PEER_LOST, *killed)
 
 
 def _stops(grace_s: float, team: str = "") -> list[_Stop]:

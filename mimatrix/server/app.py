@@ -9,7 +9,7 @@ from mimatrix import __version__
 from mimatrix.api.models import Problem
 from mimatrix.server import errors
 from mimatrix.server.context import Context
-from mimatrix.server.controller.reconcile import Loop
+from mimatrix.server.controller.reconcile import Controller
 from mimatrix.server.routes import audit, devices, health, jobs, metrics, nodes, tokens, workers
 from mimatrix.server.web import api_docs, static
 from mimatrix.server.web.audit import Audit
@@ -27,7 +27,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(context: Context, loop: Loop) -> FastAPI:
+def create_app(context: Context, controller: Controller) -> FastAPI:
     """Create the application of one server."""
     app = FastAPI(
         title="MiMatrix job server",
@@ -38,7 +38,7 @@ def create_app(context: Context, loop: Loop) -> FastAPI:
         redoc_url=None,
         responses=_REFUSALS,
     )
-    app.state.context, app.state.loop = context, loop
+    app.state.context, app.state.controller = context, controller
     errors.install(app)
     api_docs.install(app)
     static.install(app)

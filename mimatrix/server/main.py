@@ -25,7 +25,8 @@ from mimatrix.launch import Launcher
 from mimatrix.server.app import create_app
 from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
-from mimatrix.server.controller.reconcile import Loop, Serving
+from mimatrix.server.controller.job_environment import JobEnvironment
+from mimatrix.server.controller.reconcile import Controller
 from mimatrix.server.db.engine import DATABASE_FILE, address_in, opened
 from mimatrix.server.db.exclusive import check_local, exclusive_use
 from mimatrix.server.db.models import TokenRow
@@ -78,17 +79,17 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
             Authenticator(sessions, time.time),
             time.time,
         )
-        loop = Loop(context, _job_environment(settings), logger.info)
-        loop.recover()
+        controller = Controller(context, _job_environment(settings))
+        controller.recover()
         _first_token(context, settings)
         _store(settings.data / ADDRESS_FILE, settings.address)
-        controller = _ControllerThread(loop, context)
-        controller.start()
-        stack.callback(controller.stop)
+        thread = _ControllerThread(controller, context)
+        thread.start()
+        stack.callback(thread.stop)
         for warning in warnings_for(settings, given):
             logger.warning(warning)
         logger.info("dashboard: %s, API: %s/docs, data: %s", settings.address, settings.address, settings.data)
-        server = uvicorn.Server(_uvicorn(settings, context, loop, connections))
+        server = uvicorn.Server(_uvicorn(settings, context, controller, connections))
         # The objects made so far stay: searching them for garbage again and again would delay every request.
         gc.freeze()
         server.run([listener])
@@ -123,23 +124,15 @@ def _make_folders(settings: Settings) -> None:
 class _ControllerThread(threading.Thread):
     """Runs the controller twice a second, and whenever there is something to decide."""
 
-    def __init__(self, loop: Loop, context: Context) -> None:
+    def __init__(self, controller: Controller, context: Context) -> None:
         super().__init__(name="mimatrix-controller", daemon=True)
-        self._loop, self._context = loop, context
+        self._controller, self._context = controller, context
         self._is_stopped = False
-        self._last_error = ""
 
     def run(self) -> None:
-        """Run until stopped; a turn that fails is logged, and followed by the next."""
+        """Run until stopped. What fails within a turn is contained there."""
         while not self._is_stopped:
-            try:
-                self._loop.turn()
-                self._context.controller_turned_at_s = time.monotonic()
-                self._last_error = ""
-            except Exception as error:
-                if self._last_error != str(error):
-                    self._last_error = str(error)
-                    logger.exception("a turn of the controller failed; it will be repeated")
+            self._controller.reconcile()
             self._context.wake.wait(_TURN_S)
             self._context.wake.clear()
 
@@ -150,7 +143,7 @@ class _ControllerThread(threading.Thread):
         self.join(timeout=10.0)
 
 
-def _job_environment(settings: Settings) -> Serving:
+def _job_environment(settings: Settings) -> JobEnvironment:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     if settings.run_as:
@@ -158,12 +151,18 @@ def _job_environment(settings: Settings) -> Serving:
         environment |= {"HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name}
     command = (settings.python, "-m", "mimatrix.worker")
     checkpoints = str(settings.checkpoint_folder)
-    return Serving(settings.address, command, environment, settings.run_as, checkpoints=checkpoints)
+    return JobEnvironment(
+        address=settings.address,
+        command=command,
+        variables=environment,
+        run_as=settings.run_as,
+        checkpoints=checkpoints,
+    )
 
 
-def _uvicorn(settings: Settings, context: Context, loop: Loop, connections: int) -> uvicorn.Config:
+def _uvicorn(settings: Settings, context: Context, controller: Controller, connections: int) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(context, loop),
+        create_app(context, controller),
         http=HeaderTimeoutProtocol,
         log_level="warning",
         access_log=False,

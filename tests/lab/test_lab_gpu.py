@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.exit_codes import TIMED_OUT
 from mimatrix.lab import GpuPart, collect_gpu, gpu_environment, mps_daemon, parse_parts, run_gpu
-from mimatrix.processes.group import TIMED_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = """#!/bin/sh

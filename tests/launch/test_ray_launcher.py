@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.launcher_contract import (
     DEAF,
+    DONE,
     FOREVER,
     Ground,
     LauncherContract,
@@ -27,6 +28,7 @@ from support.launcher_contract import (
 from support.ray_clusters import RayCluster, ray_cluster
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import Member, MemberState, Phase, Team
 from mimatrix.launch.ray.auth import ray_environment
 from mimatrix.launch.ray.driver_client import Answer, Archive, Refused
@@ -117,10 +119,14 @@ def test_nodes_are_what_ray_and_labels_say(shared: RayLauncher) -> None:
     assert kinds == {"left": ["cpu"], "middle": ["cpu"], "right": ["a40"] * 2}
 
 
+def ended_for(rank: int) -> ExitCause:
+    return ExitCause(kind=ExitKind.SIGNALED, signal=signal.SIGTERM, ended_for=EndedFor.PEER, because_of=rank)
+
+
 def test_a_team_over_nodes_keeps_its_ranks(ground: Ground) -> None:
     team = spread(ground, "import os\nprint(os.environ['RANK'], os.environ['WHERE'])")
     ground.launcher.start(team)
-    assert ground.ended(team.name).members == (MemberState(Phase.EXITED, 0),) * 4
+    assert ground.ended(team.name).members == (DONE,) * 4
     assert [ground.output(team.name, rank) for rank in range(4)] == [f"{rank} {SPREAD[rank]}\n" for rank in range(4)]
 
 
@@ -135,7 +141,7 @@ def test_a_group_that_is_alone_on_its_node_returns(ground: Ground, tmp_path: Pat
     )
     team = spread(ground, code, ("left", "right"))
     environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(tmp_path / "word")}
-    ground.launcher.start(replace(team, groups=((0,), (1,)), returns=9, environment=environment))
+    ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=9, environment=environment))
     eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return")
     ground.launcher.end(team.name)
     state = ground.ended(team.name)
@@ -153,10 +159,7 @@ def test_a_failure_on_one_node_ends_the_others(ground: Ground) -> None:
     state = ground.ended(team.name)
     assert state.first_failure == 3
     assert codes(state) == [-signal.SIGTERM, -signal.SIGTERM, -signal.SIGTERM, 7]
-    assert [member.reason for member in state.members] == [
-        *["killed by SIGTERM; ended because rank 3 failed"] * 3,
-        "exit code 7",
-    ]
+    assert [member.cause for member in state.members] == [*[ended_for(3)] * 3, ExitCause.from_returncode(7)]
 
 
 def test_a_failure_ends_the_others_while_nobody_looks(ground: Ground, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_a_failure_ends_the_others_while_nobody_looks(ground: Ground, tmp_path: 
     eventually(lambda: not any(map(runs, members)), "the end of all")
     state = ground.ended(team.name)
     assert (state.first_failure, codes(state)[2]) == (2, 4)
-    assert state.members[0].reason == "killed by SIGTERM; ended because rank 2 failed"
+    assert state.members[0].cause == ended_for(2)
 
 
 def test_what_one_node_cannot_start_no_node_starts(ground: Ground, cluster: RayCluster) -> None:
@@ -366,8 +369,11 @@ def test_a_node_that_is_lost_loses_its_members(ground: Ground, cluster: RayClust
     state = ground.ended(team.name)
     assert state.first_failure == 1
     assert [member.phase for member in state.members] == [Phase.EXITED, Phase.LOST, Phase.EXITED, Phase.LOST]
-    assert state.members[1].reason.startswith("node right is gone")
-    assert state.members[0].reason == "killed by SIGTERM; ended because rank 1 failed"
+    lost = state.members[1].cause
+    assert lost
+    assert lost.kind is ExitKind.LOST
+    assert lost.detail.startswith("node right is gone")
+    assert state.members[0].cause == ended_for(1)
     eventually(lambda: not any(map(runs, members)), "the end of those whom Ray did not start")
     assert {node.name for node in ground.launcher.nodes()} == {"left", "middle"}
     with pytest.raises(WorldError, match="node right does not answer"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import DeviceFacts, Member, MemberState, NodeFacts, Phase, Team, TeamState
 from mimatrix.launch.ray.auth import ray_environment
 from mimatrix.launch.ray.fencing import Fence
@@ -30,9 +31,17 @@ from mimatrix.launch.ray.store import TeamRecords
 NODES = {known: NodeFacts(name, "10.0.0.1", (DeviceFacts("cpu", 1),) * 2) for known, name in (("a", "n0"), ("b", "n1"))}
 OWN = {"a": "n0", "b": "n1"}
 TEAM = Team("job-1.g1", ("x",), (Member("n1", 0), Member("n0", 0), Member("n1", 1)), Path("/srv/job.tar.gz"))
-UP, DONE = MemberState(Phase.RUNNING), MemberState(Phase.EXITED, 0)
-TOLD = MemberState(Phase.EXITED, -signal.SIGTERM, "killed by SIGTERM; told to end")
+UP, DONE = MemberState(Phase.RUNNING), MemberState(Phase.EXITED, ExitCause.from_returncode(0))
+FAILED = MemberState(Phase.EXITED, ExitCause.from_returncode(1))
 NOW_S = 1000.0
+
+
+def signaled(number: int, ended_for: EndedFor, because_of: int | None = None) -> MemberState:
+    cause = ExitCause(kind=ExitKind.SIGNALED, signal=number, ended_for=ended_for, because_of=because_of)
+    return MemberState(Phase.EXITED, cause)
+
+
+TOLD = signaled(signal.SIGTERM, EndedFor.REQUEST)
 
 
 def raylet(resources: dict[str, float], labels: dict[str, str] | None = None) -> Raylet:
@@ -68,11 +77,10 @@ def test_parts_are_put_together_in_the_order_of_ranks() -> None:
 
 
 def test_the_first_failure_is_the_earliest_that_any_node_saw() -> None:
-    failed = MemberState(Phase.EXITED, 1, "exit code 1")
-    sight = Sight(parts={"a": part(failed, cause=Cause(1, 7.0)), "b": part(TOLD, UP, cause=Cause(2, 6.0))})
+    sight = Sight(parts={"a": part(FAILED, cause=Cause(1, 7.0)), "b": part(TOLD, UP, cause=Cause(2, 6.0))})
     found = judged(record(), sight)
     assert found.state.first_failure == 2
-    assert found.members[0].reason == "killed by SIGTERM; ended because rank 2 failed"
+    assert found.members[0] == signaled(signal.SIGTERM, EndedFor.PEER, 2)
     later = judged(found, Sight(parts={"b": part(TOLD, TOLD, cause=Cause(0, 1.0))}))
     assert later.state.first_failure == 2, "it stays"
     assert later.state.has_ended
@@ -80,7 +88,7 @@ def test_the_first_failure_is_the_earliest_that_any_node_saw() -> None:
 
 def test_a_node_that_is_gone_loses_those_who_had_not_ended() -> None:
     found = judged(record(DONE, UP, UP), Sight(gone={"b": "no heartbeat"}, parts={"a": part(UP)}))
-    assert found.members == (DONE, UP, MemberState(Phase.LOST, reason="node n1 is gone (no heartbeat)"))
+    assert found.members == (DONE, UP, MemberState(Phase.LOST, ExitCause.lost("node n1 is gone (no heartbeat)")))
     assert found.state.first_failure == 2
     assert found.unended() == ("a",)
 
@@ -89,7 +97,7 @@ def test_a_loss_after_the_team_was_told_to_end_is_nobodys_failure() -> None:
     found = judged(record(is_told=True), Sight(gone={"b": ""}, parts={"a": part(TOLD)}))
     assert found.state.first_failure is None
     assert found.members[1] == TOLD
-    assert found.members[0].reason == "node n1 is gone"
+    assert found.members[0].cause == ExitCause.lost("node n1 is gone")
 
 
 def test_a_silent_node_is_as_it_was() -> None:
@@ -99,9 +107,9 @@ def test_a_silent_node_is_as_it_was() -> None:
 
 def test_a_node_that_forgot_and_one_whose_keeper_was_gone() -> None:
     found = judged(record(), Sight(parts={"a": None, "b": part(UP, UP)}))
-    assert found.members[1] == MemberState(Phase.LOST, reason="node n0 knows nothing of it any more")
+    assert found.members[1] == MemberState(Phase.LOST, ExitCause.lost("node n0 knows nothing of it any more"))
     assert found.state.first_failure == 1
-    killed = MemberState(Phase.EXITED, -signal.SIGKILL, "killed by SIGKILL; told to end")
+    killed = signaled(signal.SIGKILL, EndedFor.REQUEST)
     assert judged(record(), Sight(parts={"a": part(killed), "b": part(UP, UP)})).state.first_failure == 1
 
 
@@ -198,21 +206,20 @@ def test_a_failure_in_a_group_ends_no_other() -> None:
     grouped = replace(TEAM, groups=((0, 2), (1,)))
     parts = split(grouped, NODES, OWN, "o1")
     assert {known: each.team.groups for known, each in parts.items()} == {"b": ((0, 1),), "a": ((0,),)}
-    failed = MemberState(Phase.EXITED, 1, "exit code 1")
-    assert find_local_cause(TeamState((failed,), 0), parts["a"], NOW_S) is None
+    assert find_local_cause(TeamState((FAILED,), 0), parts["a"], NOW_S) is None
     before = replace(first_record(grouped, parts), has_started=True)
-    found = judged(before, Sight(parts={"a": part(failed, first=0), "b": part(UP, UP)}))
-    assert (found.members[1], found.cause) == (failed, None)
+    found = judged(before, Sight(parts={"a": part(FAILED, first=0), "b": part(UP, UP)}))
+    assert (found.members[1], found.cause) == (FAILED, None)
     lost = judged(before, Sight(gone={"a": ""}, parts={"b": part(UP, UP)}))
     assert (lost.members[1].phase, lost.cause) == (Phase.LOST, None)
     assert judged(found, Sight(parts={"b": part(DONE, DONE)})).state.first_failure == 1
-    back = MemberState(Phase.RUNNING, None, "exit code 1", 1)
+    back = MemberState(Phase.RUNNING, FAILED.cause, 1)
     assert judged(found, Sight(parts={"a": part(back), "b": part(UP, UP)})).members == (UP, back, UP)
 
 
 def test_each_node_starts_its_lost_groups_again() -> None:
-    parts = split(replace(TEAM, groups=((0, 2), (1,)), returns=3), NODES, OWN, "o1")
-    assert [(each.team.returns, each.team.others) for each in parts.values()] == [(3, True), (3, True)]
+    parts = split(replace(TEAM, groups=((0, 2), (1,)), restarts=3), NODES, OWN, "o1")
+    assert [(each.team.restarts, each.team.others) for each in parts.values()] == [(3, True), (3, True)]
     whole = split(replace(TEAM, members=(Member("n0", 0), Member("n0", 1))), NODES, OWN, "o1")
     assert not whole["a"].team.others
 
@@ -220,3 +227,10 @@ def test_each_node_starts_its_lost_groups_again() -> None:
 def test_a_group_on_two_nodes_ends_with_all() -> None:
     parts = split(replace(TEAM, groups=((0, 1), (2,))), NODES, OWN, "o1")
     assert [each.team.groups for each in parts.values()] == [(), ()]
+
+
+def test_the_ranks_in_the_causes_of_a_node_are_those_of_the_team() -> None:
+    peer = signaled(signal.SIGTERM, EndedFor.PEER, 1)
+    grouped = record(has_groups=True)
+    found = judged(grouped, Sight(parts={"a": part(UP), "b": part(peer, FAILED)}))
+    assert found.members == (signaled(signal.SIGTERM, EndedFor.PEER, 2), UP, FAILED)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
+from mimatrix.core.exit_codes import TIMED_OUT
 from mimatrix.launch import Launch, Outcome, run_local
 from mimatrix.launch.environment import Attempt, environment, threads_text
-from mimatrix.launch.run_local import Again, Over, decide
-from mimatrix.processes.group import TIMED_OUT, Ending
+from mimatrix.launch.local_run import Again, Over, decide
+from mimatrix.processes.group import Ending
 from mimatrix.processes.ports import free_port
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"

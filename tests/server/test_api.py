@@ -12,10 +12,11 @@ from support.databases import database, postgresql
 from support.documents import plan, profile
 from support.servers import House, house
 
-from mimatrix.api.models import PROTOCOL, JobState, Role
+from mimatrix.api.models import PROTOCOL, EventKind, JobState, Role
 from mimatrix.server.auth.tokens import issue
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.jobs.lifecycle import move
+from mimatrix.server.jobs.events import JobEvent
+from mimatrix.server.jobs.lifecycle import transition
 
 __all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 
@@ -43,7 +44,7 @@ def worker(there: House, number: int, seats: tuple[str, ...] = ("n/0", "n/1")) -
     with there.context.sessions.begin() as session:
         job = session.get_one(JobRow, number)
         job.seats = list(seats)
-        move(session, job, JobState.STARTING, "test", 1.0)
+        transition(session, job, JobState.STARTING, JobEvent(EventKind.WAITING, "test"), 1.0)
         _, secret = issue(session, "ben", Role.WORKER, 1.0, number)
     there.context.live.begin(number, 1, seats)
     there.secrets[f"worker-{number}"] = secret
@@ -191,7 +192,13 @@ def test_who_may_do_what(there: House) -> None:
             worker(there, another)
             if path.endswith("retry"):
                 with there.context.sessions.begin() as session:
-                    move(session, session.get_one(JobRow, number), JobState.DONE, "test", 2.0)
+                    transition(
+                        session,
+                        session.get_one(JobRow, number),
+                        JobState.DONE,
+                        JobEvent(EventKind.WAITING, "test"),
+                        2.0,
+                    )
             workers = {"worker": f"worker-{number}", "other worker": f"worker-{another}"}
             who = workers.get(role, bearer)
             with there.context.sessions.begin() as session:

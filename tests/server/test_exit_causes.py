@@ -4,30 +4,31 @@ import io
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mimatrix.launch import LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
+from mimatrix.launch import EndedFor, ExitCause, LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
 from mimatrix.server.controller.exit_causes import failed_rank, groups_of, last_words, lost_ranks, told
 
-EXITED, LOST = Phase.EXITED, Phase.LOST
+LOST = Phase.LOST
+
+
+def exited(returncode: int, because_of: int | None = None) -> MemberState:
+    cause = ExitCause.from_returncode(returncode)
+    if because_of is not None:
+        cause = replace(cause, ended_for=EndedFor.PEER, because_of=because_of)
+    return MemberState(Phase.EXITED, cause)
 
 
 @pytest.mark.parametrize(
     ("member", "words", "sentence"),
     [
-        (MemberState(EXITED, 1, "exit code 1"), "", "rank 0 on n/0 ended with 1"),
-        (MemberState(EXITED, 1, "exit code 1"), "boom", 'rank 0 on n/0 ended with 1; its last line: "boom"'),
-        (MemberState(EXITED, 1, "exit code 1; left 2"), "", "rank 0 on n/0 ended with 1: left 2"),
-        (MemberState(EXITED, 126, "no such file"), "", "rank 0 on n/0 ended with 126: no such file"),
-        (MemberState(EXITED, -9, "killed by SIGKILL"), "", "rank 0 on n/0 was killed by SIGKILL"),
-        (
-            MemberState(EXITED, -15, "killed by SIGTERM; told to end"),
-            "",
-            "rank 0 on n/0 was killed by SIGTERM: told to end",
-        ),
-        (MemberState(LOST, None, "node x is gone"), "", "rank 0 on n/0 was lost: node x is gone"),
+        (exited(1), "", "rank 0 on n/0 ended with exit code 1"),
+        (exited(1), "boom", 'rank 0 on n/0 ended with exit code 1; its last line: "boom"'),
+        (exited(-9), "", "rank 0 on n/0 was killed by SIGKILL"),
+        (MemberState(LOST, ExitCause.lost("node x is gone")), "", "rank 0 on n/0 was lost: node x is gone"),
         (MemberState(LOST), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
     ],
 )
@@ -36,7 +37,7 @@ def test_sentences(member: MemberState, words: str, sentence: str) -> None:
 
 
 def test_who_is_to_blame() -> None:
-    well, bad = MemberState(EXITED, 0), MemberState(EXITED, 1)
+    well, bad = exited(0), exited(1)
     assert failed_rank(TeamState((well, well))) is None
     assert failed_rank(TeamState((well, bad))) == 1
     assert failed_rank(TeamState((bad, bad), first_failure=1)) == 1
@@ -44,14 +45,14 @@ def test_who_is_to_blame() -> None:
 
 
 def test_who_is_to_blame_among_groups() -> None:
-    well, killed, saved = MemberState(EXITED, 0), MemberState(EXITED, -9), MemberState(EXITED, 75)
+    well, killed, saved = exited(0), exited(-9), exited(75)
     groups = groups_of({"MIMATRIX_GROUPS": "[[0, 1], [2]]"}, 3)
     assert groups == ((0, 1), (2,))
     assert failed_rank(TeamState((well, killed, well), 1), groups) is None
     assert failed_rank(TeamState((well, killed, killed), 1), groups) == 1
     assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
     assert failed_rank(TeamState((killed, killed, killed), 1), groups, gone={0, 1}) == 2
-    ended = MemberState(EXITED, -15, "killed by SIGTERM; ended because rank 1 failed")
+    ended = exited(-15, because_of=1)
     runs = MemberState(Phase.RUNNING)
     assert lost_ranks(TeamState((ended, killed, runs), 1), groups) == {0: 1}
     assert lost_ranks(TeamState((runs, runs, saved), 2), groups) == {}

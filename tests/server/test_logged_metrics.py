@@ -20,6 +20,8 @@ from mimatrix.engine.mode import Membership
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.world import World
+from mimatrix.server.controller.endings import JobEnder
+from mimatrix.server.controller.faults import Faults
 from mimatrix.server.db.models import JobRow
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter
@@ -89,7 +91,10 @@ def reporter_of(client: Any, number: int, folder: Path) -> Reporter:
 
 def end(there: House, number: int) -> None:
     with there.context.sessions.begin() as session:
-        there.loop._gone(session, session.get_one(JobRow, number))
+        ender = JobEnder(
+            there.context, Faults(there.context), there.controller.environment, History(there.context.sessions)
+        )
+        ender.clean_up(session, session.get_one(JobRow, number), 1)
 
 
 def points_of(there: House, number: int, most: int = 1000) -> list[dict[str, Any]]:
@@ -153,7 +158,7 @@ def test_points_of_what_was_logged_are_thinned_with_the_others(there: House, clo
         clock.ahead_s += 5
         logged = [{"step": 10 * minute, "metrics": {"val": float(minute)}}] if minute % 6 == 0 else []
         reported(there, number, 0, step=10 * minute + 9, logged=logged)
-        there.loop._keep()
+        there.controller.keep_history()
     points = points_of(there, number)
     assert curve(points, "val") == [(0, 0.0), (60, 6.0), (120, 12.0), (180, 18.0)]
     assert [point["samples_per_s"] for point in points if "val" in point["metrics"]] == [None] * 4
@@ -184,7 +189,7 @@ def test_mimatrix_metrics_shows_validations_at_their_steps(
     number = begun(there)
     logged = [{"step": 0, "metrics": {"val": 2.5}}, {"step": 6, "metrics": {"val": None}}]
     reported(there, number, 0, logged=logged)
-    there.loop._keep()
+    there.controller.keep_history()
 
     class Client:
         def history(self, number: int, points: int) -> History:

@@ -11,10 +11,11 @@ from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_controller import Clock, reasons
 
-from mimatrix.api.models import PROTOCOL, JobState
+from mimatrix.api.models import PROTOCOL, EventKind, JobState
 from mimatrix.monitor.downsampling import TIERS
-from mimatrix.server.db.models import JobRow, SampleRow, StintRow
-from mimatrix.server.jobs.lifecycle import move
+from mimatrix.server.db.models import AllocationRow, JobRow, SampleRow
+from mimatrix.server.jobs.events import JobEvent
+from mimatrix.server.jobs.lifecycle import transition
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def watched(there: House, clock: Clock, seconds: int, number: int, **slow: Any) 
         clock.ahead_s += 1
         notices.append(reported(there, number, 0)["notice"])
         reported(there, number, 1, **slow)
-        there.loop._watching.look()
+        there.controller.check_stragglers()
     return [each for each in notices if each]
 
 
@@ -100,7 +101,7 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     for seconds in range(12):
         clock.ahead_s += 1
         reported(there, number, 0, waiting={**waiting, "seconds": seconds + 0.5})
-        there.loop._watching.look()
+        there.controller.check_stragglers()
     (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"]
     assert trouble["kind"] == "hang"
     assert (
@@ -117,7 +118,7 @@ def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: House, c
         reported(there, number, 0, group=0, compute_s=0.1)
         waiting = {"call": "all_reduce", "round": 0, "peer": 0, "seconds": 60.0}
         reported(there, number, 1, group=1, compute_s=0.2, waiting=waiting)
-        there.loop._watching.look()
+        there.controller.check_stragglers()
     assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
@@ -126,7 +127,7 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
     for minute in range(3 * 12):
         clock.ahead_s += 5
         reported(there, number, 0, step=minute, step_s=0.2 if minute % 2 else 0.4)
-        there.loop._keep()
+        there.controller.keep_history()
     found = there.ask("dee", "GET", f"/api/jobs/{number}/history?points=1000").json()
     assert len(found["points"]) == 36
     assert found["points"][-1]["metrics"] == {"loss": 0.5}
@@ -141,7 +142,7 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
         tiers = [tuple(row) for row in session.execute(counted)]
     assert sorted(tiers) == [(0, 36), (1, 2)]
     clock.ahead_s += TIERS[0].kept_s + 61
-    there.loop._keep()
+    there.controller.keep_history()
     with there.context.sessions() as session:
         oldest = session.scalar(select(func.min(SampleRow.at)).where(SampleRow.tier == 0))
     assert oldest is not None
@@ -150,13 +151,19 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
 
 def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
     number = training(there)
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     for used in (2, 2, 0):
         if not used:
             with there.context.sessions.begin() as session:
-                move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+                transition(
+                    session,
+                    session.get_one(JobRow, number),
+                    JobState.DONE,
+                    JobEvent(EventKind.WAITING, "test"),
+                    clock(),
+                )
         clock.ahead_s += 6
-        there.loop._keep()
+        there.controller.keep_history()
     points = there.ask("dee", "GET", "/api/use?hours=1").json()
     assert [(point["devices"], point["used"]) for point in points] == [(4, 2), (4, 2), (4, 0)]
     found = there.ask("dee", "GET", "/api/devices/n/1").json()
@@ -168,14 +175,16 @@ def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clo
     def run(number: int, seats: tuple[str, ...], busy: tuple[float, ...]) -> None:
         worker(there, number, seats)
         with there.context.sessions.begin() as session:
-            session.execute(update(StintRow).where(StintRow.job == number).values(started_at=clock()))
+            session.execute(update(AllocationRow).where(AllocationRow.job == number).values(started_at=clock()))
         for _ in range(3):
             clock.ahead_s += 6
             for rank, each in enumerate(busy):
                 reported(there, number, rank, use={"busy": each, "memory_bytes": 1000 + rank})
-            there.loop._keep()
+            there.controller.keep_history()
         with there.context.sessions.begin() as session:
-            move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+            transition(
+                session, session.get_one(JobRow, number), JobState.DONE, JobEvent(EventKind.WAITING, "test"), clock()
+            )
         there.context.live.forget(number)
         clock.ahead_s += 60
 
@@ -195,7 +204,9 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_seats"] == []
     with there.context.sessions.begin() as session:
-        move(session, session.get_one(JobRow, number), JobState.FAILED, "rank 1 failed", 2.0)
+        transition(
+            session, session.get_one(JobRow, number), JobState.FAILED, JobEvent(EventKind.WAITING, "rank 1 failed"), 2.0
+        )
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
     assert (found["seats"], found["last_seats"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
     (listed,) = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
@@ -228,7 +239,7 @@ def test_what_was_saved(there: House) -> None:
 
 
 def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     (node,) = there.ask("dee", "GET", "/api/nodes").json()
     number = submitted(there)
     worker(there, number, tuple(each["name"] for each in node["devices"][:2]))
@@ -246,10 +257,10 @@ def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
 
 
 def test_places_in_the_queue(there: House) -> None:
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     numbers = [submitted(there, devices="3", priority=priority) for priority in (50, 10, 90)]
     assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["queue_position"] for number in numbers] == [None] * 3
-    there.loop._schedule()
+    there.controller.schedule()
     listed = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
     assert {job["id"]: job["queue_position"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
 
@@ -260,7 +271,7 @@ def test_who_am_i(there: House) -> None:
 
 def test_figures_for_prometheus(there: House) -> None:
     number = training(there)
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     reported(there, number, 0, use={"busy": 0.5})
     answer = there.ask("dee", "GET", "/metrics")
     assert answer.status_code == 200, answer.text

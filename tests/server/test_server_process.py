@@ -51,7 +51,7 @@ def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
     waited = up.command("wait", str(number))
     assert waited.returncode == 1
     assert "rank 0 on " in waited.stdout
-    assert "ended with 1" in waited.stdout
+    assert "ended with exit code 1" in waited.stdout
     assert "nothing to see here" in up.command("logs", str(number)).stdout
 
 

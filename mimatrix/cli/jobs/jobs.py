@@ -11,6 +11,7 @@ from mimatrix.cli.client import Json, Number, connected
 from mimatrix.cli.output import plain_console, print_json
 from mimatrix.cli.train.run import say
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.exit_codes import TIMED_OUT
 from mimatrix.core.units import format_bytes, format_seconds, parse_duration
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _PAUSE_S, _PATIENCE_S = 0.5, 60.0
-_TIMED_OUT = 124
 T = TypeVar("T")
 _STATES = ("queued", "starting", "profiling", "training", "saving", "preempted", "done", "failed", "cancelled")
 
@@ -176,7 +176,7 @@ def wait(
         while (job := _patiently(lambda: client.job(number), True)).state not in ENDED:
             if deadline is not None and time.monotonic() > deadline:
                 plain_console().print(f"job {number} is still {job.state} after {timeout}: {job.reason}")
-                raise typer.Exit(_TIMED_OUT)
+                raise typer.Exit(TIMED_OUT)
             time.sleep(_PAUSE_S)
     if as_json:
         print_json(job.model_dump(mode="json"))

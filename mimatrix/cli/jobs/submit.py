@@ -1,6 +1,5 @@
 """`mimatrix submit`: a script, its folder as it is now, and what it asks for."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import typer
 from mimatrix.cli.client import Json, connected
 from mimatrix.cli.output import plain_console, print_json
 from mimatrix.cli.train.run import say
-from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_duration
 
@@ -90,25 +88,24 @@ def _given(
 ) -> dict[str, Any]:
     """What was said on the command line, and nothing else."""
     found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority, "groups": groups}
-    found |= {"preemptible": preemptible or None, "retries": retries or None}
+    found |= {"preemptible": preemptible or None, "max_restarts": retries or None}
     found["max_time_s"] = parse_duration(max_time) if max_time else None
     found["environment"] = dict(_variable(text) for text in env) or None
     return {key: value for key, value in found.items() if value not in (None, "")}
 
 
 def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Workers hear who is with whom by a variable; a device for each rank, unless others are asked for."""
+    """Groups as the server takes them; a device for each rank, unless others are asked for."""
     from mimatrix.launch import parse_groups
-    from mimatrix.scheduler import Wish
+    from mimatrix.scheduler import ResourceRequest
 
     ranks = len(re.findall(r"\d+", text))
     found = parse_groups(text, ranks)
     devices = given.get("devices") or str(ranks)
-    wanted = Wish.parse(devices)
+    wanted = ResourceRequest.parse(devices)
     if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
-    environment = {**(given.get("environment") or {}), GROUPS.name: json.dumps(found)}
-    return {**given, "devices": devices, "environment": environment}
+    return {**given, "devices": devices, "groups": found}
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -150,11 +147,11 @@ def _submission(given: dict[str, Any]) -> "Submission":
 
 def _warn_of_kinds(devices: str, nodes: "Sequence[Node]") -> None:
     """Nodes may come later, so such a job waits; but most of the time a name is misspelt."""
-    from mimatrix.core.resources import Wish
+    from mimatrix.core.resources import ResourceRequest
     from mimatrix.planner.device_matching import meant
 
     there = sorted({device.kind for node in nodes for device in node.devices})
-    strange = [part.kind for part in Wish.parse(devices).parts if part.kind and not meant(part.kind, there)]
+    strange = [part.kind for part in ResourceRequest.parse(devices).parts if part.kind and not meant(part.kind, there)]
     if there and strange:
         more = f" and {len(there) - _MOST_KINDS} more" if len(there) > _MOST_KINDS else ""
         known = ", ".join(there[:_MOST_KINDS])

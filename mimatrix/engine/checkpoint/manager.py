@@ -20,7 +20,8 @@ from torch import nn
 from mimatrix.comm.control.user_calls import UserCall, find_place
 from mimatrix.comm.group import Group
 from mimatrix.comm.work import Work
-from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, SaveError, UserError, WorldError
+from mimatrix.core.errors import SaveError, UserError, WorldError
+from mimatrix.core.exit_codes import BAD_INPUT, FAILED
 from mimatrix.engine.checkpoint import load as loading
 from mimatrix.engine.checkpoint import storage
 from mimatrix.engine.checkpoint.failed_exit import FailedExit
@@ -284,7 +285,7 @@ class CheckpointManager:
                 logger.error(sentence)
             if may_end_process:
                 told = sentence if place in sentence else f"{sentence} ({place})"
-                self._exit.demand(told, EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED)
+                self._exit.demand(told, BAD_INPUT if isinstance(error, UserError) else FAILED)
             if type(error) is WorldError:
                 raise SaveError(sentence) from error
             raise

@@ -24,7 +24,7 @@ def make_order(team: Team, node: NodeFacts) -> Order:
     find_account(team.run_as)
     environments = tuple(_environment(team, member, node) for member in team.members)
     archive = str(team.archive.absolute())
-    return Order(team.words, environments, archive, team.grace_s, team.run_as, team.groups, team.returns, team.others)
+    return Order(team.words, environments, archive, team.grace_s, team.run_as, team.groups, team.restarts, team.others)
 
 
 def check_name(name: str) -> None:

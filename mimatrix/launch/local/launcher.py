@@ -147,7 +147,9 @@ def _hand_over(folder: TeamFolder) -> None:
     assert record, "whoever gives a team up writes one"
     if record.keeper is None:
         _remove(folder)
-        raise WorldError(f'team "{folder.path.name}" cannot be started: {record.team.members[0].reason}')
+        cause = record.team.members[0].cause
+        assert cause, "it is lost"
+        raise WorldError(f'team "{folder.path.name}" cannot be started: {cause.detail}')
     if record.refusal and record.team.has_ended:
         _remove(folder)
         raise UserError(record.refusal)

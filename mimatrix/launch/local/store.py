@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mimatrix.core.files import create_atomic, write_atomic
+from mimatrix.launch.exit_causes import ExitCause
 from mimatrix.launch.launcher import MemberState, Phase, TeamState
 from mimatrix.processes.proc import Identity
 
@@ -30,7 +31,7 @@ class Order:
     grace_s: float
     run_as: str
     groups: tuple[tuple[int, ...], ...] = ()
-    returns: int = 0
+    restarts: int = 0
     others: bool = False
 
 
@@ -116,7 +117,7 @@ class TeamFolder:
 
 def all_lost(ranks: int, reason: str) -> TeamState:
     """A team of which nobody knows anything."""
-    return TeamState((MemberState(Phase.LOST, reason=reason),) * ranks)
+    return TeamState((MemberState(Phase.LOST, ExitCause.lost(reason)),) * ranks)
 
 
 def judge(record: Record, is_alive: Callable[[Identity], bool]) -> TeamState:
@@ -126,7 +127,7 @@ def judge(record: Record, is_alive: Callable[[Identity], bool]) -> TeamState:
     members = [
         member
         if member.phase in (Phase.EXITED, Phase.LOST) or (guard and is_alive(guard))
-        else MemberState(Phase.LOST, reason=reason)
+        else MemberState(Phase.LOST, ExitCause.lost(reason))
         for member, guard in zip(record.team.members, guards, strict=False)
     ]
     return TeamState(tuple(members), record.team.first_failure)
@@ -138,7 +139,9 @@ def _private(path: str, flags: int) -> int:
 
 def _decode(told: dict[str, Any]) -> Record:
     team = told["team"]
-    members = tuple(MemberState(**member | {"phase": Phase(member["phase"])}) for member in team["members"])
+    members = tuple(
+        MemberState(Phase(member["phase"]), _cause(member["cause"]), member["restarts"]) for member in team["members"]
+    )
     return Record(
         TeamState(members, team["first_failure"], team.get("returning", False)),
         _identity(told["keeper"]),
@@ -149,3 +152,7 @@ def _decode(told: dict[str, Any]) -> Record:
 
 def _identity(told: dict[str, int] | None) -> Identity | None:
     return None if told is None else Identity(**told)
+
+
+def _cause(told: dict[str, Any] | None) -> ExitCause | None:
+    return ExitCause.from_json(told) if told else None

@@ -63,7 +63,7 @@ class _Keeper:
         self._order = order
         self._heard = heard
         self._me = identify(os.getpid())
-        self._ledger = Ledger(len(order.environments), order.groups, order.returns, others=order.others)
+        self._ledger = Ledger(len(order.environments), order.groups, order.restarts, others=order.others)
         self._logs = [Log(folder.log(rank)) for rank in range(len(order.environments))]
         self._posts: dict[int, Post] = {}
         self._guards: list[Identity | None] = [None] * len(order.environments)
@@ -136,8 +136,8 @@ class _Keeper:
         """Have these members started, for the first time or again."""
         order = self._order
         for rank in ranks:
-            returns = str(self._ledger.team.members[rank].returns)
-            environment = order.environments[rank] | ({REJOINS.name: returns} if order.groups else {})
+            restarts = str(self._ledger.team.members[rank].restarts)
+            environment = order.environments[rank] | ({REJOINS.name: restarts} if order.groups else {})
             try:
                 post = start_guard(Charge(order.words, environment, self._folder.work, order.grace_s, self._account))
             except OSError as error:  # no process to be had
@@ -177,9 +177,9 @@ class _Keeper:
             del self._returning[group]
             if self._have_met():
                 self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
-                self._start(self._ledger.return_group(group))
+                self._start(self._ledger.restart_group(group))
             else:
-                self._ledger.give_up(group)
+                self._ledger.abandon(group)
 
     def _have_met(self) -> bool:
         """Whether groups have left word for those of them that come again; before, there is nothing to return to."""

@@ -3,19 +3,18 @@
 A *part* is the members of a team on one node. There it is a team of its own, whose ranks begin at 0.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mimatrix.core.errors import UserError
+from mimatrix.launch.exit_causes import EndedFor, ExitCause
 from mimatrix.launch.launcher import MemberState, NodeFacts, Phase, Team, TeamState
 from mimatrix.launch.ray.nodes import named
 
 ABANDONED_S = 45.0
 """Longer than a launcher that lives takes to start a team."""
 _ENDED = (Phase.EXITED, Phase.LOST)
-_WHY = re.compile(r"told to end|ended because rank \d+ failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def split(team: Team, nodes: Mapping[str, NodeFacts], own_names: Mapping[str, st
     ranks: dict[str, list[int]] = {}
     for rank, member in enumerate(team.members):
         ranks.setdefault(ids[member.node], []).append(rank)
-    whole = team if _are_apart(team.groups, ranks.values()) else replace(team, groups=(), returns=0)
+    whole = team if _are_apart(team.groups, ranks.values()) else replace(team, groups=(), restarts=0)
     return {
         known: Part(_cut(whole, own_names[known], mine), tuple(mine), _others(ranks, known), order)
         for known, mine in ranks.items()
@@ -142,7 +141,7 @@ def judge_team(record: TeamRecord, sight: Sight, age_s: float, now_s: float) -> 
     for node in record.ids:
         ranks = record.ranks_on(node)
         for rank, member in zip(ranks, _seen(record, node, sight, has_started, is_late), strict=True):
-            if members[rank].phase not in _ENDED or member.returns > members[rank].returns:
+            if members[rank].phase not in _ENDED or member.restarts > members[rank].restarts:
                 members[rank] = member
     cause = record.cause or _find_cause(record, tuple(members), sight, now_s)
     return replace(
@@ -186,7 +185,7 @@ def _seen(record: TeamRecord, node: str, sight: Sight, has_started: bool, is_lat
         return _lost(ranks, f"node {name} is gone{sight.gone[node] and f' ({sight.gone[node]})'}")
     part = sight.parts.get(node)
     if part and len(part.team.members) == len(ranks):
-        return part.team.members
+        return tuple(_renumbered(member, ranks) for member in part.team.members)
     if node in sight.parts and has_started:
         return _lost(ranks, f"node {name} knows nothing of it any more")
     if is_late:
@@ -195,7 +194,7 @@ def _seen(record: TeamRecord, node: str, sight: Sight, has_started: bool, is_lat
 
 
 def _lost(ranks: tuple[int, ...], reason: str) -> tuple[MemberState, ...]:
-    return (MemberState(Phase.LOST, reason=reason),) * len(ranks)
+    return (MemberState(Phase.LOST, ExitCause.lost(reason)),) * len(ranks)
 
 
 def _find_cause(record: TeamRecord, members: tuple[MemberState, ...], sight: Sight, now_s: float) -> Cause | None:
@@ -211,8 +210,14 @@ def _find_cause(record: TeamRecord, members: tuple[MemberState, ...], sight: Sig
     return Cause((lost or killed)[0], now_s) if lost or killed else None
 
 
-def _explained(member: MemberState, cause: Cause | None) -> MemberState:
-    """A node numbers its own members, and may know no more than that it was told to end them."""
-    if cause is None or member.phase is not Phase.EXITED:
+def _renumbered(member: MemberState, ranks: Sequence[int]) -> MemberState:
+    """A node numbers its own members; here they have their ranks in the whole team."""
+    return replace(member, cause=member.cause.renumber(ranks.__getitem__)) if member.cause else member
+
+
+def _explained(member: MemberState, first: Cause | None) -> MemberState:
+    """A node may know no more than that it was told to end its members, or of a failure that was not the first."""
+    ended = member.cause
+    if first is None or ended is None or member.phase is not Phase.EXITED or ended.ended_for is EndedFor.NONE:
         return member
-    return replace(member, reason=_WHY.sub(f"ended because rank {cause.rank} failed", member.reason))
+    return replace(member, cause=replace(ended, ended_for=EndedFor.PEER, because_of=first.rank))

@@ -9,6 +9,7 @@ from typing import Any
 
 from mimatrix.core.errors import WorldError
 from mimatrix.core.files import write_atomic
+from mimatrix.launch.exit_causes import ExitCause
 from mimatrix.launch.launcher import MemberState, Phase
 from mimatrix.launch.ray.split import Cause, Place, TeamRecord
 
@@ -67,7 +68,13 @@ class TeamRecords:
 
 
 def _decode(told: dict[str, Any]) -> TeamRecord:
-    members = tuple(MemberState(**member | {"phase": Phase(member["phase"])}) for member in told["members"])
+    members = tuple(
+        MemberState(Phase(member["phase"]), _cause(member["cause"]), member["restarts"]) for member in told["members"]
+    )
     places = tuple(Place(**place) for place in told["places"])
     cause = Cause(**told["cause"]) if told["cause"] else None
     return TeamRecord(**told | {"members": members, "places": places, "cause": cause})
+
+
+def _cause(told: dict[str, Any] | None) -> ExitCause | None:
+    return ExitCause.from_json(told) if told else None

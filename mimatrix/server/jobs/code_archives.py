@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,6 +49,23 @@ class CodeArchives:
                 return None
             self._verified.add(digest)
         return path
+
+    def size(self, digest: str) -> int:
+        """Return the bytes of an archive; 0 if there is none."""
+        path = self._path_of(digest)
+        return path.stat().st_size if path.is_file() else 0
+
+    def delete(self, digest: str) -> None:
+        """Delete an archive, if there is one."""
+        self._verified.discard(digest)
+        self._path_of(digest).unlink(missing_ok=True)
+
+    def delete_partial(self, before_s: float) -> None:
+        """Delete uploads that were cut off, and whose files did not change since a time of the file system."""
+        for path in self._folder.glob("*.partial"):
+            with suppress(OSError):
+                if path.stat().st_mtime < before_s:
+                    path.unlink()
 
     async def store(self, digest: str, chunks: AsyncIterator[bytes]) -> None:
         """Store an archive durably. All work on files is done by threads, so that other requests do not wait.

@@ -7,7 +7,7 @@ from sqlalchemy import select
 
 from mimatrix.api import models as m
 from mimatrix.server.auth.dependencies import AnyUser, Shared
-from mimatrix.server.db.models import JobRow, StintRow
+from mimatrix.server.db.models import AllocationRow, JobRow
 from mimatrix.server.metrics import device_usage, store
 from mimatrix.server.routes.metrics import HOUR_S, Hours, Points, to_datetime
 
@@ -30,10 +30,12 @@ def get_cluster_use(shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Poi
 def get_device_history(node: NodePath, number: DeviceNumber, shared: Shared, _: AnyUser) -> m.DeviceHistory:
     """List the jobs that held a device, the newest first."""
     seat = f"{node}/{number}"
-    query = select(StintRow, JobRow).join(JobRow).where(StintRow.seat == seat).order_by(StintRow.id.desc())
+    query = (
+        select(AllocationRow, JobRow).join(JobRow).where(AllocationRow.seat == seat).order_by(AllocationRow.id.desc())
+    )
     with shared.sessions() as session:
         rows = list(session.execute(query.limit(_MAX_JOBS)))
-    return m.DeviceHistory(seat=seat, jobs=tuple(_job_on_device(stint, row) for stint, row in rows))
+    return m.DeviceHistory(seat=seat, jobs=tuple(_job_on_device(allocation, row) for allocation, row in rows))
 
 
 @router.get("/devices/{node}/{number}/use")
@@ -47,12 +49,12 @@ def get_device_use(
     return [m.DevicePoint(at=to_datetime(point.at), **point.figures) for point in rows]
 
 
-def _job_on_device(stint: StintRow, row: JobRow) -> m.DeviceJob:
+def _job_on_device(allocation: AllocationRow, row: JobRow) -> m.DeviceJob:
     return m.DeviceJob(
         id=row.id,
         name=row.name,
         user=row.user,
         state=m.JobState(row.state),
-        started_at=to_datetime(stint.started_at),
-        ended_at=to_datetime(stint.ended_at) if stint.ended_at else None,
+        started_at=to_datetime(allocation.started_at),
+        ended_at=to_datetime(allocation.ended_at) if allocation.ended_at else None,
     )

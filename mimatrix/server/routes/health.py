@@ -1,6 +1,5 @@
 """Health checks, for load balancers and supervisors of processes."""
 
-import time
 from typing import Literal
 
 from fastapi import APIRouter
@@ -35,7 +34,7 @@ def readyz(shared: Shared) -> Health:
             session.execute(text("SELECT 1"))
     except SQLAlchemyError:
         raise ApiError(503, "the database does not answer; see the server's log") from None
-    stalled_s = time.monotonic() - shared.controller_turned_at_s
+    stalled_s = shared.monotonic() - shared.controller_turned_at_s
     if stalled_s > _STALLED_S:
         raise ApiError(503, f"the controller has not completed a turn for {stalled_s:.0f} s; see the server's log")
     return Health()

@@ -1,24 +1,27 @@
 """Jobs: submit, list, change and cancel them, and read their logs."""
 
+import pathlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from mimatrix.api import models as m
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler import Start
-from mimatrix.server.auth.dependencies import AnyUser, Shared, Submitter, check_owner
-from mimatrix.server.auth.tokens import Bearer
-from mimatrix.server.context import Context, team_name
-from mimatrix.server.db.models import EventRow, JobRow, StintRow
+from mimatrix.scheduler.reasons import to_json
+from mimatrix.server.auth.dependencies import AnyUser, Shared, Submitter
+from mimatrix.server.context import team_name
+from mimatrix.server.db.models import AllocationRow, EventRow, JobRow
 from mimatrix.server.errors import ApiError
-from mimatrix.server.jobs.lifecycle import WAITING, is_active, move, note
+from mimatrix.server.jobs import service
+from mimatrix.server.jobs.lifecycle import state_of
+from mimatrix.server.jobs.service import find_job
 
 router = APIRouter(prefix="/api", tags=["jobs"])
 JobId = Annotated[int, Path(ge=1, le=(1 << 53))]
@@ -41,34 +44,28 @@ def check_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Resp
         "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
 )
-async def upload_code_archive(digest: DigestPath, request: Request, shared: Shared, _: Submitter) -> Response:
+async def upload_code_archive(digest: DigestPath, request: Request, shared: Shared, who: Submitter) -> Response:
     """Upload a code archive: the directory of a script as .tar.gz, named by its SHA-256."""
+    await run_in_threadpool(service.check_upload, shared, who)
     await shared.code_archives.store(digest, request.stream())
+    await run_in_threadpool(service.record_upload, shared, digest, who)
     return Response(status_code=204)
 
 
 @router.post("/jobs", status_code=201)
 def submit(said: m.Submission, shared: Shared, who: Submitter) -> m.Job:
     """Submit a job."""
-    if shared.code_archives.path(said.code_archive) is None:
-        raise ApiError(409, "the code archive is not stored; upload it to /api/code-archives first")
-    now_s = shared.clock()
-    with shared.sessions.begin() as session:
-        job = row_of(said, who.user, now_s)
-        session.add(job)
-        session.flush()
-        note(session, job, f"handed in by {who.user}", now_s)
-    shared.wake.set()
-    return to_job(job)
+    return to_job(service.submit(shared, said, who))
 
 
 @router.post("/jobs/dry-run")
 def dry_run(said: m.Submission, request: Request, who: Submitter, shared: Shared) -> m.DryRunResult:
-    """Get what the scheduler would do with a job now, without submitting it."""
-    job = row_of(said, who.user, shared.clock())
+    """Return what the scheduler would do with a job if it were submitted now."""
+    job = service.new_row(said, who.user, shared.clock())
     job.id = 0
-    found = request.app.state.loop.would(job)
-    return m.DryRunResult(starts=isinstance(found, Start), reason=found.reason.replace("job 0", "it"))
+    decision = request.app.state.controller.dry_run(job)
+    starts, reason = isinstance(decision, Start), decision.reason
+    return m.DryRunResult(starts=starts, reason=reason.describe(), reason_data=to_json(reason))
 
 
 @router.get("/jobs")
@@ -87,18 +84,22 @@ def list_jobs(
     with shared.sessions() as session:
         page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(limit)))
         more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == limit else 0
-    listed = tuple(to_job(row, shared.live.places) for row in page)
+    listed = tuple(to_job(row, shared.live.queue_positions) for row in page)
     return m.Jobs(jobs=listed, next_before=page[-1].id if more else None, more=more)
 
 
 @router.get("/jobs/{number}")
-def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
+def get_job(number: JobId, request: Request, shared: Shared, _: AnyUser) -> m.Job:
     """Get a job."""
+    folder = request.app.state.controller.environment.checkpoints_of(number)
     with shared.sessions() as session:
         row = find_job(session, number)
-        more: dict[str, Any] = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
-        more["resumes_from"] = _resumes_from(row)
-        return to_job(row, shared.live.places).model_copy(update=more)
+        more = {
+            "last_seats": _last_seats(session, row),
+            "has_plan": _has_plan(session, number),
+            "resumes_from": _resumes_from(row, folder),
+        }
+        return to_job(row, shared.live.queue_positions).model_copy(update=more)
 
 
 @router.get("/jobs/{number}/events")
@@ -106,11 +107,16 @@ def list_events(number: JobId, shared: Shared, _: AnyUser) -> list[m.Event]:
     """List the events of a job, the oldest first."""
     with shared.sessions() as session:
         find_job(session, number)
-        wanted = (EventRow.id, EventRow.at, EventRow.state, EventRow.generation, EventRow.reason)
-        rows = session.execute(select(*wanted).where(EventRow.job == number).order_by(EventRow.id))
+        rows = session.scalars(select(EventRow).where(EventRow.job == number).order_by(EventRow.id))
         return [
             m.Event(
-                id=row.id, at=_time(row.at), state=m.JobState(row.state), generation=row.generation, reason=row.reason
+                id=row.id,
+                at=_time(row.at),
+                state=m.JobState(row.state),
+                generation=row.generation,
+                kind=m.EventKind(row.kind),
+                reason=row.reason,
+                data=row.data,
             )
             for row in rows
         ]
@@ -129,7 +135,7 @@ def get_log(
     with shared.sessions() as session:
         row = find_job(session, number)
     wanted = row.generation if generation is None else generation
-    has_ended = row.state in m.ENDED or wanted < row.generation
+    has_ended = state_of(row).is_final or wanted < row.generation
     if row.seats and rank >= len(row.seats):
         raise ApiError(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
     try:
@@ -144,104 +150,46 @@ def get_log(
 @router.patch("/jobs/{number}")
 def update_job(number: JobId, said: m.JobUpdate, shared: Shared, who: Submitter) -> m.Job:
     """Change a job's priority."""
-    with shared.sessions.begin() as session:
-        row = _own(session, number, who)
-        if row.state in m.ENDED:
-            raise ApiError(409, f"job {number} is {row.state}; only jobs that have not ended have a priority")
-        row.priority = said.priority
-        note(session, row, f"priority {said.priority}, by {who.user}", shared.clock())
-    shared.wake.set()
-    return to_job(row)
+    return to_job(service.change_priority(shared, number, said.priority, who))
 
 
 @router.post("/jobs/{number}/cancel")
 def cancel_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
     """Cancel a job, whatever its state."""
-    now_s = shared.clock()
-    with shared.sessions.begin() as session:
-        row = _own(session, number, who)
-        if row.state in WAITING:
-            move(session, row, m.JobState.CANCELLED, f"cancelled by {who.user}", now_s)
-        elif is_active(row):
-            row.leaving, row.leaving_at = "cancel", now_s
-            note(session, row, f"told to end: cancelled by {who.user}", now_s)
-        else:
-            raise ApiError(409, f"job {number} is {row.state} already")
-    shared.wake.set()
-    return to_job(row)
+    return to_job(service.cancel(shared, number, who))
 
 
 @router.post("/jobs/{number}/retry")
 def requeue_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
     """Requeue a job that has ended; it resumes from its last checkpoint, if it has one."""
-    with shared.sessions.begin() as session:
-        row = _own(session, number, who)
-        if row.state not in m.ENDED:
-            raise ApiError(409, f"job {number} is {row.state}; only a job that has ended can be requeued")
-        _require_code_archive(shared, row)
-        row.retried = 0
-        move(session, row, m.JobState.QUEUED, f"tried again by {who.user}", shared.clock())
-    shared.wake.set()
-    return to_job(row)
+    return to_job(service.requeue(shared, number, who))
 
 
-def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
-    """Return the row of a new job."""
-    return JobRow(
-        name=said.name,
-        user=user,
-        state=m.JobState.QUEUED,
-        reason="",
-        script=said.script,
-        arguments=list(said.arguments),
-        environment=dict(said.environment),
-        snapshot=said.code_archive,
-        devices=said.devices,
-        priority=said.priority,
-        preemptible=said.preemptible,
-        max_time_s=said.max_time_s,
-        retries=said.retries,
-        retried=0,
-        generation=0,
-        seats=[],
-        leaving="",
-        created_at=now_s,
-        waiting_since=now_s,
-        progress={},
-    )
-
-
-def find_job(session: Session, number: int, *, to_change: bool = False) -> JobRow:
-    """Return a job's row; `to_change` locks it until the session ends.
-
-    Raises:
-        ApiError: There is no such job.
-    """
-    row = session.get(JobRow, number, with_for_update=to_change)
-    if row is None:
-        raise ApiError(404, f"there is no job {number}; see mimatrix jobs")
-    return row
-
-
-def to_job(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Job:
-    """Return a job for the API; `places` are the positions in the queue."""
+def to_job(row: JobRow, positions: Mapping[int, int] = MappingProxyType({})) -> m.Job:
+    """Return a job for the API, with its position in the queue."""
+    state = state_of(row)
     return m.Job(
         id=row.id,
         name=row.name,
         user=row.user,
-        state=m.JobState(row.state),
+        state=state,
         reason=row.reason,
-        queue_position=places.get(row.id) if row.state in WAITING else None,
+        reason_data=row.reason_data,
+        server_error=row.server_error,
+        queue_position=positions.get(row.id) if state.is_waiting else None,
         script=row.script,
         arguments=tuple(row.arguments),
         devices=row.devices,
         priority=row.priority,
         preemptible=row.preemptible,
         max_time_s=row.max_time_s,
-        retries=row.retries,
+        max_restarts=row.max_restarts,
+        groups=tuple(tuple(group) for group in row.groups),
         generation=row.generation,
         seats=tuple(row.seats),
         exit_code=row.exit_code,
+        exit_cause=row.exit_cause,
+        failed_rank=row.failed_rank,
         created_at=_time(row.created_at),
         started_at=_time(row.started_at) if row.started_at else None,
         ended_at=_time(row.ended_at) if row.ended_at else None,
@@ -254,13 +202,13 @@ def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
     if row.seats or not row.generation:
         return ()
     # They were written down in the order of ranks.
-    asked = select(StintRow.seat).where(StintRow.job == row.id, StintRow.generation == row.generation)
-    return tuple(session.scalars(asked.order_by(StintRow.id)))
+    asked = select(AllocationRow.seat).where(AllocationRow.job == row.id, AllocationRow.generation == row.generation)
+    return tuple(session.scalars(asked.order_by(AllocationRow.id)))
 
 
-def _resumes_from(row: JobRow) -> int | None:
-    """Return the step of the newest checkpoint in the job's own directory, where a restart looks for it."""
-    own = (saved for saved in row.checkpoints if PurePath(saved["path"]).parent.name == f"job-{row.id}")
+def _resumes_from(row: JobRow, folder: pathlib.Path | None) -> int | None:
+    """Return the step of the newest checkpoint in the job's own directory: only those are found by themselves."""
+    own = (saved for saved in row.checkpoints if pathlib.Path(saved["path"]).parent == folder)
     return next((int(saved["step"]) for saved in own), None)
 
 
@@ -286,17 +234,6 @@ def _from_character(data: bytes) -> bytes:
 
 def _count(session: Session, *wanted: ColumnElement[bool]) -> int:
     return session.scalar(select(func.count(JobRow.id)).where(*wanted)) or 0
-
-
-def _own(session: Session, number: int, who: Bearer) -> JobRow:
-    row = find_job(session, number, to_change=True)
-    check_owner(row, who)
-    return row
-
-
-def _require_code_archive(shared: Context, row: JobRow) -> None:
-    if shared.code_archives.path(row.snapshot) is None:
-        raise ApiError(409, "its code archive is gone; submit it again")
 
 
 def _time(seconds: float) -> datetime:

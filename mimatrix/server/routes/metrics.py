@@ -9,10 +9,11 @@ from fastapi.responses import PlainTextResponse
 from mimatrix.api import models as m
 from mimatrix.server.auth.dependencies import AnyUser, Shared
 from mimatrix.server.errors import ApiError
+from mimatrix.server.jobs.service import find_job
 from mimatrix.server.metrics import store
 from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.metrics.prometheus import CONTENT_TYPE, exposition
-from mimatrix.server.routes.jobs import JobId, find_job
+from mimatrix.server.routes.jobs import JobId
 
 router = APIRouter(tags=["metrics"])
 HOUR_S = 3600.0
@@ -26,12 +27,12 @@ def get_ranks(number: JobId, shared: Shared, _: AnyUser) -> m.Ranks:
     """Get the last reports of a running job's ranks, and its stragglers."""
     with shared.sessions() as session:
         row = find_job(session, number)
-    live = shared.live.of(number, row.generation)
+    live = shared.live.get(number, row.generation)
     if live is None:
         return m.Ranks(ranks=(), stragglers=())
-    reports = sorted(live.reports.copy().items())
-    ranks = (_rank(live, rank, report) for rank, report in reports if rank < live.ranks and rank not in live.gone)
-    return m.Ranks(ranks=tuple(ranks), stragglers=live.troubles)
+    reports = live.reports.items()
+    ranks = (_rank(live, rank, report) for rank, report in reports if rank < live.ranks and rank not in live.lost_ranks)
+    return m.Ranks(ranks=tuple(ranks), stragglers=live.stragglers)
 
 
 @router.get("/api/jobs/{number}/history")
@@ -93,7 +94,7 @@ _RANK_FIELDS = m.Report.model_fields.keys() & m.Rank.model_fields.keys()
 
 def _rank(live: LiveJob, rank: int, report: m.Report) -> m.Rank:
     shared = {name: getattr(report, name) for name in _RANK_FIELDS}
-    return m.Rank(**shared, seat=live.seats[rank], at=to_datetime(live.heard.get(rank, 0.0)))
+    return m.Rank(**shared, seat=live.devices[rank], at=to_datetime(live.last_seen(rank)))
 
 
 def _point(point: store.Point) -> m.Point:

@@ -9,7 +9,8 @@ from sqlalchemy import select
 from mimatrix.api import models as m
 from mimatrix.server.auth.dependencies import AnyUser, Shared
 from mimatrix.server.db.models import JobRow, NodeRow
-from mimatrix.server.metrics.live_state import said_on
+from mimatrix.server.jobs.lifecycle import ACTIVE_STATES
+from mimatrix.server.metrics.live_state import reports_by_device
 
 router = APIRouter(prefix="/api", tags=["nodes"])
 _SILENT_S = 30.0
@@ -20,9 +21,9 @@ def list_nodes(shared: Shared, _: AnyUser) -> list[m.Node]:
     """List the nodes with their devices, and the job that holds each device."""
     with shared.sessions() as session:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
-        active = session.execute(select(JobRow.id, JobRow.seats).where(JobRow.state.in_(m.ACTIVE)))
+        active = session.execute(select(JobRow.id, JobRow.seats).where(JobRow.state.in_(ACTIVE_STATES)))
         holder = {seat: number for number, seats in active for seat in seats}
-    reports = said_on(shared.live.all(), shared.clock())
+    reports = reports_by_device(shared.live.all(), shared.clock())
     return [_node(row, holder, reports, shared.clock()) for row in rows]
 
 

@@ -11,14 +11,14 @@ from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow
 from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs.documents import checked_plan, checked_profile
-from mimatrix.server.jobs.lifecycle import note
+from mimatrix.server.jobs.events import plan_changed
+from mimatrix.server.jobs.lifecycle import record_event
+from mimatrix.server.jobs.service import find_job
 from mimatrix.server.metrics.live_state import LiveJob
-from mimatrix.server.routes.jobs import JobId, find_job
+from mimatrix.server.routes.jobs import JobId
 
 router = APIRouter(prefix="/api", tags=["workers"])
 _MAX_REASON = 500
-_PLAN_EVENTS_S = 60.0
-"""Shortest interval between events about a changed plan: with unstable speeds it changes every few steps."""
 
 
 @router.post("/jobs/{number}/join")
@@ -28,8 +28,7 @@ def join(number: JobId, said: m.RendezvousRequest, shared: Shared, who: Worker) 
     with shared.sessions() as session:
         row = find_job(session, number)
     _check_rank(number, said.rank, len(row.seats))
-    live.joined[said.rank] = said
-    first = live.joined.get(0)
+    first = live.join(said.rank, said)
     return m.Rendezvous(
         ranks=len(row.seats),
         local_rank=_local_rank(row, said.rank),
@@ -54,11 +53,8 @@ def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.
     """
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
-    live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
-    speaks = said.rank == live.speaker
-    if speaks:
-        live.take_logged(said.logged)
-    notice = live.notices.popleft() if live.notices and speaks else ""
+    speaks = live.record_report(said.rank, said, shared.clock())
+    notice = live.pop_notice() if speaks else ""
     return m.ReportReply(
         leave=live.leave, report_interval_s=shared.live.report_interval_s(), notice=notice, speaks=speaks
     )
@@ -92,9 +88,8 @@ def _store(number: int, said: m.DocumentUpload, shared: Context, who: Bearer, wh
         row = find_job(session, number, to_change=True)
         setattr(row, what, content)
         why = content.get("why")
-        if why and now_s - live.split_noted_s >= _PLAN_EVENTS_S:
-            note(session, row, f"plan changed: {why}"[:_MAX_REASON], now_s)
-            live.split_noted_s = now_s
+        if why and live.claim_plan_event(now_s):
+            record_event(session, row, plan_changed(why[:_MAX_REASON]), now_s)
     return Response(status_code=204)
 
 
@@ -106,7 +101,7 @@ def _live(number: int, protocol: int, generation: int, shared: Context, who: Bea
             409,
             f"the server has protocol version {m.PROTOCOL} and the worker {protocol}; install the same version on both",
         )
-    live = shared.live.of(number, generation)
+    live = shared.live.get(number, generation)
     if live is None:
         raise ApiError(409, f"generation {generation} of job {number} does not run; it was stopped or restarted")
     return live

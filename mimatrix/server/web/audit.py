@@ -35,7 +35,7 @@ class Audit:
 
     def _write(self, scope: AsgiMessage, bearer: Bearer, status: int) -> None:
         client = scope.get("client")
-        with self._context.sessions.begin() as session:
+        with self._context.sessions.begin(durable=False) as session:
             session.add(
                 AuditRow(
                     at=self._context.clock(),

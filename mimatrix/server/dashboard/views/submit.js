@@ -84,7 +84,7 @@ function form() {
     devices: devices.value.trim(),
     priority: Number(priority.value),
     preemptible: preemptible.checked,
-    retries: Number(retries.value || 0),
+    max_restarts: Number(retries.value || 0),
     max_time_s: Number(hours.value) > 0 ? Number(hours.value) * 3600 : null,
   });
 

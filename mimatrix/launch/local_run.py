@@ -15,17 +15,16 @@ from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from mimatrix.core.environment import GROUPS, RENDEZVOUS
+from mimatrix.core.exit_codes import BAD_INPUT, TIMED_OUT
 from mimatrix.hybrid.groups import Groups, locate_rank
 from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
 from mimatrix.launch.throttle import Slowdown, slow_down
 from mimatrix.launch.throttle.cpu_quota import remove_remains
 from mimatrix.launch.throttle.memory_limit import joining, limit_memory
-from mimatrix.processes.group import TIMED_OUT, Command, Ending, run_together
+from mimatrix.processes.group import Command, Ending, run_together
 from mimatrix.processes.ports import free_port
 from mimatrix.processes.signals import Told, raised
 
-BAD_INPUT = 2
-"""The exit code that no restart can help."""
 _LOG_PREFIX = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ (?=mimatrix: )")
 """Time and level of a line that was logged."""
 _KILLED = 128
