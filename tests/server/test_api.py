@@ -63,6 +63,14 @@ def test_a_job_is_handed_in_seen_and_cancelled(there: House) -> None:
     assert reasons == ["handed in by ben", "priority 10, by ben", "cancelled by ben", "tried again by ben"]
 
 
+def test_a_submission_that_is_repeated_with_its_key_is_one_job(there: House) -> None:
+    first = submitted(there, key="once")
+    assert submitted(there, key="once") == first
+    assert submitted(there, key="twice") != first
+    assert submitted(there, "cho", key="once") != first
+    assert submitted(there) != submitted(there)
+
+
 def test_pages_of_jobs(there: House) -> None:
     numbers = [submitted(there, who) for who in ("ben", "cho", "ben", "ben", "cho")]
     first = there.ask("ben", "GET", "/api/jobs?limit=3").json()

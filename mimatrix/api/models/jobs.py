@@ -116,6 +116,8 @@ class Submission(Message):
     """How often it is restarted automatically after a failure."""
     groups: Groups = ()
     """The ranks of each group of hybrid mode; empty: all ranks train in lockstep."""
+    key: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9._-]*$")] = ""
+    """Chosen by the client: a second submission of the same user with the same key within a day is the same job."""
 
     @field_validator("environment")
     @classmethod

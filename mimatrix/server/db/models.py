@@ -169,3 +169,14 @@ class CodeArchiveRow(Base):
     user: Mapped[str] = mapped_column(String(100), index=True)
     bytes: Mapped[int] = mapped_column(BigInteger)
     uploaded_at: Mapped[float] = mapped_column(Float)
+
+
+class SubmissionKeyRow(Base):
+    """The job that a user's submission with a key became, so that a repeated request is not another job."""
+
+    __tablename__ = "submission_keys"
+
+    user: Mapped[str] = mapped_column(String(100), primary_key=True)
+    key: Mapped[str] = mapped_column(String(100), primary_key=True)
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    at: Mapped[float] = mapped_column(Float, index=True)

@@ -1,6 +1,6 @@
 """What users may do with jobs: the rules of submitting, cancelling, requeueing and changing them."""
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from mimatrix.api.models import JobState, Role, Submission
@@ -8,25 +8,32 @@ from mimatrix.scheduler.reasons import StopKind, StopReason
 from mimatrix.server.auth.dependencies import check_owner
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
-from mimatrix.server.db.models import CodeArchiveRow, JobRow
+from mimatrix.server.db.models import CodeArchiveRow, JobRow, SubmissionKeyRow
 from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs import events
 from mimatrix.server.jobs.lifecycle import WAITING_STATES, record_event, request_stop, state_of, transition
 
+_KEYS_KEPT_S = 86_400.0
+
 
 def submit(context: Context, submission: Submission, who: Bearer) -> JobRow:
-    """Queue a new job.
+    """Queue a new job, or return that of an earlier submission with the same key.
 
     Raises:
         ApiError: Its code was not uploaded, or the user has too many jobs in the queue.
     """
     now_s = context.clock()
     with context.sessions.begin() as session:
+        known = _job_of_key(session, submission.key, who, now_s)
+        if known is not None:
+            return known
         _check_code_archive(context, session, submission.code_archive)
         _check_queue_quota(context, session, who)
         job = new_row(submission, who.user, now_s)
         session.add(job)
         session.flush()
+        if submission.key:
+            session.add(SubmissionKeyRow(user=who.user, key=submission.key, job=job.id, at=now_s))
         record_event(session, job, events.submitted(who.user), now_s)
     context.wake.set()
     return job
@@ -165,3 +172,12 @@ def _check_queue_quota(context: Context, session: Session, who: Bearer) -> None:
     limit = context.quotas.queued_jobs
     if who.role is not Role.ADMIN and (session.scalar(waiting) or 0) >= limit:
         raise ApiError(409, f"{who.user} has {limit} jobs in the queue, which is the limit; wait, or cancel some")
+
+
+def _job_of_key(session: Session, key: str, who: Bearer, now_s: float) -> JobRow | None:
+    """Return the job that was submitted with a key recently."""
+    if not key:
+        return None
+    session.execute(delete(SubmissionKeyRow).where(SubmissionKeyRow.at < now_s - _KEYS_KEPT_S))
+    row = session.get(SubmissionKeyRow, (who.user, key))
+    return session.get(JobRow, row.job) if row else None

@@ -68,6 +68,8 @@ function form() {
   const go = h("button", { type: "submit", class: "main" }, "Submit");
   const check = h("button", { type: "button", onclick: () => attempt(dryRun) }, "Dry run");
 
+  let keyed = { text: "", key: "" };
+
   function named() {
     if (script.files[0] && !name.value)
       name.value = script.files[0].name
@@ -93,6 +95,13 @@ function form() {
     fill(would, `It would ${found.starts ? "start immediately" : "wait"}: ${found.reason}.`);
   }
 
+  /** The same form has the same key: if its answer was lost, submitting again is not another job. */
+  function withKey(submission) {
+    const text = JSON.stringify(submission);
+    if (text !== keyed.text) keyed = { text, key: crypto.randomUUID() };
+    return { ...submission, key: keyed.key };
+  }
+
   async function submit() {
     const packed = await archive(await read([script.files[0], ...files.files]));
     if (packed.length > MOST_BYTES)
@@ -101,7 +110,7 @@ function form() {
       );
     const sha256 = await digest(packed);
     if (!(await has(`/code-archives/${sha256}`))) await upload(`/code-archives/${sha256}`, packed);
-    const job = await send("POST", "/jobs", said(sha256));
+    const job = await send("POST", "/jobs", withKey(said(sha256)));
     say(`Job ${job.id} is submitted.`);
     location.hash = `#/jobs/${job.id}`;
   }
