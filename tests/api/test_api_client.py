@@ -108,9 +108,9 @@ def test_a_submission_whose_answer_was_lost_is_asked_for_again_with_its_key() ->
     job = Submission(name="x", script="x.py", code_archive="0" * 64)
     with ThreadingHTTPServer(("127.0.0.1", 0), Lost) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with closing(Client(f"http://127.0.0.1:{server.server_port}", "secret")) as client:
-            with pytest.raises(WorldError, match="does not answer"):
-                client.submit(job)
+        client = Client(f"http://127.0.0.1:{server.server_port}", "secret")
+        with closing(client), pytest.raises(WorldError, match="does not answer"):
+            client.submit(job)
         server.shutdown()
     first, second = (Submission.model_validate_json(body) for _, _, body in Lost.heard)
     assert first.key == second.key != ""
