@@ -46,7 +46,7 @@ def check_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Resp
 )
 async def upload_code_archive(digest: DigestPath, request: Request, shared: Shared, who: Submitter) -> Response:
     """Upload a code archive: the directory of a script as .tar.gz, named by its SHA-256."""
-    await run_in_threadpool(service.check_upload, shared, who)
+    await run_in_threadpool(service.check_upload, shared, digest, who)
     await shared.code_archives.store(digest, request.stream())
     await run_in_threadpool(service.record_upload, shared, digest, who)
     return Response(status_code=204)
