@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.markdown import machine, table, write_page
-from mimatrix.scheduler import Queued, Running, DeviceSlot, Start, State, ResourceRequest, decide
+from mimatrix.scheduler import DeviceSlot, Queued, ResourceRequest, Running, Start, State, decide
 
 REPEATS = 5
 KINDS = {"a100": 4.0, "v100": 2.0, "RTX 3090": 1.5, "RTX 2080 Ti": 0.8}
@@ -49,7 +49,7 @@ def state(case: Case, seed: int) -> State:
         priority, limit = draw.choice((20, 50, 80)), draw.choice((None, 3600.0, 36_000.0))
         running.append(
             Running(
-                f"r{len(running)}",
+                len(running),
                 tuple(mine),
                 draw.choice("abcdef"),
                 priority,
@@ -60,7 +60,7 @@ def state(case: Case, seed: int) -> State:
         )
     queued = tuple(
         Queued(
-            f"q{number}",
+            1_000_000 + number,
             ResourceRequest.parse(draw.choice(WISHES)),
             draw.choice("abcdef"),
             draw.choice((20, 50, 80)),

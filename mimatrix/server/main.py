@@ -61,6 +61,7 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
         UserError: A setting is invalid, or another server uses the port, the data or the database.
     """
     check_settings(settings)
+    connections = raise_file_limit()
     given, settings = settings, with_reachable_address(settings)
     _make_folders(settings)
     with ExitStack() as stack:
@@ -88,7 +89,7 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
         for warning in warnings_for(settings, given):
             logger.warning(warning)
         logger.info("dashboard: %s, API: %s/docs, data: %s", settings.address, settings.address, settings.data)
-        server = uvicorn.Server(_uvicorn(settings, context, controller))
+        server = uvicorn.Server(_uvicorn(settings, context, controller, connections))
         # The objects made so far stay: searching them for garbage again and again would delay every request.
         gc.freeze()
         server.run([listener])
@@ -159,13 +160,13 @@ def _job_environment(settings: Settings) -> JobEnvironment:
     )
 
 
-def _uvicorn(settings: Settings, context: Context, controller: Controller) -> uvicorn.Config:
+def _uvicorn(settings: Settings, context: Context, controller: Controller, connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(context, controller),
         http=HeaderTimeoutProtocol,
         log_level="warning",
         access_log=False,
-        limit_concurrency=raise_file_limit(),
+        limit_concurrency=connections,
         # Otherwise every client could choose the address that the audit log shows.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies or None,

@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     assert (
         "rank 1 on n/1 has not entered all_reduce of 8 float32 (sum, gdraa), round 1, in step 7" in trouble["sentence"]
     )
-    (said,) = (said for said in reasons(there, number) if "has not come" in said)
+    (said,) = (said for said in reasons(there, number) if "has not entered" in said)
     assert said.endswith("rank 0 waits for it")
 
 

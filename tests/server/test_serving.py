@@ -100,7 +100,7 @@ def _run(*words: str, folder: Path, name: str) -> None:
         ("one.key", "one.crt", 'one.key" holds no certificate'),
         ("one.crt", "two.key", "is the key of another certificate than"),
         ("one.crt", "locked.key", "asks for a password; take it off: openssl pkey -in locked.key"),
-        ("one.crt", "cut.key", "is damaged or too weak; fetch or make them anew"),
+        ("one.crt", "cut.key", "is damaged or too weak; obtain or create them again"),
     ],
 )
 def test_certificates_that_cannot_be_used(made: Path, cert: str, key: str, sentence: str) -> None:

@@ -44,8 +44,9 @@ def exclusive_use(engine: Engine) -> Iterator[None]:
     if engine.dialect.name != "postgresql":
         yield
         return
-    # The lock belongs to this connection, so it ends with the process at the latest.
+    # The lock belongs to this connection, which is closed at the end and not given back to the pool.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.detach()
         deadline_s = time.monotonic() + _PATIENCE_S
         # PostgreSQL may notice only a moment later that the server before was killed.
         while not connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK_KEY}):

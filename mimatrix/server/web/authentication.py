@@ -55,7 +55,7 @@ class AuthenticateFirst:
         return bearer
 
     def _count_refusal(self, scope: AsgiMessage) -> None:
-        """Count it, and log at most one line per minute: anyone who reaches the port can cause these."""
+        """Count it, and log at most one line per minute: every client that reaches the port can cause these."""
         self._authenticator.refusals += 1
         self._since_logged += 1
         if self._clock() - self._logged_at < _LOG_INTERVAL_S:

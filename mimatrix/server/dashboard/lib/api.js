@@ -1,16 +1,16 @@
-// What the server is asked, with the token of whoever looks; its refusals as sentences.
+// Requests to the server with the user's token; errors are sentences.
 
 const KEY = "mimatrix-token";
 const PATIENCE_MS = 15_000;
 const UPLOAD_MS = 300_000;
-/** The server tells whole seconds, and an answer takes its time. */
+/** The server's clock is known to a second, and an answer takes some time. */
 const SAME_CLOCK_MS = 2_000;
 let ahead_ms = 0;
 
-/** By the server's clock, in ms: that of whoever looks may be wrong. */
+/** The time by the server's clock, in ms: that of the browser may be wrong. */
 export const now = () => Date.now() + ahead_ms;
 
-/** The server said no: its sentence, for people. */
+/** The server refused a request; the message is its sentence. */
 export class Refused extends Error {
   constructor(status, sentence) {
     super(sentence);
@@ -18,7 +18,7 @@ export class Refused extends Error {
   }
 }
 
-/** Nobody answered, or somebody between us and the server did. */
+/** No answer, or one from a proxy in between. */
 export class Away extends Error {}
 
 export const token = {
@@ -49,7 +49,7 @@ export async function send(method, path, said) {
   return (await ask(method, path, { body, kind: "application/json" })).json();
 }
 
-/** Whether there is something. */
+/** Whether a resource exists. */
 export async function has(path) {
   try {
     await ask("HEAD", path);
@@ -60,7 +60,7 @@ export async function has(path) {
   }
 }
 
-/** Hand bytes in. */
+/** Upload bytes. */
 export async function upload(path, body) {
   await ask("PUT", path, { body, kind: "application/octet-stream", patience: UPLOAD_MS });
 }

@@ -1,7 +1,7 @@
-// Who are you? A token says so.
+// Signing in with a token.
 
-import { Refused, get, token } from "./api.js";
-import { fill, h } from "./dom.js";
+import { Refused, get, token } from "../lib/api.js";
+import { fill, h } from "../lib/dom.js";
 
 /** The form; `done` is called when the server knows the token. */
 export function signIn(done, reason) {
@@ -49,9 +49,9 @@ export function signIn(done, reason) {
     h(
       "p",
       { id: "token-hint" },
-      "With the token that ",
+      "With the token of ",
       h("code", {}, "mimatrix up"),
-      " printed, or that an admin made for you: ",
+      " (in the file token of its data directory), or one that an admin created for you: ",
       h("code", {}, "mimatrix tokens add NAME"),
       ".",
     ),

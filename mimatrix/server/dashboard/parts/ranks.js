@@ -1,10 +1,10 @@
 // Where the time of a step goes, rank by rank: as parts of the step, and as a timeline.
 
-import { now } from "./api.js";
-import { h } from "./dom.js";
-import { brief, count, figure, percent, span } from "./format.js";
-import { refresh } from "./session.js";
-import { seatsOf } from "./states.js";
+import { now } from "../lib/api.js";
+import { h } from "../lib/dom.js";
+import { brief, count, figure, percent, span } from "../lib/format.js";
+import { refresh } from "../lib/session.js";
+import { seatsOf } from "../lib/states.js";
 
 const MOST = 16;
 /** Ranks report every few seconds. */
@@ -31,8 +31,8 @@ export const steps = (rank) => total(rank) > 0;
 
 /** What a trouble is, in a few words. */
 export function titleOf(trouble) {
-  if (trouble.kind !== "hang") return "One rank is slow";
-  return trouble.lost_s < HANGS_S ? "Others wait" : "It hangs";
+  if (trouble.kind !== "hang") return "Straggler";
+  return trouble.lost_s < HANGS_S ? "Ranks are waiting" : "Hang";
 }
 
 /** Ranks as the last point of a job's history has them. */
@@ -65,7 +65,7 @@ export function bars(ranks, stragglers, live) {
     h(
       "p",
       { class: "soft" },
-      live ? "Parts of a step, as the ranks said last." : "Parts of a step, as they were at the end.",
+      live ? "Parts of a step, as last reported." : "Parts of a step, at the end of the job.",
     ),
     h(
       "ul",
@@ -143,13 +143,13 @@ export function timeline(ranks, stragglers) {
     h(
       "div",
       { class: "line" },
-      h("h2", {}, "A step"),
+      h("h2", {}, "Step timeline"),
       legend(last.planned_s && h("span", { class: "key" }, h("i", { class: "planned" }), "planned end")),
     ),
     h(
       "p",
       { class: "soft" },
-      `Rank ${last.rank} is busy longest, ${brief(busy(last))}${alone ? ": the others wait for it" : ""}.`,
+      `Rank ${last.rank} is busy longest, ${brief(busy(last))}${alone ? "; the others wait for it" : ""}.`,
     ),
     h(
       "div",
@@ -224,7 +224,7 @@ function chosen(ranks, stragglers) {
 
 function rest(ranks, stragglers) {
   if (ranks.length <= MOST) return null;
-  const first = stragglers.length ? "Those that are named and the slowest" : "The slowest";
+  const first = stragglers.length ? "Stragglers and the slowest" : "The slowest";
   const turn = () => {
     all = !all;
     refresh();

@@ -1,16 +1,16 @@
-// Before something is changed, it is asked whether it should be.
+// Dialogs that ask before something is changed.
 
-import { send } from "./api.js";
-import { refresh, say } from "./session.js";
-import { fill, h } from "./dom.js";
+import { send } from "../lib/api.js";
+import { refresh, say } from "../lib/session.js";
+import { fill, h } from "../lib/dom.js";
 
-/** Ask, and do it on a yes: `act` gets the field's value. A refusal is shown, and can be tried again. */
-export function askFirst({ title, text, yes, no = "Leave it", danger = false, field = null, act }) {
+/** Ask, and call `act` with the value of `field` if confirmed. An error is shown, and can be retried; `closed` is called at the end. */
+export function askFirst({ title, text, yes, no = "Keep it", danger = false, field = null, act, closed = null }) {
   const wrong = h("p", { class: "wrong", role: "alert" });
   const go = h("button", { type: "submit", class: danger ? "danger" : "main" }, yes);
   const box = h(
     "dialog",
-    { "aria-labelledby": "ask-title", onclose: () => box.remove() },
+    { "aria-labelledby": "ask-title", onclose: () => (box.remove(), closed?.()) },
     h(
       "form",
       {
@@ -43,24 +43,24 @@ export function askFirst({ title, text, yes, no = "Leave it", danger = false, fi
 export function askCancel(job) {
   askFirst({
     title: `Cancel job ${job.id}?`,
-    text: `${job.name} of ${job.user} is ended, wherever it is. It can be tried again later.`,
+    text: `${job.name} of ${job.user} will be stopped. It can be requeued later.`,
     yes: "Cancel the job",
     danger: true,
     async act() {
       await send("POST", `/jobs/${job.id}/cancel`);
-      say(`Job ${job.id} is told to end.`);
+      say(`Job ${job.id} is being cancelled.`);
     },
   });
 }
 
 export function askRetry(job) {
   askFirst({
-    title: `Try job ${job.id} again?`,
-    text: "It stands in line once more, and goes on from its last checkpoint if it left one.",
-    yes: "Try again",
+    title: `Requeue job ${job.id}?`,
+    text: "It returns to the queue, and resumes from its last checkpoint if it has one.",
+    yes: "Requeue",
     async act() {
       await send("POST", `/jobs/${job.id}/retry`);
-      say(`Job ${job.id} stands in line again.`);
+      say(`Job ${job.id} is queued again.`);
     },
   });
 }
@@ -74,7 +74,7 @@ export function askPriority(job) {
     step: 1,
     required: true,
     value: job.priority,
-    "data-label": "From 0 to 100; the higher, the sooner",
+    "data-label": "From 0 to 100; higher starts sooner",
   });
   askFirst({
     title: `Priority of job ${job.id}`,

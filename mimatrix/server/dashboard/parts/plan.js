@@ -1,7 +1,7 @@
 // The plan: who does how much and why, and whether it came out so.
 
-import { h } from "./dom.js";
-import { brief, bytes, count, figure, percent } from "./format.js";
+import { h } from "../lib/dom.js";
+import { brief, bytes, count, figure, percent } from "../lib/format.js";
 import { busy } from "./ranks.js";
 
 export function planPart(plan, ranks, job) {
@@ -12,7 +12,7 @@ export function planPart(plan, ranks, job) {
     h("p", { class: "soft" }, `ZeRO stage ${plan.stage}, ${count(plan.global_batch)} samples a step${version}`),
     against(plan, job),
     table(
-      ["Rank", "Micro-batches", "Samples", "Busy, predicted", "Busy, measured", "Waits, predicted", "Memory of room"],
+      ["Rank", "Micro-batches", "Samples", "Busy, predicted", "Busy, measured", "Idle, predicted", "Memory used"],
       plan.ranks.map((part, rank) => [
         [rank, " ", h("span", { class: "soft" }, part.name)],
         grouped(plan.micro[rank]),
@@ -25,7 +25,7 @@ export function planPart(plan, ranks, job) {
           : bytes(part.memory_bytes),
       ]),
     ),
-    h("h3", {}, "Why so"),
+    h("h3", {}, "Reasons"),
     h(
       "ul",
       { class: "reasons" },
@@ -51,11 +51,11 @@ function against(plan, job) {
     measured > 0 ? off(measured, predicted) : "–",
   ];
   return table(
-    ["", "Predicted", "Measured", "Off by"],
+    ["", "Predicted", "Measured", "Error"],
     [
-      row("A step", plan.step_s, step_s, brief),
+      row("Step time", plan.step_s, step_s, brief),
       row("Samples/s", plan.samples_per_s, rate, figure),
-      ["Of a step, only communicating", brief(plan.communication_s), "", ""],
+      ["Exposed communication", brief(plan.communication_s), "", ""],
     ],
     "narrow",
   );

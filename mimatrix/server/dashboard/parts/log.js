@@ -1,16 +1,16 @@
-// The output of a rank, as it is written.
+// The output of a rank, followed as it is written.
 
-import { get } from "./api.js";
-import { fill, h } from "./dom.js";
-import { refresh } from "./session.js";
-import { ended, seatsOf } from "./states.js";
+import { get } from "../lib/api.js";
+import { fill, h } from "../lib/dom.js";
+import { refresh } from "../lib/session.js";
+import { ended, seatsOf } from "../lib/states.js";
 
 const MOST_CHARACTERS = 400_000;
-/** It begins so far from the end: a long one is there as soon as a short one. */
+/** Where reading starts, counted from the end, so that long output appears as quickly as short output. */
 const END_BYTES = 65_536;
-/** Pieces that are read at once, until the end is reached. */
+/** How many pieces one refresh reads at most. */
 const PIECES = 16;
-/** Colours and the like, meant for a terminal; the second finds one of which the end is still to come. */
+/** Terminal escape sequences; the second matches an incomplete one at the end. */
 const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[ -/]+[0-~]|[@-Z\\^_])/g;
 const HALF_ESCAPE = /\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]*|[ -/]+)?$/;
 
@@ -56,7 +56,7 @@ export class Log {
     this.asking = null;
   }
 
-  /** Whose output, and of which start. */
+  /** The rank and the start that are selected. */
   wanted() {
     return `${this.rank.value} ${this.start.value}`;
   }
@@ -74,7 +74,7 @@ export class Log {
   turn() {
     this.paused = !this.paused;
     this.pause.setAttribute("aria-pressed", String(this.paused));
-    fill(this.pause, this.paused ? "Go on" : "Pause");
+    fill(this.pause, this.paused ? "Resume" : "Pause");
     if (!this.paused) refresh();
   }
 
@@ -104,7 +104,7 @@ export class Log {
     return this.cut ? text.slice(text.indexOf("\n") + 1) : text;
   }
 
-  /** At the end it follows; whoever scrolled up stays there. */
+  /** Append text; scrolled to the end it stays there. */
   add(text) {
     const follows = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 30;
     const lines = (this.line + text).replace(ESCAPES, "").split("\n");
@@ -133,13 +133,13 @@ export class Log {
       fill(
         this.start,
         Array.from({ length: job.generation }, (_, at) =>
-          h("option", { value: at + 1, "data-key": `s${at}` }, `${at + 1}.`),
+          h("option", { value: at + 1, "data-key": `s${at}` }, `${at + 1}`),
         ),
       );
       this.start.value = job.generation;
     }
     this.starts.hidden = job.generation < 2;
-    const failed = failedRank(job);
+    const failed = job.failed_rank ?? null;
     if (!this.chosen && failed !== null && failed < ranks) this.rank.value = failed;
     if (this.wanted() !== this.shown) this.forget();
   }
@@ -153,10 +153,10 @@ export class Log {
       this.note,
       empty
         ? job.generation
-          ? `It has said nothing${ended(job) ? "" : " yet"}.`
-          : "It has not started yet."
+          ? `No output${ended(job) ? "" : " yet"}.`
+          : "Not started yet."
         : this.cut
-          ? ["The end of it; all of it: ", command]
+          ? ["Only the end is shown. For all output: ", command]
           : "",
     );
     this.note.hidden = !empty && !this.cut;
@@ -172,8 +172,3 @@ function afterReturns(line) {
   return line.slice(line.slice(0, end).lastIndexOf("\r") + 1);
 }
 
-/** The rank whose end made the job fail, where its reason names one. */
-function failedRank(job) {
-  const named = job.state === "failed" && /^rank (\d+)\b/.exec(job.reason);
-  return named ? Number(named[1]) : null;
-}

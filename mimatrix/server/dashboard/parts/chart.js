@@ -1,7 +1,7 @@
 // Lines over time or steps, drawn by uPlot in the colours of the page.
 
-import { fill, h } from "./dom.js";
-import uPlot from "./vendor/uplot/uPlot.esm.js";
+import { fill, h } from "../lib/dom.js";
+import uPlot from "../vendor/uplot/uPlot.esm.js";
 
 const HEIGHT = 170;
 const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -1,7 +1,7 @@
-// Groups that do not wait for each other: what each has pushed, and how late it came.
+// Groups that train asynchronously: pushes, staleness and waiting.
 
-import { h } from "./dom.js";
-import { brief, count, figure, many, percent, span } from "./format.js";
+import { h } from "../lib/dom.js";
+import { brief, count, figure, many, percent, span } from "../lib/format.js";
 import { table } from "./plan.js";
 
 /** Ranks that push for their groups; none where all ranks step together. */
@@ -18,12 +18,12 @@ export function groupsPart(ranks, live) {
     h(
       "p",
       { class: "soft" },
-      `${many(pushing.length, "group")} that ${live ? "do" : "did"} not wait for each other. `,
-      "Late: pushes of others that the last one did not know. Pushing, waiting: what it stood still for its pushes, and ",
-      "for others, in all.",
+      `${many(pushing.length, "group")}, training asynchronously. `,
+      "Staleness: pushes of other groups since the last pull. Pushing, waiting: total time that training stood still ",
+      "for its own pushes, and for other groups.",
     ),
     table(
-      ["Group", "Ranks", "Pushes", "Samples", "Of all", ...(live ? ["Samples/s"] : []), "Late", "Pushing", "Waiting"],
+      ["Group", "Ranks", "Pushes", "Samples", "Share", ...(live ? ["Samples/s"] : []), "Staleness", "Pushing", "Waiting"],
       pushing.map((rank) => [
         count(rank.group),
         ranks

@@ -1,10 +1,10 @@
 // Curves that follow: metrics, samples a second, seconds a step.
 
-import { get } from "./api.js";
+import { get } from "../lib/api.js";
 import { Chart } from "./chart.js";
-import { fill, h } from "./dom.js";
-import { brief, figure, many, metric } from "./format.js";
-import { ended } from "./states.js";
+import { fill, h } from "../lib/dom.js";
+import { brief, figure, many, metric } from "../lib/format.js";
+import { ended } from "../lib/states.js";
 
 const MOST_METRICS = 8;
 const WHOLE_S = 60;
@@ -33,11 +33,11 @@ export class Curves {
       h(
         "div",
         { class: "line" },
-        h("h2", { id: "curves-title" }, "Curves"),
+        h("h2", { id: "curves-title" }, "Metrics"),
         h(
           "fieldset",
           { class: "switch" },
-          h("legend", { class: "unseen" }, "Drawn against"),
+          h("legend", { class: "unseen" }, "Horizontal axis"),
           choice("step", "Steps"),
           choice("time", "Time"),
         ),
@@ -93,7 +93,7 @@ export class Curves {
       xs,
       points.map(({ samples_per_s: rate }) => (rate === null ? undefined : rate || null)),
     );
-    this.chart("Step takes", brief, "--load", 0, true).show(
+    this.chart("Step time", brief, "--load", 0, true).show(
       xs,
       points.map(({ step_s: seconds }) => (seconds === null ? undefined : seconds || null)),
       points.map((point) => (point.step_s === null ? undefined : point.predicted_step_s)),
@@ -104,7 +104,7 @@ export class Curves {
     this.more.hidden = number <= 0;
     fill(
       this.more,
-      all ? "All that was logged." : `And ${many(number, "more curve")}.`,
+      all ? "All metrics." : `And ${many(number, "more metric")}.`,
       h(
         "button",
         { type: "button", class: "small", onclick: () => this.turn(this.x, !all) },
@@ -121,7 +121,7 @@ export class Curves {
       ];
       const chart = new Chart({ title, lines, format, x: this.x, low });
       // Metrics come first, even those that are told late.
-      const later = title === "Step takes" ? undefined : this.charts.get("Samples/s");
+      const later = title === "Step time" ? undefined : this.charts.get("Samples/s");
       this.grid.insertBefore(chart.element, later?.element ?? null);
       this.charts.set(title, chart);
     }

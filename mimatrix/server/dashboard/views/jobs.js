@@ -1,11 +1,11 @@
 // All jobs: who runs, who waits and why, who has ended; and how much of the cluster is in use.
 
-import { get } from "./api.js";
-import { mayHandIn, who } from "./session.js";
-import { Chart } from "./chart.js";
-import { fill, h } from "./dom.js";
-import { asks, count, lasted, many, ordinal, span, when } from "./format.js";
-import { ENDED, RUNNING, WAITING, asked, chip, runs, waits } from "./states.js";
+import { get } from "../lib/api.js";
+import { mayHandIn, who } from "../lib/session.js";
+import { Chart } from "../parts/chart.js";
+import { fill, h } from "../lib/dom.js";
+import { asks, count, lasted, many, ordinal, span, when } from "../lib/format.js";
+import { ENDED, RUNNING, WAITING, asked, chip, runs, waits } from "../lib/states.js";
 
 const PAGE = 50;
 const SEARCHED = 1000;
@@ -103,7 +103,7 @@ export function overview() {
     names.delete(who().user);
     fill(
       users,
-      option("", "Everybody"),
+      option("", "All users"),
       option(who().user, `${who().user} (you)`),
       [...names].sort().map((name) => option(name, name)),
     );
@@ -118,7 +118,7 @@ export function overview() {
     fill(
       lists,
       !every && nothing(),
-      group("running", "Running", running, running.length, every && !filter.state ? "Nothing runs." : ""),
+      group("running", "Running", running, running.length, every && !filter.state ? "No running jobs." : ""),
       group("waiting", "Waiting", waiting, waiting.length),
       group("ended", "Ended", ended, ended.length + (filter.text ? 0 : found.older)),
     );
@@ -189,12 +189,12 @@ function row(job) {
 
 function nothing() {
   if (filter.text || filter.state || filter.user)
-    return h("p", { class: "empty", "data-key": "none" }, "No job fits this. Take something out of the filter.");
+    return h("p", { class: "empty", "data-key": "none" }, "No job matches the filter.");
   const command = h("code", {}, "mimatrix submit train.py");
   return h(
     "p",
     { class: "empty", "data-key": "none" },
-    mayHandIn() ? ["No jobs yet. Hand one in with “Submit a job”, or with ", command, "."] : "No jobs yet.",
+    mayHandIn() ? ["No jobs yet. Submit one with “Submit a job”, or with ", command, "."] : "No jobs yet.",
   );
 }
 
@@ -210,7 +210,7 @@ function labelled(word, control) {
 function useCard() {
   const now = h("div", { class: "now" });
   const chart = new Chart({
-    title: "Devices over the day",
+    title: "Devices used, last 24 h",
     lines: [
       { label: "in use", colour: "--accent", filled: true, stepped: true },
       { label: "devices", colour: "--soft", dash: [4, 4], stepped: true },
@@ -255,7 +255,7 @@ function useCard() {
         many(nodes.length, "node"),
         silent > 0 && h("span", { class: "bad" }, `, ${count(silent)} ${silent === 1 ? "does" : "do"} not answer`),
         " · ",
-        h("a", { href: "#/cluster" }, "See the cluster"),
+        h("a", { href: "#/cluster" }, "Show the cluster"),
       ),
     );
   }

@@ -1,10 +1,10 @@
-// A job handed in from here: a script, files beside it, and what it wants.
+// The form that submits a job: a script, further files, and the devices that it needs.
 
-import { has, send, upload } from "./api.js";
-import { fill, h } from "./dom.js";
-import { bytes } from "./format.js";
-import { mayHandIn, say } from "./session.js";
-import { archive, digest } from "./tar.js";
+import { has, send, upload } from "../lib/api.js";
+import { fill, h } from "../lib/dom.js";
+import { bytes } from "../lib/format.js";
+import { mayHandIn, say } from "../lib/session.js";
+import { archive, digest } from "../lib/tar.js";
 
 const MOST_BYTES = 64 * 2 ** 20;
 
@@ -21,15 +21,15 @@ export function submitView() {
 }
 
 function whyNot() {
-  if (!mayHandIn()) return "A viewer looks and hands nothing in; ask an admin for the role user.";
+  if (!mayHandIn()) return "Viewers cannot submit jobs. Ask an admin for the user role.";
   const command = h("code", {}, "mimatrix submit train.py");
   if (!globalThis.crypto?.subtle)
     return [
-      "The browser lets a page check files only over https or on 127.0.0.1. From a terminal it works anyway: ",
+      "Browsers allow pages to hash files only over https or on 127.0.0.1. From a terminal: ",
       command,
     ];
   if (!globalThis.CompressionStream)
-    return ["This browser is too old to pack files. From a terminal it works anyway: ", command];
+    return ["This browser is too old to compress files. From a terminal: ", command];
   return null;
 }
 
@@ -66,7 +66,7 @@ function form() {
   const wrong = h("p", { class: "wrong", role: "alert" });
   const would = h("p", { class: "soft", role: "status" });
   const go = h("button", { type: "submit", class: "main" }, "Submit");
-  const check = h("button", { type: "button", onclick: () => attempt(dryRun) }, "What would happen?");
+  const check = h("button", { type: "button", onclick: () => attempt(dryRun) }, "Dry run");
 
   function named() {
     if (script.files[0] && !name.value)
@@ -76,10 +76,10 @@ function form() {
         .replace(/^[^A-Za-z0-9]+/, "");
   }
 
-  const said = (archive) => ({
+  const said = (sha256) => ({
     name: name.value.trim(),
     script: script.files[0].name,
-    code_archive: archive,
+    code_archive: sha256,
     arguments: split(words.value),
     devices: devices.value.trim(),
     priority: Number(priority.value),
@@ -90,19 +90,19 @@ function form() {
 
   async function dryRun() {
     const found = await send("POST", "/jobs/dry-run", said("0".repeat(64)));
-    fill(would, `It would ${found.starts ? "start at once" : "wait"}: ${found.reason}.`);
+    fill(would, `It would ${found.starts ? "start immediately" : "wait"}: ${found.reason}.`);
   }
 
-  async function handIn() {
+  async function submit() {
     const packed = await archive(await read([script.files[0], ...files.files]));
     if (packed.length > MOST_BYTES)
       throw new Error(
-        `Packed, the files have ${bytes(packed.length)}, and at most ${bytes(MOST_BYTES)} can be sent. Leave data where the job can read it.`,
+        `The compressed files have ${bytes(packed.length)}; the limit is ${bytes(MOST_BYTES)}. Leave data where the job can read it.`,
       );
-    const archive = await digest(packed);
-    if (!(await has(`/code-archives/${archive}`))) await upload(`/code-archives/${archive}`, packed);
-    const job = await send("POST", "/jobs", said(archive));
-    say(`Job ${job.id} is handed in.`);
+    const sha256 = await digest(packed);
+    if (!(await has(`/code-archives/${sha256}`))) await upload(`/code-archives/${sha256}`, packed);
+    const job = await send("POST", "/jobs", said(sha256));
+    say(`Job ${job.id} is submitted.`);
     location.hash = `#/jobs/${job.id}`;
   }
 
@@ -122,15 +122,15 @@ function form() {
 
   const element = h(
     "form",
-    { class: "card form", onsubmit: (event) => (event.preventDefault(), attempt(handIn)) },
+    { class: "card form", onsubmit: (event) => (event.preventDefault(), attempt(submit)) },
     field("Script", script, "A Python file, as for torchrun"),
-    field("Further files", files, "They lie beside the script; no folders. A whole folder: mimatrix submit"),
+    field("Further files", files, "Placed next to the script. For whole directories use mimatrix submit"),
     field("Name", name, "Letters, digits, dots, dashes and spaces"),
     h(
       "div",
       { class: "pair" },
       field("Devices", devices, "2, or a100:2,v100:4, or 2..8, or all"),
-      field("Priority", priority, "From 0 to 100; the higher, the sooner"),
+      field("Priority", priority, "From 0 to 100; higher starts sooner"),
     ),
     field("Arguments", words),
     h(
@@ -140,10 +140,10 @@ function form() {
       h(
         "div",
         { class: "pair" },
-        field("Time limit in hours", hours, "Empty: none"),
-        field("Tries after a failure", retries),
+        field("Time limit in hours", hours, "Empty: unlimited"),
+        field("Restarts after a failure", retries),
       ),
-      h("label", { class: "check" }, preemptible, "May be told to save and let a more urgent job go first"),
+      h("label", { class: "check" }, preemptible, "Preemptible: may be saved and requeued for a more urgent job"),
     ),
     wrong,
     would,
@@ -169,7 +169,7 @@ async function read(files) {
   return [...found].map(([name, content]) => ({ name, bytes: content }));
 }
 
-/** Words as a shell would see them: quotes hold together. */
+/** Split a command line into arguments as a shell does; quotes group words. */
 export function split(line) {
   return [...line.matchAll(/(?:[^\s"']+|"[^"]*"|'[^']*')+/g)].map(([word]) =>
     word.replace(/"([^"]*)"|'([^']*)'/g, "$1$2"),

@@ -1,11 +1,11 @@
 // One device: what it is, who has it, who had it.
 
-import { get, now as serverNow } from "./api.js";
-import { Chart } from "./chart.js";
-import { fill, h } from "./dom.js";
-import { bytes, figure, percent, rate, span, when } from "./format.js";
-import { table } from "./plan.js";
-import { chip } from "./states.js";
+import { get, now as serverNow } from "../lib/api.js";
+import { Chart } from "../parts/chart.js";
+import { fill, h } from "../lib/dom.js";
+import { bytes, figure, percent, rate, span, when } from "../lib/format.js";
+import { table } from "../parts/plan.js";
+import { chip } from "../lib/states.js";
 
 const HOUR_S = 3600;
 const SELDOM_S = 10;
@@ -18,7 +18,7 @@ export function deviceView(node, number) {
   const element = h(
     "div",
     { class: "page" },
-    h("nav", { "aria-label": "Way back" }, h("a", { href: "#/cluster" }, "← Cluster")),
+    h("nav", { "aria-label": "Back" }, h("a", { href: "#/cluster" }, "← Cluster")),
     h("div", { class: "head" }, h("h1", {}, name)),
     body,
     drawn.element,
@@ -43,7 +43,7 @@ export function deviceView(node, number) {
       ),
       device && h("p", { class: "soft" }, use(device)),
       history.jobs.length > 0 && day(history.jobs),
-      !history.jobs.length && h("p", { class: "empty" }, "Nobody has used it yet."),
+      !history.jobs.length && h("p", { class: "empty" }, "No job has used it yet."),
     );
     fill(past, history.jobs.length > 0 && users(history.jobs));
   }
@@ -61,7 +61,7 @@ function useCard(path) {
     memory_bytes: chart("Memory", "--comm", { format: size, incrs: DOUBLINGS }),
   };
   const grid = h("div", { class: "charts" }, charts.busy.element, charts.memory_bytes.element);
-  const title = h("h2", { id: "use" }, "How it was used");
+  const title = h("h2", { id: "use" }, "Utilization");
   const element = h("section", { class: "card", hidden: true, "aria-labelledby": "use" }, title, grid);
   let at = 0;
 
@@ -105,7 +105,7 @@ function use(device) {
     there(heat) && `${figure(heat)} °C`,
     there(device.moved_bytes_per_s) && `moves ${rate(device.moved_bytes_per_s)} to other devices`,
   ].filter(Boolean);
-  return said.length ? said.join(" · ") : "No figures: no worker runs here.";
+  return said.length ? said.join(" · ") : "No metrics: no worker runs here.";
 }
 
 /** The last day as a strip; less, where nobody used it before. */
@@ -145,7 +145,7 @@ function users(jobs) {
   return h(
     "section",
     { class: "card", "aria-labelledby": "users" },
-    h("h2", { id: "users" }, "Who used it"),
+    h("h2", { id: "users" }, "Jobs on this device"),
     table(
       ["Job", "User", "State", "From", "For"],
       jobs.map((job) => [

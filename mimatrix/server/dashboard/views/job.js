@@ -1,17 +1,17 @@
-// One job: how it goes, who holds it up, why it is as it is, what it says.
+// The view of a job: progress, stragglers, reasons, output.
 
-import { get } from "./api.js";
-import { checkpointsPart } from "./checkpoints.js";
-import { Curves } from "./curves.js";
-import { askCancel, askPriority, askRetry } from "./dialog.js";
-import { fill, h } from "./dom.js";
-import { asks, brief, count, figure, lasted, many, metric, ordinal, span, when } from "./format.js";
-import { firsts, groupsPart } from "./groups.js";
-import { Log } from "./log.js";
-import { planPart } from "./plan.js";
-import { bars, latest, steps as stepping, timeline, titleOf } from "./ranks.js";
-import { mayChange } from "./session.js";
-import { chip, ended, runs, seatsOf, waits } from "./states.js";
+import { get } from "../lib/api.js";
+import { checkpointsPart } from "../parts/checkpoints.js";
+import { Curves } from "../parts/curves.js";
+import { askCancel, askPriority, askRetry } from "../parts/dialog.js";
+import { fill, h } from "../lib/dom.js";
+import { asks, brief, count, figure, lasted, many, metric, ordinal, span, when } from "../lib/format.js";
+import { firsts, groupsPart } from "../parts/groups.js";
+import { Log } from "../parts/log.js";
+import { planPart } from "../parts/plan.js";
+import { bars, latest, steps as stepping, timeline, titleOf } from "../parts/ranks.js";
+import { mayChange } from "../lib/session.js";
+import { chip, ended, runs, seatsOf, waits } from "../lib/states.js";
 
 const SELDOM_S = 10;
 const MOST_EVENTS = 100;
@@ -34,7 +34,7 @@ export function jobView(number) {
   const element = h(
     "div",
     { class: "page job" },
-    h("nav", { "aria-label": "Way back" }, h("a", { href: "#/" }, "← All jobs")),
+    h("nav", { "aria-label": "Back" }, h("a", { href: "#/" }, "← All jobs")),
     head,
     reason,
     alarms,
@@ -60,7 +60,7 @@ export function jobView(number) {
     ]);
     const rows = live.ranks.length ? live.ranks : latest(job, curves.points);
     showHead(job);
-    showTroubles(live.stragglers);
+    showStragglers(live.stragglers);
     show(groups, firsts(rows).length > 0, () => groupsPart(rows, runs(job)));
     show(ranks, rows.some(stepping), () => bars(rows, live.stragglers, runs(job)));
     show(steps, rows.length > 1 && rows.some(stepping), () => timeline(rows, live.stragglers));
@@ -69,7 +69,7 @@ export function jobView(number) {
     return ended(job) ? SELDOM_S : undefined;
   }
 
-  /** What changes with the job's state, or slowly. */
+  /** Fetch what changes with the job's state, or slowly. */
   async function seldom(job) {
     const is = [job.state, job.generation, job.priority, job.reason, job.has_plan].join();
     if (is === kept.is && (ended(job) || Date.now() - kept.at < SELDOM_S * 1000)) return;
@@ -84,13 +84,13 @@ export function jobView(number) {
     fill(facts, factsPart(job));
   }
 
-  function showTroubles(stragglers) {
+  function showStragglers(stragglers) {
     const title = (trouble) => `${titleOf(trouble)}. `;
     fill(
       alarms,
       stragglers.map((trouble) => h("p", { class: "alarm" }, h("b", {}, title(trouble)), sentence(trouble.sentence))),
     );
-    // Its figures change all the time; it is read out once.
+    // Its numbers change all the time; screen readers announce it once.
     const who = stragglers.map((trouble) => `${title(trouble)} ${trouble.rank}`).join();
     if (who !== kept.stragglers)
       fill(heard, stragglers.map((trouble) => title(trouble) + sentence(trouble.sentence)).join(" "));
@@ -112,7 +112,7 @@ export function jobView(number) {
         h(
           "p",
           { class: waits(job) ? "why" : "soft" },
-          waits(job) && h("b", {}, "Why it waits: "),
+          waits(job) && h("b", {}, "Waiting: "),
           sentence(job.reason),
         ),
     );
@@ -139,7 +139,7 @@ function actions(job) {
     "div",
     { class: "buttons" },
     ended(job)
-      ? button("Try again", askRetry)
+      ? button("Requeue", askRetry)
       : [button("Priority", askPriority), button("Cancel", askCancel, "danger")],
   );
 }
@@ -155,19 +155,19 @@ function figuresPart(job) {
   return [
     pair("Step", step > 0 && count(step), job.progress.epoch > 0 && `epoch ${count(job.progress.epoch)}`),
     pair("Samples/s", rate > 0 && figure(rate)),
-    pair("Step takes", step_s > 0 && brief(step_s), beside),
+    pair("Step time", step_s > 0 && brief(step_s), beside),
     loss && pair(loss[0], metric(loss[1])),
     pair("Devices", devicesOf(job), !waits(job) && nodesOf(seatsOf(job))),
-    job.queue_position && pair("In the queue", ordinal(job.queue_position)),
-    waits(job) && [pair("Priority", String(job.priority)), pair("Handed in", when(job.created_at))],
-    seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Runs for", span(seconds)),
+    job.queue_position && pair("In queue", ordinal(job.queue_position)),
+    waits(job) && [pair("Priority", String(job.priority)), pair("Submitted", when(job.created_at))],
+    seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Running for", span(seconds)),
   ];
 }
 
 function devicesOf(job) {
   if (job.seats.length) return many(job.seats.length, "device");
-  if (!ended(job)) return `wants ${asks(job.devices)}`;
-  return seatsOf(job).length ? `had ${many(seatsOf(job).length, "device")}` : `wanted ${asks(job.devices)}`;
+  if (!ended(job)) return `needs ${asks(job.devices)}`;
+  return seatsOf(job).length ? `had ${many(seatsOf(job).length, "device")}` : `needed ${asks(job.devices)}`;
 }
 
 function nodesOf(seats) {
@@ -182,7 +182,7 @@ function pair(word, value, more) {
 function eventsPart(job, events) {
   const newest = events.slice(-MOST_EVENTS).reverse();
   return [
-    h("h2", {}, "What happened"),
+    h("h2", {}, "Events"),
     h(
       "ol",
       { class: "events", tabindex: "0", "aria-label": "Events, the newest first" },
@@ -209,18 +209,18 @@ function factsPart(job) {
       { class: "facts" },
       fact("User", job.user),
       fact("Script", h("code", {}, [job.script, ...job.arguments].join(" "))),
-      fact("Asked for", asks(job.devices)),
+      fact("Requested", asks(job.devices)),
       fact("Priority", job.priority),
-      fact("Handed in", when(job.created_at)),
+      fact("Submitted", when(job.created_at)),
       job.started_at && fact("Started", when(job.started_at)),
       job.ended_at && fact("Ended", when(job.ended_at)),
       fact("Starts", count(job.generation)),
       job.exit_code !== null && fact("Exit code", job.exit_code),
       job.max_time_s && fact("Time limit", span(job.max_time_s)),
-      fact("May be told to go", job.preemptible ? "yes" : "no"),
+      fact("Preemptible", job.preemptible ? "yes" : "no"),
       seatsOf(job).length > 0 &&
         fact(
-          job.seats.length ? "Devices" : "Had devices",
+          job.seats.length ? "Devices" : "Devices held",
           seatsOf(job).map((seat) => [deviceLink(seat), " "]),
         ),
     ),

@@ -1,10 +1,10 @@
 // The machines: what hangs at which switch, what their links carry, who uses which device and how much.
 
-import { get } from "./api.js";
-import { fill, h, staying } from "./dom.js";
-import { ago, bytes, count, many, percent, rate } from "./format.js";
-import { link, scale } from "./links.js";
-import { RUNNING, asked } from "./states.js";
+import { get } from "../lib/api.js";
+import { fill, h, staying } from "../lib/dom.js";
+import { ago, bytes, count, many, percent, rate } from "../lib/format.js";
+import { link, scale } from "../parts/links.js";
+import { RUNNING, asked } from "../lib/states.js";
 
 // More devices than this are asked for less often, and on a phone folded away at first.
 const MANY = 200;
@@ -56,7 +56,7 @@ function legend() {
 }
 
 function nobody() {
-  return h("p", { class: "empty" }, "No nodes yet. On this machine they come with ", h("code", {}, "mimatrix up"), ".");
+  return h("p", { class: "empty" }, "No nodes yet. This machine is added by ", h("code", {}, "mimatrix up"), ".");
 }
 
 /** Nodes that are close to one another hang at the same switch. */

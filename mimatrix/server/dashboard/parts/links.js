@@ -1,7 +1,7 @@
 // A node's link to its switch: the fuller, the thicker; and always in figures.
 
-import { h } from "./dom.js";
-import { percent, rate } from "./format.js";
+import { h } from "../lib/dom.js";
+import { percent, rate } from "../lib/format.js";
 
 const NEARLY_FULL = 0.8;
 // Where nobody tells what a link can carry it is drawn as one of 10 Gbit/s.
