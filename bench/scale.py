@@ -149,7 +149,8 @@ def _every_s(workers: int) -> float:
     live = Live()
     live.begin(1, 1, [""] * workers)
     for job in live.all().values():
-        job.reports = {rank: Report.model_validate(load.said(rank, 1)) for rank in range(workers)}
+        for rank in range(workers):
+            job.record_report(rank, Report.model_validate(load.said(rank, 1)), 0.0)
     return live.report_interval_s()
 
 

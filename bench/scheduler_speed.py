@@ -49,7 +49,7 @@ def state(case: Case, seed: int) -> State:
         priority, limit = draw.choice((20, 50, 80)), draw.choice((None, 3600.0, 36_000.0))
         running.append(
             Running(
-                f"r{len(running)}",
+                len(running),
                 tuple(mine),
                 draw.choice("abcdef"),
                 priority,
@@ -60,7 +60,7 @@ def state(case: Case, seed: int) -> State:
         )
     queued = tuple(
         Queued(
-            f"q{number}",
+            1_000_000 + number,
             ResourceRequest.parse(draw.choice(WISHES)),
             draw.choice("abcdef"),
             draw.choice((20, 50, 80)),

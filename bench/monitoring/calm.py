@@ -58,7 +58,7 @@ def again(record: Iterable[str]) -> list[str]:
         figures = [
             RankFigures(
                 rank=each.rank,
-                place=each.seat,
+                device=each.seat,
                 at_s=each.at.timestamp(),
                 step=each.step,
                 step_s=each.step_s,
@@ -70,7 +70,7 @@ def again(record: Iterable[str]) -> list[str]:
             for each in Ranks.model_validate_json(line).ranks
         ]
         found = following.observe(float(second), figures)
-        said += [str(found)] if found else []
+        said += [found.describe()] if found else []
     return said
 
 

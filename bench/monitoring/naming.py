@@ -41,7 +41,7 @@ def measured(rounds: int) -> dict[str, Any]:
             found["slow"].append(times)
             groups[1].write_text(str(second))
             _quiet(house, number)
-            with _watched(house, number, "has not come to") as times:
+            with _watched(house, number, "has not entered") as times:
                 os.kill(second, signal.SIGSTOP)
             found["hang"].append(times)
             os.kill(second, signal.SIGCONT)

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import StandingLauncher
-from mimatrix.api.models import PROTOCOL, DeviceUsage, JobState, Progress, Report, Role
+from mimatrix.api.models import PROTOCOL, DeviceUsage, EventKind, JobState, Progress, Report, Role
 from mimatrix.launch.launcher import DeviceFacts, NodeFacts
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.planner.model.profile import Measurements
@@ -37,6 +37,7 @@ _ARCHIVE = b"nothing"
 _NAMES = ("gpt-base", "gpt-large", "vit", "resnet-sweep", "ablation", "bert-finetune", "diffusion", "nightly eval")
 _STEP_S = 0.41
 _MANY = 20_000
+_KINDS = {state: EventKind.__members__.get(state.name, EventKind.PHASE_CHANGED) for state in JobState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +176,14 @@ def _job(life: Life, now_s: float) -> dict[str, Any]:
         "priority": 40 + life.number % 20,
         "preemptible": False,
         "max_time_s": None,
-        "retries": 1,
-        "retried": 0,
+        "max_restarts": 1,
+        "restarts": 0,
         "generation": 1 if life.started_s else 0,
         "seats": life.seats if life.ended_s is None else [],
-        "leaving": "",
+        "stop_kind": "",
         "exit_code": {JobState.DONE: 0, JobState.FAILED: 1}.get(life.state),
         "created_at": life.created_s,
+        "submitted_at": life.created_s,
         "waiting_since": life.created_s,
         "started_at": life.started_s,
         "ended_at": life.ended_s,
@@ -206,9 +208,16 @@ def _events(life: Life, now_s: float) -> Iterator[dict[str, Any]]:
 
     def event(at_s: float, state: JobState, reason: str) -> dict[str, Any]:
         generation = 0 if state is JobState.QUEUED else 1
-        return {"job": life.number, "at": at_s, "state": state, "generation": generation, "reason": reason}
+        return {
+            "job": life.number,
+            "at": at_s,
+            "state": state,
+            "generation": generation,
+            "kind": _KINDS[state],
+            "reason": reason,
+        }
 
-    yield event(life.created_s, JobState.QUEUED, f"handed in by {life.user}")
+    yield event(life.created_s, JobState.QUEUED, f"submitted by {life.user}")
     yield event(life.created_s + 1, JobState.QUEUED, f"needs {RANKS} x NVIDIA H100, 0 of 480 free")
     if life.started_s is None:
         return
@@ -296,7 +305,8 @@ def _figures() -> list[dict[str, Any]]:
     draw, found = random.Random(2), []
     for _ in range(200):
         live = LiveJob(1, tuple(f"n/{rank}" for rank in range(RANKS)))
-        live.reports = {rank: _report(draw, rank) for rank in range(RANKS)}
+        for rank in range(RANKS):
+            live.record_report(rank, _report(draw, rank), 0.0)
         found.append(point_of(live))
     return found
 

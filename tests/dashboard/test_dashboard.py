@@ -242,7 +242,7 @@ def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
 
 
 def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, chromium: Browser) -> None:
-    hangs = "rank 1 on n/1 has not come to all_reduce"
+    hangs = "rank 1 on n/1 has not entered all_reduce"
     trouble = {"kind": "hang", "rank": 1, "seat": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
     elsewhere = {"path": "/elsewhere/step-320", "step": 320, "saved_at": "2026-01-01T00:00:00Z", "bytes": 5 << 20}

@@ -13,6 +13,7 @@ def rank(number: int, waits_for: int | None = -1, seconds: float = LATE_S, at_s:
 
 def test_one_sentence() -> None:
     found = find_hang([rank(0, 2, 10.0), rank(1, 2, 11.0), rank(2, at_s=90.0)])
+    assert found
     assert found.describe() == (
         "rank 2 on host2/0 has not entered all_reduce of 10 float32 (sum, gdraa), round 1, in step 120 for 11s; "
         "ranks 0, 1 wait for it"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mimatrix.monitor.rank_metrics import RankFigures
-from mimatrix.monitor.stragglers import PERSISTS_S, Straggler, StragglerTracker, find_straggler
+from mimatrix.monitor.stragglers import PERSISTS_S, Straggler, StragglerCause, StragglerTracker, find_straggler
 
 
 def ranks(*compute_s: float, **more: float) -> list[RankFigures]:
@@ -100,4 +100,4 @@ def test_one_report_is_not_enough_however_long_it_is_the_last() -> None:
 
 
 def test_what_will_be_done_about_it() -> None:
-    assert "its batch will shrink" in Straggler(1, "a/1", 0.1, 0.5, "compute", follows=True).describe()
+    assert "its batch will shrink" in Straggler(1, "a/1", 0.1, 0.5, StragglerCause.COMPUTE, follows=True).describe()

@@ -22,6 +22,7 @@ __all__ = ["database", "postgresql"]  # fixtures, for pytest to find
 
 ARCHIVE = b"not really an archive, but the server does not look inside"
 DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
+TESTED = JobEvent(EventKind.WAITING, "test")
 JOB: dict[str, Any] = {"name": "x", "script": "x.py", "code_archive": DIGEST}
 
 
@@ -44,7 +45,7 @@ def worker(there: House, number: int, seats: tuple[str, ...] = ("n/0", "n/1")) -
     with there.context.sessions.begin() as session:
         job = session.get_one(JobRow, number)
         job.seats = list(seats)
-        transition(session, job, JobState.STARTING, JobEvent(EventKind.WAITING, "test"), 1.0)
+        transition(session, job, JobState.STARTING, TESTED, 1.0)
         _, secret = issue(session, "ben", Role.WORKER, 1.0, number)
     there.context.live.begin(number, 1, seats)
     there.secrets[f"worker-{number}"] = secret
@@ -60,7 +61,7 @@ def test_a_job_is_handed_in_seen_and_cancelled(there: House) -> None:
     assert there.ask("ben", "POST", f"/api/jobs/{number}/cancel").status_code == 409
     assert there.ask("ben", "POST", f"/api/jobs/{number}/retry").json()["state"] == "queued"
     reasons = [event["reason"] for event in there.ask("ben", "GET", f"/api/jobs/{number}/events").json()]
-    assert reasons == ["handed in by ben", "priority 10, by ben", "cancelled by ben", "tried again by ben"]
+    assert reasons == ["submitted by ben", "priority 10, by ben", "cancelled by ben", "requeued by ben"]
 
 
 def test_a_submission_that_is_repeated_with_its_key_is_one_job(there: House) -> None:
@@ -200,13 +201,7 @@ def test_who_may_do_what(there: House) -> None:
             worker(there, another)
             if path.endswith("retry"):
                 with there.context.sessions.begin() as session:
-                    transition(
-                        session,
-                        session.get_one(JobRow, number),
-                        JobState.DONE,
-                        JobEvent(EventKind.WAITING, "test"),
-                        2.0,
-                    )
+                    transition(session, session.get_one(JobRow, number), JobState.DONE, TESTED, 2.0)
             workers = {"worker": f"worker-{number}", "other worker": f"worker-{another}"}
             who = workers.get(role, bearer)
             with there.context.sessions.begin() as session:

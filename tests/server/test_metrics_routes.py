@@ -8,13 +8,12 @@ import pytest
 from sqlalchemy import func, select, update
 from support.documents import plan
 from support.servers import House, house
-from test_api import ARCHIVE, DIGEST, submitted, worker
+from test_api import ARCHIVE, DIGEST, TESTED, submitted, worker
 from test_controller import Clock, reasons
 
-from mimatrix.api.models import PROTOCOL, EventKind, JobState
+from mimatrix.api.models import PROTOCOL, JobState
 from mimatrix.monitor.downsampling import TIERS
 from mimatrix.server.db.models import AllocationRow, JobRow, SampleRow
-from mimatrix.server.jobs.events import JobEvent
 from mimatrix.server.jobs.lifecycle import transition
 
 
@@ -105,9 +104,9 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"]
     assert trouble["kind"] == "hang"
     assert (
-        "rank 1 on n/1 has not come to all_reduce of 8 float32 (sum, gdraa), round 1, in step 7" in trouble["sentence"]
+        "rank 1 on n/1 has not entered all_reduce of 8 float32 (sum, gdraa), round 1, in step 7" in trouble["sentence"]
     )
-    (said,) = (said for said in reasons(there, number) if "has not come" in said)
+    (said,) = (said for said in reasons(there, number) if "has not entered" in said)
     assert said.endswith("rank 0 waits for it")
 
 
@@ -143,6 +142,7 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
     assert sorted(tiers) == [(0, 36), (1, 2)]
     clock.ahead_s += TIERS[0].kept_s + 61
     there.controller.keep_history()
+    there.controller.delete_old()
     with there.context.sessions() as session:
         oldest = session.scalar(select(func.min(SampleRow.at)).where(SampleRow.tier == 0))
     assert oldest is not None
@@ -159,7 +159,7 @@ def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
                     session,
                     session.get_one(JobRow, number),
                     JobState.DONE,
-                    JobEvent(EventKind.WAITING, "test"),
+                    TESTED,
                     clock(),
                 )
         clock.ahead_s += 6
@@ -182,9 +182,7 @@ def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clo
                 reported(there, number, rank, use={"busy": each, "memory_bytes": 1000 + rank})
             there.controller.keep_history()
         with there.context.sessions.begin() as session:
-            transition(
-                session, session.get_one(JobRow, number), JobState.DONE, JobEvent(EventKind.WAITING, "test"), clock()
-            )
+            transition(session, session.get_one(JobRow, number), JobState.DONE, TESTED, clock())
         there.context.live.forget(number)
         clock.ahead_s += 60
 
@@ -204,9 +202,7 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_seats"] == []
     with there.context.sessions.begin() as session:
-        transition(
-            session, session.get_one(JobRow, number), JobState.FAILED, JobEvent(EventKind.WAITING, "rank 1 failed"), 2.0
-        )
+        transition(session, session.get_one(JobRow, number), JobState.FAILED, TESTED, 2.0)
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
     assert (found["seats"], found["last_seats"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
     (listed,) = there.ask("dee", "GET", "/api/jobs").json()["jobs"]

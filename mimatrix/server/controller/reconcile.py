@@ -78,7 +78,7 @@ class Controller:
             ("schedule", self._scheduling.run),
             ("stragglers", self.check_stragglers),
             ("history", self.keep_history),
-            ("retention", self._retention.run),
+            ("retention", self.delete_old),
         )
         failing = {name: error for name, stage in stages if (error := self._try(name, stage))}
         self._failing = failing
@@ -116,6 +116,10 @@ class Controller:
         cluster = cluster_point(self._nodes.slots, used, queued)
         contain = lambda job: self._faults.contain("history", job)  # noqa: E731
         self._history.keep(self._context.clock(), self._context.live.all(), cluster, contain)
+
+    def delete_old(self) -> None:
+        """Delete what is older than the settings say, if it is time to."""
+        self._retention.run()
 
     def dry_run(self, job: JobRow) -> Start | Wait:
         """Return what would be decided about a job that is not in the database. Any thread may call this."""

@@ -152,6 +152,7 @@ class Scheduling:
                 # A restored database may know fewer generations than were started: names of teams are used once.
                 row.generation = max(row.generation, self._teams.generations.get(row.id, 0))
                 transition(session, row, JobState.STARTING, events.starting(decision.reason), now_s)
+                self._clock.instant("started", row.id, now_s)
                 generation = row.generation
             else:
                 self._stop(session, row, decision.reason)
@@ -160,7 +161,9 @@ class Scheduling:
             self._starter.start(decision.job, generation)
 
     def _stop(self, session: Session, row: JobRow, reason: StopReason) -> None:
-        if request_stop(session, row, reason, self._context.clock()) and reason.kind.saves:
+        now_s = self._context.clock()
+        if request_stop(session, row, reason, now_s) and reason.kind.saves:
+            self._clock.instant("stop", row.id, now_s)
             live = self._context.live.get(row.id, row.generation)
             if live:
                 live.tell_to_leave()

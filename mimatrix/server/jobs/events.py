@@ -161,7 +161,7 @@ def group_restarted(group: int, failure: RankFailure | None, restarts: int) -> J
 
 def plan_changed(why: str) -> JobEvent:
     """Its first rank stored another plan."""
-    return JobEvent(EventKind.PLAN_CHANGED, f"another plan: {why}", {"why": why})
+    return JobEvent(EventKind.PLAN_CHANGED, f"plan changed: {why}", {"why": why})
 
 
 def straggler(sentence: str, data: Mapping[str, Any]) -> JobEvent:

@@ -1,5 +1,7 @@
 """The lifecycle of a job: which state may follow which, and the one function that changes a state and records it."""
 
+from typing import Any
+
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
@@ -88,7 +90,7 @@ def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> boo
     state = session.scalar(select(JobRow.state).where(JobRow.id == job))
     if state is None or JobState(state).is_final:
         return False
-    released = {"seats": [], "groups": [], "stop_kind": "", "stop_requested_at": None}
+    released: dict[str, Any] = {"seats": [], "groups": [], "stop_kind": "", "stop_requested_at": None}
     reason = {"reason": event.sentence, "reason_data": {"kind": event.kind.value, **event.data}}
     ended = {"state": JobState.FAILED.value, "ended_at": now_s, "server_error": event.sentence}
     session.execute(update(JobRow).where(JobRow.id == job).values(**released, **reason, **ended))

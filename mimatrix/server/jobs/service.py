@@ -82,9 +82,9 @@ def requeue(context: Context, number: int, who: Bearer) -> JobRow:
     return job
 
 
-def check_upload(context: Context, who: Bearer) -> None:
-    """Refuse another code archive of a user whose archives take too much room."""
-    if who.role is Role.ADMIN:
+def check_upload(context: Context, digest: str, who: Bearer) -> None:
+    """Refuse a new code archive of a user whose archives take too much room."""
+    if who.role is Role.ADMIN or context.code_archives.path(digest):
         return
     with context.sessions() as session:
         used = session.scalar(select(func.sum(CodeArchiveRow.bytes)).where(CodeArchiveRow.user == who.user)) or 0

@@ -1,10 +1,10 @@
 """Jobs: submit, list, change and cancel them, and read their logs."""
 
-import pathlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -46,7 +46,7 @@ def check_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Resp
 )
 async def upload_code_archive(digest: DigestPath, request: Request, shared: Shared, who: Submitter) -> Response:
     """Upload a code archive: the directory of a script as .tar.gz, named by its SHA-256."""
-    await run_in_threadpool(service.check_upload, shared, who)
+    await run_in_threadpool(service.check_upload, shared, digest, who)
     await shared.code_archives.store(digest, request.stream())
     await run_in_threadpool(service.record_upload, shared, digest, who)
     return Response(status_code=204)
@@ -89,16 +89,12 @@ def list_jobs(
 
 
 @router.get("/jobs/{number}")
-def get_job(number: JobId, request: Request, shared: Shared, _: AnyUser) -> m.Job:
+def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
     """Get a job."""
-    folder = request.app.state.controller.environment.checkpoints_of(number)
     with shared.sessions() as session:
         row = find_job(session, number)
-        more = {
-            "last_seats": _last_seats(session, row),
-            "has_plan": _has_plan(session, number),
-            "resumes_from": _resumes_from(row, folder),
-        }
+        more: dict[str, Any] = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
+        more["resumes_from"] = _resumes_from(row)
         return to_job(row, shared.live.queue_positions).model_copy(update=more)
 
 
@@ -206,9 +202,9 @@ def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
     return tuple(session.scalars(asked.order_by(AllocationRow.id)))
 
 
-def _resumes_from(row: JobRow, folder: pathlib.Path | None) -> int | None:
-    """Return the step of the newest checkpoint in the job's own directory: only those are found by themselves."""
-    own = (saved for saved in row.checkpoints if pathlib.Path(saved["path"]).parent == folder)
+def _resumes_from(row: JobRow) -> int | None:
+    """Return the step of the newest checkpoint in the job's own directory, where a restart looks for it."""
+    own = (saved for saved in row.checkpoints if PurePath(saved["path"]).parent.name == f"job-{row.id}")
     return next((int(saved["step"]) for saved in own), None)
 
 
