@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler", "api")
+PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler", "api", "scheduler", "monitor", "server")
 """Those that must be clean; others are only shown."""
 PHRASES = {
     r"whoever": "the one that, any rank that, the caller",

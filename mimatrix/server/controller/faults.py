@@ -56,7 +56,7 @@ class Faults:
 
     @contextmanager
     def contain(self, stage: str, job: int, remedy: Remedy = Remedy.FLAG) -> Iterator[None]:
-        """Keep an exception from reaching other jobs. A database that does not answer is no job's fault."""
+        """Keep an exception from reaching other jobs. A database that does not answer is not the fault of a job."""
         try:
             yield
         except (OperationalError, InterfaceError):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _SAMPLES_S, _REST_S = 60.0, 3600.0
 """How often to look for old metrics, and for everything else."""
 _BATCH = 5000
-"""Rows that one transaction deletes at most; the next turn goes on from there."""
+"""Rows that one transaction deletes at most; the next turn continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

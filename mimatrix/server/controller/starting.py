@@ -26,7 +26,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 600.0
 
 
 def start_pause_s(failures: int) -> float:
-    """Return how long to wait after the last of so many failed starts."""
+    """Return how long to wait after this number of failed starts."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures - 1, 20)) if failures else 0.0
 
 

@@ -70,7 +70,7 @@ class TeamFollower:
 
     @property
     def is_holding(self) -> bool:
-        """Whether no job may start, since a team runs on devices that nobody knows."""
+        """Whether no job may start, since a team runs on devices that are unknown."""
         now_s = self._context.monotonic()
         unknown = (
             name for name in self._orphans if (found := parse_team_name(name)) and found[0] not in self.orphan_devices
@@ -78,7 +78,7 @@ class TeamFollower:
         return any(now_s - self._orphans[name] < _HOLD_S for name in unknown)
 
     def _end_unknown(self, states: Mapping[str, TeamState], active: list[JobTeam]) -> None:
-        """End teams that run but are no active job's: of a database that was restored, or lost its last commit."""
+        """End teams that run without an active job: of a database that was restored, or lost its last commit."""
         teams = {found: name for name in states if (found := parse_team_name(name))}
         newest: dict[int, int] = {}
         for job, generation in teams:

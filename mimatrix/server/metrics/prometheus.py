@@ -1,4 +1,4 @@
-"""Figures for Prometheus, as they are at the moment of asking. Names and labels are listed in docs/monitoring.md."""
+"""Metrics for Prometheus, as of the moment of asking. Names and labels are listed in docs/monitoring.md."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,7 +18,7 @@ JobFigure = Callable[[LiveJob, Report], float | None]
 GroupFigure = Callable[[PushStats], float]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 2000
-"""Series of ranks are given for so many of them, of the newest jobs; of the others only those of their jobs."""
+"""Series of ranks are given for this number of them, of the newest jobs; other jobs have only series of their own."""
 _OF_JOB: dict[str, tuple[str, JobFigure]] = {
     "mimatrix_job_step": ("Steps done", lambda _, said: said.step),
     "mimatrix_job_step_seconds": ("A step, measured", lambda _, said: said.step_s),
@@ -49,7 +49,7 @@ _OF_RANK: dict[str, tuple[str, Figure]] = {
 
 
 def exposition(context: Context) -> bytes:
-    """All of it."""
+    """Return all metrics in the text format."""
     registry = CollectorRegistry()
     registry.register(_Now(context))
     return generate_latest(registry)
@@ -60,7 +60,7 @@ class _Now(Collector):
         self._context = context
 
     def collect(self) -> Iterator[Metric]:
-        """What the server and the workers know now."""
+        """Yield what the server and the workers know now."""
         yield from self._of_server()
         live = dict(sorted(self._context.live.all().items(), reverse=True))
         yield from _of_jobs(live)
@@ -120,7 +120,7 @@ def _of_jobs(live: dict[int, LiveJob]) -> Iterator[Metric]:
 
 
 def _of_groups(live: dict[int, LiveJob]) -> Iterator[Metric]:
-    """Of those that do not wait for each other; so many as of ranks."""
+    """Yield metrics of groups that do not wait for each other; at most as many as of ranks."""
     said = [
         ([str(number), str(each.group)], each.pushed)
         for number, job in live.items()
