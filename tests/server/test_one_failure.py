@@ -85,9 +85,7 @@ def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None
 
     with house(tmp_path, devices=2) as there:
         node = there.context.launcher.nodes()[0].name
-        there.context.launcher.start(
-            Team(name="job-99.1", command=(sys.executable, "x.py"), members=members, archive=packed(tmp_path))
-        )
+        there.context.launcher.start(sleeper("job-99.1", node, 2, tmp_path))
         deadline = time.monotonic() + 30
         while "job-99.1" in (states := there.context.launcher.states()) and not states["job-99.1"].has_ended:
             assert time.monotonic() < deadline, "it runs on"
@@ -251,13 +249,7 @@ def test_a_restored_database_gives_teams_new_names(tmp_path: Path) -> None:
     with house(tmp_path, devices=1) as there:
         number = submitted(there, "print('new')")
         node = there.context.launcher.nodes()[0].name
-        old = Team(
-            name=f"job-{number}.1",
-            command=(sys.executable, "x.py"),
-            members=(Member(node, 0),),
-            archive=packed(tmp_path),
-        )
-        there.context.launcher.start(old)
+        there.context.launcher.start(sleeper(f"job-{number}.1", node, 1, tmp_path))
         found = turned_until(there, number, *ENDED)
         assert (found.state, found.generation) == (JobState.DONE, 2)
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "new\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mimatrix.api.models import EventKind, JobState
 from mimatrix.core.units import format_seconds
-from mimatrix.launch.exit_causes import ExitCause
+from mimatrix.launch import ExitCause
 from mimatrix.scheduler.reasons import StartReason, StopKind, StopReason, WaitReason, to_json
 
 
