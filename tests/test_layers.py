@@ -407,7 +407,7 @@ ALLOWED = [
     ("worker/x.py", "import torch\nimport mimatrix.hybrid, mimatrix.engine, mimatrix.comm, mimatrix.api"),
     ("cli/x.py", "from mimatrix import __version__\ndef f():\n    from mimatrix.worker import run"),
     ("cli/x.py", "def f():\n    from mimatrix import lab\n    from mimatrix.server import app"),
-    ("launch/x.py", "from mimatrix.processes.group import run_together"),
+    ("launch/x.py", "from mimatrix.processes.group import run_process_group"),
     ("__main__.py", "from mimatrix.cli.main import main"),
     ("_init.py", "import torch\nfrom mimatrix.hybrid.mode import Hybrid\nfrom mimatrix.core import errors"),
     ("__init__.py", "if TYPE_CHECKING:\n    from mimatrix._init import init"),

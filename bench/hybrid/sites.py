@@ -220,7 +220,7 @@ def _turn(here: Lab, way: Way, seed: int, cache: Path) -> tuple[Found, int]:
         turn = Turn(way, folder, str(cache), seed, _every(way))
         ending = run(here, [sys.executable, "-m", "bench.hybrid.sites_worker", turn.to_text()], timeout_s=_TURN_S)
         if ending.code:
-            raise SystemExit(f"{way}: {ending.reason}")
+            raise SystemExit(f"{way}: {ending.describe()}")
         records = [Record(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
     after = link_bytes(here)
     return Found.of(records), max(after[name] - before[name] for name in BETWEEN)

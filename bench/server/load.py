@@ -19,15 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mimatrix.api.models import PROTOCOL
-from mimatrix.launch.launcher import (
-    DeviceFacts,
-    LogPart,
-    MemberState,
-    NodeFacts,
-    Phase,
-    Team,
-    TeamState,
-)
+from mimatrix.launch.devices import DeviceInfo, NodeInfo
+from mimatrix.launch.launcher import LogPart, MemberState, Phase, Team, TeamState
 
 JOBS = 20
 
@@ -35,11 +28,11 @@ JOBS = 20
 class StandingLauncher:
     """Says that every team it is given runs; starts nothing."""
 
-    def __init__(self, nodes: tuple[NodeFacts, ...], said: bytes = b"") -> None:
+    def __init__(self, nodes: tuple[NodeInfo, ...], said: bytes = b"") -> None:
         self._teams: dict[str, Team] = {}
         self._nodes, self._said = nodes, said
 
-    def nodes(self) -> tuple[NodeFacts, ...]:
+    def nodes(self) -> tuple[NodeInfo, ...]:
         """Those that it was told of."""
         return self._nodes
 
@@ -261,7 +254,7 @@ def host(data: str, port: str, workers: str, database: str) -> None:
     """The server."""
     from mimatrix.server import Settings, serve
 
-    nodes = (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * int(workers)),)
+    nodes = (NodeInfo("standing", "127.0.0.1", (DeviceInfo("cpu", 1 << 30),) * int(workers)),)
     serve(Settings(data=Path(data), port=int(port), database=database), lambda _: StandingLauncher(nodes))
 
 

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import StandingLauncher
 from mimatrix.api.models import PROTOCOL, DeviceUsage, EventKind, JobState, Progress, Report, Role
-from mimatrix.launch.launcher import DeviceFacts, NodeFacts
+from mimatrix.launch.devices import DeviceInfo, NodeInfo
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.planner import make_plan
@@ -102,14 +102,14 @@ class Life:
         return int((at_s - self.started_s) / _STEP_S) if self.started_s else 0
 
 
-def nodes(size: Size) -> tuple[NodeFacts, ...]:
+def nodes(size: Size) -> tuple[NodeInfo, ...]:
     """The machines; what nobody runs on is of a kind that nobody asks for."""
     found = []
     for node, first in enumerate(range(0, size.devices, RANKS)):
         kind = "NVIDIA H100" if node < size.running else "NVIDIA A10"
-        devices = (DeviceFacts(kind, 80 << 30),) * min(RANKS, size.devices - first)
+        devices = (DeviceInfo(kind, 80 << 30),) * min(RANKS, size.devices - first)
         address = f"10.0.{node // 250}.{node % 250 + 1}"
-        found.append(NodeFacts(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
+        found.append(NodeInfo(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
     return tuple(found)
 
 

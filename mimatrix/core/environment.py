@@ -125,8 +125,9 @@ SLOWDOWN = Variable(
 )
 TOKEN = Variable(
     "MIMATRIX_TOKEN",
-    "you, job server",
-    "Token that the job server accepts, as printed by `mimatrix up`. A worker removes it before it runs the script.",
+    "you",
+    "Token that the job server accepts, as printed by `mimatrix up`. A worker that finds it removes it before it runs "
+    "the script.",
 )
 TRANSPORT = Variable(
     "MIMATRIX_TRANSPORT",
@@ -162,6 +163,13 @@ RENDEZVOUS = Variable(
     "`mimatrix run --groups`, job server",
     "File through which a restarted group of hybrid mode finds the groups that kept running. All hosts must see it.",
     "/srv/mimatrix/checkpoints/job-7/.meeting-1",
+)
+TOKEN_FD = Variable(
+    "MIMATRIX_TOKEN_FD",
+    "job server",
+    "File descriptor from which a worker reads its token, once: `/proc` shows the environment in which a process was "
+    "started for as long as it lives.",
+    "3",
 )
 SPEED = Variable(
     "MIMATRIX_SPEED",

@@ -4,6 +4,8 @@ FAILED = 1
 """A failure that the input is not to blame for."""
 BAD_INPUT = 2
 """A `UserError`: the same input fails again, so the job is not restarted."""
+CANNOT_FORK = 71
+"""No process could be had, for the moment (EX_OSERR)."""
 PREEMPTED = 75
 """The rank saved a checkpoint and stopped because it was told to (EX_TEMPFAIL)."""
 PEER_LOST = 76

@@ -12,7 +12,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.lab import ip_commands, state
 from mimatrix.lab.state import Lab, check_name, down_command
 from mimatrix.lab.system import check_machine, inhabitants, kill, namespaces, order, within
-from mimatrix.processes.cgroups import add_quotas, this_machine
+from mimatrix.processes.cgroups import add_quotas, cpu_cgroups
 
 _TERM_S, _KILL_S = 2.0, 5.0
 
@@ -105,8 +105,8 @@ def _running(name: str) -> set[int]:
 
 
 def _groups(name: str) -> list[Path]:
-    groups = this_machine()
-    return groups.named(ip_commands.prefix(name)) if groups else []
+    groups = cpu_cgroups()
+    return groups.find(ip_commands.prefix(name)) if groups else []
 
 
 def _removed(group: Path) -> bool:

@@ -1,6 +1,6 @@
-"""Workers on this machine: all are started together, all end together, and all are started again when one is lost.
+"""Run workers on this machine: all start together, end together, and are restarted together when one is lost.
 
-Where there are groups that do not wait for each other, each of them does so by itself.
+If there are groups that do not wait for each other, each of them does so by itself.
 """
 
 import json
@@ -12,30 +12,29 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mimatrix.core.environment import GROUPS, RENDEZVOUS
-from mimatrix.core.exit_codes import BAD_INPUT, TIMED_OUT
+from mimatrix.core.exit_codes import BAD_INPUT
 from mimatrix.hybrid.groups import Groups, locate_rank
-from mimatrix.launch.environment import Attempt, emulated, environment, threads_text
+from mimatrix.launch.environment import RunAttempt, build_environment, emulated_device, omp_num_threads
 from mimatrix.launch.throttle import Slowdown, slow_down
-from mimatrix.launch.throttle.cpu_quota import remove_remains
-from mimatrix.launch.throttle.memory_limit import joining, limit_memory
-from mimatrix.processes.group import Command, Ending, run_together
+from mimatrix.launch.throttle.cpu_quota import remove_leftovers
+from mimatrix.launch.throttle.memory_limit import limit_memory, wrap_command
+from mimatrix.processes.group import Command, run_process_group
+from mimatrix.processes.group_exit import GroupExit, GroupExitKind
 from mimatrix.processes.ports import free_port
-from mimatrix.processes.signals import Told, raised
+from mimatrix.processes.signals import Terminated, raise_on_termination
 
 _LOG_PREFIX = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ (?=mimatrix: )")
 """Time and level of a line that was logged."""
-_KILLED = 128
-"""From here on, exit codes are those of signals."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class RunSpec:
     """What to run, once for each rank. `speeds` and `memory` have a number for each rank, or none at all."""
 
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     ranks: int = 1
     speeds: tuple[float, ...] = ()
     memory: tuple[int, ...] = ()
@@ -46,171 +45,210 @@ class Launch:
     grace_s: float = 5.0
     timeout_s: float | None = None
     groups: Groups = ()
-    """Ranks that go together; a group that is lost leaves the others running. None: all go together."""
+    """Ranks that end together; a lost group leaves the others running. If empty, all ranks end together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a launch ended: the exit code of the first worker that failed in the last attempt, and why."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended: the first worker that failed in the last attempt, and how."""
 
-    code: int
-    reason: str
+    exit: GroupExit
     restarts: int
     seconds: float
     ranks: int
     slowed_by: str
 
+    @property
+    def code(self) -> int:
+        """The exit code to pass on."""
+        return self.exit.code
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """All ranks are to be started once more, or those of a group."""
+    def describe(self) -> str:
+        """Return why the run ended, in one sentence; nothing if all workers exited with 0."""
+        if self.exit.kind is not GroupExitKind.FAILED:
+            return self.exit.describe()
+        restarts = "1 restart" if self.restarts == 1 else f"{self.restarts} restarts"
+        return describe_failure(self.exit) + (f" after {restarts}" if self.restarts else "")
 
-    reason: str
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: the value, and the sentence for people."""
+        return {
+            "code": self.code,
+            "kind": self.exit.kind.value,
+            "rank": int(self.exit.label) if self.exit.label else None,
+            "signal": self.exit.signal,
+            "reason": self.describe(),
+            "restarts": self.restarts,
+            "seconds": self.seconds,
+            "ranks": self.ranks,
+            "slowed_by": self.slowed_by,
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
-    """No attempt follows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """All ranks are started again, or those of a group."""
 
-    code: int
-    reason: str
+    failure: GroupExit
+    number: int
+    limit: int
+    who: str
+
+    def describe(self) -> str:
+        """Return what happened and what follows, in one sentence."""
+        again = f"{self.who} will be started again (restart {self.number} of {self.limit})"
+        return f"{describe_failure(self.failure)}; {again}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """There is no further attempt, of all ranks or of a group."""
+
+    exit: GroupExit
+    group: str = ""
+
+    def describe(self) -> str:
+        """Return what happened to the group, in one sentence."""
+        return f"{self.group} was lost, the others keep training: {describe_failure(self.exit)}"
 
 
 def run_local(
-    launch: Launch, outside: Mapping[str, str], out: BinaryIO, err: BinaryIO, say: Callable[[str], None]
-) -> Outcome:
-    """Run all workers in the environment `outside` until they have ended; `say` gets a sentence for each restart.
+    spec: RunSpec, outside: Mapping[str, str], out: BinaryIO, err: BinaryIO, say: Callable[[str], None]
+) -> RunResult:
+    """Run all workers until they have ended. Whatever happens, no worker and no control group is left over.
 
-    Whatever happens, no worker and no control group stays behind.
+    Args:
+        spec: What to run.
+        outside: The environment that the workers inherit.
+        out: Gets their standard output.
+        err: Gets their standard error.
+        say: Gets a sentence for each restart.
     """
     began_s = time.monotonic()
-    attempts = _Attempts(launch, outside, (out, err), say)
-    remove_remains()
+    attempts = _Attempts(spec, outside, (out, err), say)
+    remove_leftovers()
     try:
         with (
-            raised(),
-            TemporaryDirectory(prefix="mimatrix-") if launch.groups else nullcontext("") as attempts.folder,
-            slow_down(launch.speeds, _processors(launch, outside), launch.slow_by) as attempts.slowdown,
-            limit_memory(launch.memory, say) as attempts.limits,
+            raise_on_termination(),
+            TemporaryDirectory(prefix="mimatrix-") if spec.groups else nullcontext("") as attempts.folder,
+            slow_down(spec.speeds, _cpus_per_worker(spec, outside), spec.slow_by) as attempts.slowdown,
+            limit_memory(spec.memory, say) as attempts.limits,
         ):
-            over = attempts.run()
-    except Told as told:
-        over = Over(128 + told.number, f"ended by {told}")
-    seconds = time.monotonic() - began_s
-    return Outcome(over.code, over.reason, attempts.restarts, seconds, launch.ranks, attempts.slowdown.way)
+            ended = attempts.run()
+    except Terminated as terminated:
+        ended = GroupExit.interrupted(terminated.number)
+    return RunResult(
+        exit=ended,
+        restarts=attempts.restarts,
+        seconds=time.monotonic() - began_s,
+        ranks=spec.ranks,
+        slowed_by=attempts.slowdown.method,
+    )
 
 
-def decide(ending: Ending, launch: Launch, restarts: int) -> Again | Over:
-    """Whether to start again after `restarts` restarts: when a worker was lost that bad input is not to blame for."""
-    if not ending.label:
-        late = ending.code == TIMED_OUT
-        return Over(ending.code, f"not done after {launch.timeout_s:g} s" if late else ending.reason)
-    reason = _describe(ending)
-    if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
-        return Over(ending.code, reason + (f" after {_times(restarts)}" if restarts else ""))
-    every = f"all {launch.ranks} ranks" if launch.ranks > 1 else "it"
-    return Again(f"{reason}; {every} will be started again (restart {restarts + 1} of {launch.max_restarts})")
+def decide(ended: GroupExit, spec: RunSpec, restarts: int) -> Restart | Finish:
+    """Decide whether to restart all ranks: if a worker was lost, its input was not bad, and a restart is left."""
+    if ended.kind is GroupExitKind.TIMED_OUT and spec.timeout_s is not None:
+        # The group knew what was left of the limit.
+        return Finish(exit=replace(ended, timeout_s=spec.timeout_s))
+    if ended.kind is not GroupExitKind.FAILED or ended.code == BAD_INPUT or restarts >= spec.max_restarts:
+        return Finish(exit=ended)
+    who = f"all {spec.ranks} ranks" if spec.ranks > 1 else "it"
+    return Restart(failure=ended, number=restarts + 1, limit=spec.max_restarts, who=who)
 
 
-def decide_group(ending: Ending, launch: Launch, group: str, restarts: int) -> Again | Over:
-    """The same for a group that is lost while others go on."""
-    reason = _describe(ending)
-    if ending.code == BAD_INPUT or restarts >= launch.max_restarts:
-        return Over(ending.code, f"{group} was lost, the others go on: {reason}")
-    return Again(f"{reason}; {group} will be started again (restart {restarts + 1} of {launch.max_restarts})")
+def decide_group(failure: GroupExit, spec: RunSpec, group: str, restarts: int) -> Restart | Finish:
+    """Decide whether to restart a group that was lost while others run."""
+    if failure.code == BAD_INPUT or restarts >= spec.max_restarts:
+        return Finish(exit=failure, group=group)
+    return Restart(failure=failure, number=restarts + 1, limit=spec.max_restarts, who=group)
 
 
-def _describe(ending: Ending) -> str:
-    """Who failed and what it said last; if it said nothing or was killed, how it ended."""
-    if ending.last_line and ending.code < _KILLED:
-        return f"rank {ending.label} failed: {_last_words(ending)}"
-    return f"rank {ending.label}{ending.reason.removeprefix(f'[{ending.label}]')}"
+def describe_failure(failure: GroupExit) -> str:
+    """Return which rank failed, and its last line; how it ended, if it was killed or wrote none."""
+    if failure.last_line and failure.signal is None:
+        return f"rank {failure.label} failed: {_without_prefixes(failure)}"
+    return f"rank {failure.label} {failure.describe_end()}"
 
 
-def _last_words(ending: Ending) -> str:
-    """The last line without what we, our log and torch put in front."""
-    return _LOG_PREFIX.sub("", ending.last_line).removeprefix("mimatrix: ").removeprefix(f"[rank{ending.label}]: ")
+def _without_prefixes(failure: GroupExit) -> str:
+    """Return the last line without what our log and torch put in front of it."""
+    line = _LOG_PREFIX.sub("", failure.last_line)
+    return line.removeprefix("mimatrix: ").removeprefix(f"[rank{failure.label}]: ")
 
 
 class _Attempts:
-    """The attempts of one launch: how many there were, and which ports are used up."""
+    """The attempts of one run: how many there were, and which ports are used up."""
 
     def __init__(
-        self,
-        launch: Launch,
-        outside: Mapping[str, str],
-        sinks: tuple[BinaryIO, BinaryIO],
-        say: Callable[[str], None],
+        self, spec: RunSpec, outside: Mapping[str, str], sinks: tuple[BinaryIO, BinaryIO], say: Callable[[str], None]
     ) -> None:
         self.restarts = 0
         self.slowdown = Slowdown()
         self.limits: Mapping[int, Path] = {}
         self.folder = ""
-        """Where groups leave word for those of them that come again."""
-        self._launch = launch
+        """Where groups write how a restarted group finds them."""
+        self._spec = spec
         self._outside = outside
         self._sinks = sinks
         self._say = say
         self._run_id = uuid.uuid4().hex
         self._ports: set[int] = set()
 
-    def run(self) -> Over:
-        """Start all, and again when one is lost, until an attempt is the last."""
-        timeout_s = self._launch.timeout_s
+    def run(self) -> GroupExit:
+        """Start all workers, and again when one is lost, until an attempt is the last."""
+        timeout_s = self._spec.timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            decision = decide(self._once(deadline), self._launch, self.restarts)
-            if isinstance(decision, Over):
-                return decision
-            self._say(decision.reason)
+            decision = decide(self._run_once(deadline), self._spec, self.restarts)
+            if isinstance(decision, Finish):
+                return decision.exit
+            self._say(decision.describe())
             self.restarts += 1
 
-    def _once(self, deadline: float | None) -> Ending:
-        attempt = self._attempt()
-        meeting = str(Path(self.folder) / f"meeting-{self.restarts}")
-        return run_together(
-            [self._command(attempt, rank, meeting) for rank in range(self._launch.ranks)],
+    def _run_once(self, deadline: float | None) -> GroupExit:
+        attempt = self._next_attempt()
+        rendezvous = str(Path(self.folder) / f"meeting-{self.restarts}")
+        return run_process_group(
+            [self._command(attempt, rank, rendezvous) for rank in range(self._spec.ranks)],
             *self._sinks,
-            grace_s=self._launch.grace_s,
+            grace_s=self._spec.grace_s,
             timeout_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
             beside=self.slowdown.beside,
-            again=lambda team, ending: self._group_again(attempt, meeting, team, ending),
+            restart=lambda group, failure: self._restart_group(attempt, rendezvous, group, failure),
         )
 
-    def _attempt(self) -> Attempt:
-        launch = self._launch
-        threads = threads_text(launch.threads, self._outside)
+    def _next_attempt(self) -> RunAttempt:
+        spec = self._spec
+        threads = omp_num_threads(spec.threads, self._outside)
         port = free_port(taken=self._ports)
-        return Attempt(launch.ranks, port, self._run_id, self.restarts, launch.max_restarts, threads)
+        return RunAttempt(spec.ranks, port, self._run_id, self.restarts, spec.max_restarts, threads)
 
-    def _group_again(self, attempt: Attempt, meeting: str, team: str, ending: Ending) -> Sequence[Command]:
-        """The commands of a group that is lost, if it is to be started again."""
-        decision = decide_group(ending, self._launch, team, self.restarts)
-        self._say(decision.reason)
-        if isinstance(decision, Over):
+    def _restart_group(self, attempt: RunAttempt, rendezvous: str, group: str, failure: GroupExit) -> Sequence[Command]:
+        """Return the commands of a group that was lost, if it is to be restarted."""
+        decision = decide_group(failure, self._spec, group, self.restarts)
+        self._say(decision.describe())
+        if isinstance(decision, Finish):
             return ()
         self.restarts += 1
-        known = replace(attempt, restarts=self.restarts)
-        every = [self._command(known, rank, meeting) for rank in range(self._launch.ranks)]
-        return [command for command in every if command.team == team]
+        attempt = replace(attempt, restarts=self.restarts)
+        commands = [self._command(attempt, rank, rendezvous) for rank in range(self._spec.ranks)]
+        return [command for command in commands if command.subgroup == group]
 
-    def _command(self, attempt: Attempt, rank: int, meeting: str) -> Command:
-        launch = self._launch
-        own = emulated(launch.speeds[rank] if launch.speeds else 1.0, launch.memory[rank] if launch.memory else None)
-        words = joining(self.limits.get(rank), launch.words)
-        team = ""
-        if launch.groups:
-            own |= {GROUPS.name: json.dumps(launch.groups), RENDEZVOUS.name: meeting}
-            team = f"group {locate_rank(launch.groups, rank)[0]}"
-        known = environment(attempt, rank, self._outside, own)
-        return Command(str(rank), words, known, self.slowdown.joins.get(rank), team)
-
-
-def _processors(launch: Launch, outside: Mapping[str, str]) -> int:
-    """How many a worker of full speed uses: one for each of its threads."""
-    found = re.match(r"\s*([1-9]\d*)", threads_text(launch.threads, outside))
-    return int(found[1]) if found else 1
+    def _command(self, attempt: RunAttempt, rank: int, rendezvous: str) -> Command:
+        spec = self._spec
+        speed = spec.speeds[rank] if spec.speeds else 1.0
+        own = emulated_device(speed, spec.memory[rank] if spec.memory else None)
+        group = ""
+        if spec.groups:
+            own |= {GROUPS.name: json.dumps(spec.groups), RENDEZVOUS.name: rendezvous}
+            group = f"group {locate_rank(spec.groups, rank)[0]}"
+        environment = build_environment(attempt, rank, self._outside, own)
+        argv = wrap_command(self.limits.get(rank), spec.command)
+        return Command(str(rank), argv, environment, self.slowdown.joins.get(rank), group)
 
 
-def _times(restarts: int) -> str:
-    return "1 restart" if restarts == 1 else f"{restarts} restarts"
+def _cpus_per_worker(spec: RunSpec, outside: Mapping[str, str]) -> int:
+    """Return how many CPUs a worker of full speed uses: one for each of its threads."""
+    threads = re.match(r"\s*([1-9]\d*)", omp_num_threads(spec.threads, outside))
+    return int(threads[1]) if threads else 1

@@ -18,17 +18,17 @@ from mimatrix.core.logs import configure_logging
 from mimatrix.engine.excepthook import format_user_error
 from mimatrix.engine.run_hooks import observe_runs
 from mimatrix.worker.device_metrics import link_sampler
-from mimatrix.worker.rendezvous import WorkerIdentity, join, own_address, set_environment
+from mimatrix.worker.rendezvous import WorkerIdentity, join, own_address, set_environment, take_token
 from mimatrix.worker.reporting import Reporter
 
-_SECRETS = (environment.TOKEN.name,)
+_SECRETS = (environment.TOKEN.name, environment.TOKEN_FD.name)
 # Not `__name__`, which is `__main__` here.
 logger = logging.getLogger("mimatrix.worker")
 
 
 def main(arguments: list[str]) -> None:
     """Join the job, run the script, and report while it runs."""
-    identity = WorkerIdentity.read(os.environ)
+    identity = WorkerIdentity.read(take_token(os.environ))
     for name in _SECRETS:
         os.environ.pop(name, None)  # neither the script nor its child processes need it
     with Client(identity.server, identity.token) as client:

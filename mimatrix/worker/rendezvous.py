@@ -60,6 +60,24 @@ class WorkerIdentity:
             ) from None
 
 
+def take_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with the token, which the launcher has put into a pipe; it can be read only once.
+
+    Raises:
+        UserError: The pipe is gone.
+    """
+    known, descriptor = dict(environ), env.TOKEN_FD.get(environ)
+    if descriptor:
+        try:
+            with os.fdopen(int(descriptor), encoding="utf-8") as pipe:
+                known[env.TOKEN.name] = pipe.read()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"the token of this worker cannot be read ({error}); start it with mimatrix submit"
+            ) from None
+    return known
+
+
 def join(client: Client, identity: WorkerIdentity) -> Rendezvous:
     """Return where all ranks meet; retry until rank 0 has joined, also while the server does not answer.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.processes.cgroups import this_machine
+from mimatrix.processes.cgroups import cpu_cgroups
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "mimatrix.cli.main", "run"]
@@ -204,8 +204,8 @@ def lives(pid: int) -> bool:
 
 
 def groups_of(pid: int) -> list[Path]:
-    groups = this_machine()
-    return groups.named(f"mimatrix-run-{pid}-") if groups else []
+    groups = cpu_cgroups()
+    return groups.find(f"mimatrix-run-{pid}-") if groups else []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -13,7 +13,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.lab.ip_commands import PAYLOAD, add_cables, add_namespaces, furnish, namespace, shape
 from mimatrix.lab.layout import Layout, Route, lay_out
 from mimatrix.lab.state import check_name
-from mimatrix.processes.cgroups import find_groups, parse_cpus
+from mimatrix.processes.cgroups import cpu_cgroups, parse_cpus
 
 OWN_AND_SHARED = Cluster(
     "mixed",
@@ -195,12 +195,12 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
     two = f"cgroup2 {tmp_path} cgroup2 rw 0 0"
     one = "cgroup /x/cpu cgroup rw,relatime,cpu,cpuacct 0 0"
     none = "cgroup /x/memory cgroup rw,memory 0 0"
-    assert find_groups([none]) is None
-    found = find_groups([none, two, one])
+    assert cpu_cgroups([none]) is None
+    found = cpu_cgroups([none, two, one])
     assert found is not None
     assert (found.version, found.root) == (1, Path("/x/cpu"))
-    found = find_groups([two])
+    found = cpu_cgroups([two])
     assert found is not None
     found.add("mmx-x-n0", 0.25)
     assert (tmp_path / "mmx-x-n0" / "cpu.max").read_text() == "2500 10000"
-    assert found.named("mmx-x-") == [tmp_path / "mmx-x-n0"]
+    assert found.find("mmx-x-") == [tmp_path / "mmx-x-n0"]

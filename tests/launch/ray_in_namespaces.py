@@ -33,8 +33,8 @@ def main(folder: Path, address: str, cut: list[str]) -> None:
     # A member reaches another machine by the address that its node has.
     peers = {"n0": nodes["n1"], "n1": nodes["n0"], "n2": nodes["n0"]}
     members = tuple(Member(name, 0, {"PEER": peers[name]}) for name in ("n2", "n0", "n1"))
-    team = Team("job-1.g1", python(WHERE), members, archive, {}, grace_s=2.0)
-    ends_well(launcher, replace(team, name="polite", words=python(POLITE)))
+    team = Team(name="job-1.g1", command=python(WHERE), members=members, archive=archive, grace_s=2.0)
+    ends_well(launcher, replace(team, name="polite", command=python(POLITE)))
     pids = each_is_at_its_node(launcher, team, nodes)
     is_lost(launcher, team, pids, cut)
     launcher.close()

@@ -31,9 +31,10 @@ from mimatrix.core.errors import UserError, WorldError
 from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import Member, MemberState, Phase, Team
 from mimatrix.launch.ray.auth import ray_environment
-from mimatrix.launch.ray.driver_client import Answer, Archive, Refused
+from mimatrix.launch.ray.driver_client import Answer, Refused
 from mimatrix.launch.ray.launcher import RayLauncher
-from mimatrix.launch.ray.split import Cause, PartState, split
+from mimatrix.launch.ray.messages import decode_part_state, encode_failure, encode_part
+from mimatrix.launch.ray.split import FirstFailure, PartState, split
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
@@ -140,8 +141,7 @@ def test_a_group_that_is_alone_on_its_node_returns(ground: Ground, tmp_path: Pat
         "time.sleep(600)"
     )
     team = spread(ground, code, ("left", "right"))
-    environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(tmp_path / "word")}
-    ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=9, environment=environment))
+    ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=9, restart_after=str(tmp_path / "word")))
     eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return")
     ground.launcher.end(team.name)
     state = ground.ended(team.name)
@@ -195,35 +195,36 @@ def test_what_one_node_cannot_start_no_node_starts(ground: Ground, cluster: RayC
 
 def test_a_start_that_was_given_up_does_not_begin_late(ground: Ground, shared: RayLauncher) -> None:
     team = spread(ground, FOREVER, nodes=("middle",))
-    nodes, own_names = shared._hear_nodes()
+    nodes, own_names = shared.find_nodes()
     parts = split(team, nodes, own_names, "order-1")
     (node,) = parts
-    shared._line.ask({node: (team.name, "order-1")}, "drop")
-    late = shared._line.ask({node: (parts[node], Archive(team.archive))}, "start")[node]
+    shared.driver.ask({node: {"team": team.name, "start_id": "order-1"}}, "drop")
+    late = shared.driver.ask({node: {"part": encode_part(parts[node])}}, "start", archive=team.archive)[node]
     assert isinstance(late, Refused)
-    assert "was given up before it came to middle" in str(late.error)
+    assert "was abandoned before it came to middle" in str(late.error)
     ground.launcher.start(team)
     assert ground.state(team.name).members == (MemberState(Phase.RUNNING),)
 
 
 def test_a_part_that_comes_after_the_failure_ends_while_nobody_looks(ground: Ground, shared: RayLauncher) -> None:
     team = spread(ground, FOREVER, nodes=("middle",))
-    nodes, own_names = shared._hear_nodes()
+    nodes, own_names = shared.find_nodes()
     parts = split(team, nodes, own_names, "order-2")
     (node,) = parts
-    cause = Cause(7, time.time())
-    shared._line.ask({node: (team.name, False, cause)}, "end")
-    shared._line.ask({node: (parts[node], Archive(team.archive))}, "start")
+    failure = FirstFailure(7, time.time())
+    shared.driver.ask({node: {"team": team.name, "now": False, "failure": encode_failure(failure)}}, "end")
+    shared.driver.ask({node: {"part": encode_part(parts[node])}}, "start", archive=team.archive)
 
     def part() -> PartState:
-        reply = shared._line.ask({node: ((team.name,),)}, "states")[node]
+        reply = shared.driver.ask({node: {"teams": [team.name]}}, "states")[node]
         assert isinstance(reply, Answer)
-        found: PartState = reply.value[team.name]
-        return found
+        state = decode_part_state(reply.value[team.name])
+        assert state
+        return state
 
     eventually(lambda: part().team.has_ended, "the end of the part")
-    assert (part().cause, codes(part().team)) == (cause, [-signal.SIGTERM])
-    shared._line.ask({node: (team.name, "order-2")}, "drop")
+    assert (part().failure, codes(part().team)) == (failure, [-signal.SIGTERM])
+    shared.driver.ask({node: {"team": team.name, "start_id": "order-2"}}, "drop")
 
 
 def test_ending_reaches_all_nodes(ground: Ground) -> None:
@@ -262,7 +263,9 @@ def test_places_do_not_see_one_another(ground: Ground, cluster: RayCluster) -> N
 
 def test_a_lost_connection_is_made_again(ground: Ground) -> None:
     ground.start(FOREVER)
-    drivers = [pid for pid in _children(os.getpid()) if b"ray_driver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    drivers = [
+        pid for pid in _children(os.getpid()) if b"launch.ray.driver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert drivers
     for pid in drivers:
         os.kill(pid, signal.SIGKILL)
@@ -323,7 +326,7 @@ def test_a_job_of_the_server_runs_on_all_nodes(served: dict[str, str]) -> None:
     for rank in range(3):
         assert _command(served, "logs", "1", "--rank", str(rank)) == f"rank {rank} of 3 --lr 0.1\n"
     (written,) = Path(served["MIMATRIX_DATA"]).glob("ray/teams/*.json")
-    assert {place["node"] for place in json.loads(written.read_text())["places"]} == {"left", "middle", "right"}
+    assert {place["node"] for place in json.loads(written.read_text())["locations"]} == {"left", "middle", "right"}
 
 
 def _mimatrix(*words: str) -> list[str]:
@@ -350,7 +353,7 @@ def test_a_keeper_that_is_killed_takes_its_part_with_it(ground: Ground, cluster:
     team = spread(ground, PID + DEAF, grace_s=0.5)
     ground.launcher.start(team)
     members = pids(ground, team)
-    for keeper in cluster.keepers("right"):
+    for keeper in cluster.agents("right"):
         os.kill(keeper, signal.SIGKILL)
     state = ground.ended(team.name)
     assert state.first_failure == 1

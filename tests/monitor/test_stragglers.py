@@ -27,7 +27,7 @@ def test_the_slow_rank_and_what_it_costs() -> None:
     assert (found.rank, found.device, found.cause) == (2, "host2/0", "compute")
     assert found.lost_s == pytest.approx(0.1)
     assert found.describe() == (
-        "the others are idle because of rank 2 on host2/0: 100ms (45%) of every step; it computes for so much longer; "
+        "the others are idle because of rank 2 on host2/0: 100ms (45%) of every step; its compute takes longer; "
         'plan="profile" or "online" would give it less'
     )
 

@@ -91,7 +91,15 @@ def test_last_line(tmp_path: Path, script: str, words: str) -> None:
         entry = tarfile.TarInfo("x.py")
         entry.size = len(script.encode())
         tar.addfile(entry, io.BytesIO(script.encode()))
-    launcher.start(Team("job-1.1", (sys.executable, "x.py"), (Member(node.name, 0),), packed, {"PYTHONUTF8": "1"}))
+    launcher.start(
+        Team(
+            name="job-1.1",
+            command=(sys.executable, "x.py"),
+            members=(Member(node.name, 0),),
+            archive=packed,
+            environment={"PYTHONUTF8": "1"},
+        )
+    )
     deadline = time.monotonic() + 30
     while not launcher.states()["job-1.1"].has_ended:
         assert time.monotonic() < deadline

@@ -82,7 +82,7 @@ def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     assert (said.returncode, said.stdout) == (2, "")
     assert "--groups 0/1 has 2 ranks, and --devices is 3; give as many of both" in said.stderr
     assert "give as many of both" in there.command("submit", "--groups", "0/1", "--devices", "2..3", script).stderr
-    assert "is no list of groups" in there.command("submit", "--groups", "a/b", script).stderr
+    assert "is not a list of groups" in there.command("submit", "--groups", "a/b", script).stderr
 
 
 def _until_pushed(there: Server, number: int, rank: int, pushes: int) -> None:

@@ -70,12 +70,14 @@ def test_reports_that_sum_to_more_than_a_message_takes_stop_no_other_job(tmp_pat
         assert row(there, bad).state == JobState.TRAINING
 
 
-def packed(folder: Path) -> Path:
-    path = folder / "code.tar.gz"
+def sleeper(name: str, node: str, ranks: int, folder: Path) -> Team:
+    """A team of the launcher that no job of the database has started."""
+    archive = folder / "code.tar.gz"
     (folder / "x.py").write_text(SLEEPS)
-    with tarfile.open(path, mode="w:gz") as tar:
+    with tarfile.open(archive, mode="w:gz") as tar:
         tar.add(folder / "x.py", "x.py")
-    return path
+    members = tuple(Member(node, rank) for rank in range(ranks))
+    return Team(name=name, command=(sys.executable, "x.py"), members=members, archive=archive)
 
 
 def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None:
@@ -83,8 +85,7 @@ def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None
 
     with house(tmp_path, devices=2) as there:
         node = there.context.launcher.nodes()[0].name
-        members = (Member(node, 0), Member(node, 1))
-        there.context.launcher.start(Team("job-99.1", (sys.executable, "x.py"), members, packed(tmp_path)))
+        there.context.launcher.start(sleeper("job-99.1", node, 2, tmp_path))
         deadline = time.monotonic() + 30
         while "job-99.1" in (states := there.context.launcher.states()) and not states["job-99.1"].has_ended:
             assert time.monotonic() < deadline, "it runs on"
@@ -248,8 +249,7 @@ def test_a_restored_database_gives_teams_new_names(tmp_path: Path) -> None:
     with house(tmp_path, devices=1) as there:
         number = submitted(there, "print('new')")
         node = there.context.launcher.nodes()[0].name
-        old = Team(f"job-{number}.1", (sys.executable, "x.py"), (Member(node, 0),), packed(tmp_path))
-        there.context.launcher.start(old)
+        there.context.launcher.start(sleeper(f"job-{number}.1", node, 1, tmp_path))
         found = turned_until(there, number, *ENDED)
         assert (found.state, found.generation) == (JobState.DONE, 2)
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "new\n"

@@ -96,7 +96,14 @@ class Ground:
     def team(self, code: str, ranks: int = 1, name: str = "job-1.g0", grace_s: float = 10.0) -> Team:
         node = self.launcher.nodes()[0]
         members = tuple(Member(node.name, rank % len(node.devices), {"RANK": str(rank)}) for rank in range(ranks))
-        return Team(name, python(code), members, self.archive, {"PATH": os.defpath}, grace_s)
+        return Team(
+            name=name,
+            command=python(code),
+            members=members,
+            archive=self.archive,
+            environment={"PATH": os.defpath},
+            grace_s=grace_s,
+        )
 
     def start(self, code: str, ranks: int = 1, name: str = "job-1.g0", grace_s: float = 10.0) -> str:
         self.launcher.start(self.team(code, ranks, name, grace_s))
@@ -205,8 +212,7 @@ class LauncherContract:
             f"while not os.path.exists({str(gate)!r} + lives[5]): time.sleep(0.01)\n"
         )
         team = ground.team(code, ranks=2)
-        environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(word)}
-        ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=2, environment=environment))
+        ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=2, restart_after=str(word)))
         word.touch()
         gate.touch()
         eventually(lambda: "life 2\n" in ground.output(team.name, 1), "the second return of rank 1")
@@ -312,7 +318,7 @@ class LauncherContract:
         given = {"PATH": os.defpath, "BOTH": "team's", "EMPTY": "", "WORD": "größe"}
         variables = ground.launcher.nodes()[0].devices[0].variables
         words = ("cat", "/proc/self/environ")
-        ground.launcher.start(replace(team, words=words, environment=given, members=(member,)))
+        ground.launcher.start(replace(team, command=words, environment=given, members=(member,)))
         ground.ended(team.name)
         told = dict(line.split("=", 1) for line in ground.output(team.name).split("\0")[:-1])
         assert told == {**given, **variables, **member.environment}
@@ -355,7 +361,7 @@ while not (os.path.exists("0") and os.path.exists("1")): time.sleep(0.01)
     def test_what_cannot_be_started_leaves_nothing(self, ground: Ground) -> None:
         team = ground.team("", ranks=2)
         for bad, said in [
-            (replace(team, words=("/no/such/program",)), "/no/such/program"),
+            (replace(team, command=("/no/such/program",)), "/no/such/program"),
             (replace(team, archive=ground.folder / "none.tar.gz"), "no archive"),
             (replace(team, name="a/b"), "cannot name a team"),
             (replace(team, name=".."), "cannot name a team"),

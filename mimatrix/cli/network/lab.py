@@ -9,7 +9,7 @@ from mimatrix.core.units import format_bytes, format_rate, parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.lab import Lab
-    from mimatrix.processes.group import Ending
+    from mimatrix.processes.group_exit import GroupExit
 
 lab = typer.Typer(
     help="An emulated cluster on this machine (Linux, root): namespaces joined by links shaped to their rates.",
@@ -122,10 +122,10 @@ def down(name: _Name = "lab", as_json: _Json = False) -> None:
         typer.echo(f'lab "{name}" is removed: {removed.namespaces} namespaces{ended}')
 
 
-def _exit(ending: "Ending") -> None:
+def _exit(ending: "GroupExit") -> None:
     """Leave with the exit code of ranks that failed, and say why."""
     if ending.code:
-        typer.echo(f"mimatrix: {ending.reason}", err=True)
+        typer.echo(f"mimatrix: {ending.describe()}", err=True)
         raise typer.Exit(ending.code)
 
 

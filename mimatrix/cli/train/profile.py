@@ -30,7 +30,7 @@ from mimatrix.core.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mimatrix.launch import Launch
+    from mimatrix.launch import RunSpec
     from mimatrix.planner.model.profile import Measurements
 
 
@@ -69,7 +69,7 @@ def profile(
     if picture:
         check_file(picture, (".png", ".svg", ".pdf"))
     launch = asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
-    launches.check(launch)
+    launches.validate_run(launch)
     found = _measured(launch, script, cluster, fresh=fresh)
     write_text(found.to_text(), output)
     if picture:
@@ -88,7 +88,7 @@ def profile(
             console.print(f"{what}: {file}")
 
 
-def _measured(launch: "Launch", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
+def _measured(launch: "RunSpec", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
     """What the workers found; they end by themselves once they have told."""
     from mimatrix import launch as launches
     from mimatrix.planner.model.profile import Measurements
@@ -103,7 +103,7 @@ def _measured(launch: "Launch", script: str, cluster: Path | None, *, fresh: boo
         # Standard output is for the table, or for JSON and nothing else.
         outcome = launches.run_local(launch, environment, sys.stderr.buffer, sys.stderr.buffer, say)
         if outcome.code:
-            say(outcome.reason)
+            say(outcome.describe())
             raise typer.Exit(outcome.code)
         if not told.exists():
             raise UserError(

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +12,7 @@ from mimatrix.core import environment
 from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from mimatrix.launch import Launch
+    from mimatrix.launch import RunSpec
 
 Script = Annotated[str, typer.Argument(help="What every worker runs.", metavar="SCRIPT")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", metavar="ARGS")]
@@ -72,13 +72,13 @@ def run(
         grace_s=parse_duration(grace),
         groups=launches.parse_groups(groups, ranks) if groups else (),
     )
-    launches.check(launch)
+    launches.validate_run(launch)
     outcome = launches.run_local(launch, os.environ, sys.stdout.buffer, sys.stderr.buffer, say)
-    if outcome.reason:
-        say(outcome.reason)
+    if reason := outcome.describe():
+        say(reason)
     if as_json:
         # On one line, since it comes after the lines of the workers: `tail -n 1` has it.
-        typer.echo(json.dumps(asdict(outcome)))
+        typer.echo(json.dumps(outcome.to_json()))
     if outcome.code:
         raise typer.Exit(outcome.code)
 
@@ -93,11 +93,11 @@ def asked(
     slow_by: str,
     threads: int | None,
     timeout: str,
-) -> "Launch":
+) -> "RunSpec":
     """What the options ask for, not yet checked as a whole."""
     from mimatrix import launch as launches
 
-    return launches.Launch(
+    return launches.RunSpec(
         _words(script, arguments, module),
         ranks=ranks,
         speeds=launches.parse_speeds(speeds) if speeds else (),
@@ -118,4 +118,4 @@ def _words(script: str, arguments: list[str], module: bool) -> tuple[str, ...]:
     from mimatrix import launch as launches
 
     own = arguments[1:] if arguments[:1] == ["--"] else arguments
-    return launches.module_words(script, own) if module else launches.script_words(script, own)
+    return launches.module_command(script, own) if module else launches.script_command(script, own)

@@ -7,32 +7,34 @@ from enum import IntEnum
 from mimatrix.core.exit_codes import BAD_INPUT, PREEMPTED
 from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import MemberState, Phase, TeamState
-from mimatrix.launch.local.reaper import Kind, Report
+from mimatrix.launch.local.reaper import ReaperEvent, ReaperEventKind
+from mimatrix.launch.start_failure import StartFailure, StartFailureKind
 
 _ENDED = (Phase.EXITED, Phase.LOST)
 
 
-class Ending(IntEnum):
+class StopLevel(IntEnum):
     """How far members are to be ended; it only grows."""
 
-    NOT = 0
-    WITH_GRACE = 1
-    NOW = 2
+    NONE = 0
+    TERMINATE = 1
+    """SIGTERM, and SIGKILL after the grace period."""
+    KILL = 2
 
 
-class Ledger:
-    """Take what is heard of the members, in any order; say how the team is and whether to end it."""
+class TeamStateMachine:
+    """Takes what is reported about the members, in any order; knows how the team is and whether to end it."""
 
     def __init__(
-        self, ranks: int, groups: Sequence[Sequence[int]] = (), restarts: int = 0, *, others: bool = False
+        self, ranks: int, groups: Sequence[Sequence[int]] = (), restarts: int = 0, *, has_remote_members: bool = False
     ) -> None:
-        self.refusal = ""
+        self.start_failure: StartFailure | None = None
         self._restarts_left = restarts
-        self._is_over, self._others = False, others
+        self._is_over, self._has_remote_members = False, has_remote_members
         self._abandoned: set[int] = set()
         self._groups = {rank: number for number, group in enumerate(groups) for rank in group}
         """Which ranks end together; those in no group are one."""
-        self._endings = dict.fromkeys([self._group(rank) for rank in range(ranks)], Ending.NOT)
+        self._levels = dict.fromkeys([self._group(rank) for rank in range(ranks)], StopLevel.NONE)
         self._ended_for: dict[int, tuple[EndedFor, int | None]] = {}
         """By group: why it is ended, and because of which rank."""
         self._failures: dict[int, tuple[float, int]] = {}
@@ -45,55 +47,55 @@ class Ledger:
     def team(self) -> TeamState:
         """How the team is."""
         _, first = min(self._failures.values(), default=(0.0, None))
-        return TeamState(tuple(self._members), first)
+        return TeamState(tuple(self._members), first, start_failure=self.start_failure)
 
     @property
     def has_started(self) -> bool:
         """Whether all members have started; false for good once one of them was refused."""
-        return all(member.phase != Phase.STARTING for member in self._members) and not self.refusal
+        return all(member.phase != Phase.STARTING for member in self._members) and not self.start_failure
 
     @property
-    def is_told(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether any member is to end."""
-        return any(self._endings.values())
+        return any(self._levels.values())
 
-    def ending_of(self, rank: int) -> Ending:
+    def stop_level(self, rank: int) -> StopLevel:
         """Return how far this member is to be ended."""
-        return self._endings[self._group(rank)]
+        return self._levels[self._group(rank)]
 
-    def tell(self, ending: Ending) -> None:
+    def stop(self, level: StopLevel) -> None:
         """End the whole team, as the launcher was told to."""
         self._is_over = True
-        for group in self._endings:
-            self._end(group, ending, EndedFor.REQUEST)
+        for group in self._levels:
+            self._stop_group(group, level, EndedFor.REQUEST)
 
-    def refuse(self, sentence: str) -> None:
+    def refuse(self, failure: StartFailure) -> None:
         """Note that no member can be started."""
-        self.refusal = sentence
-        self._members = [MemberState(Phase.EXITED, ExitCause.refused(sentence))] * len(self._members)
+        self.start_failure = failure
+        self._members = [MemberState(Phase.EXITED, ExitCause.refused(failure.detail))] * len(self._members)
 
     def cancel(self) -> None:
         """Note that the team was told to end before any member was started."""
         cause = ExitCause(kind=ExitKind.CANCELLED, ended_for=EndedFor.REQUEST)
         self._members = [MemberState(Phase.EXITED, cause)] * len(self._members)
 
-    def take(self, reports: Sequence[tuple[int, Report]]) -> None:
-        """Take reports of guards, with the ranks of their members."""
+    def take(self, events: Sequence[tuple[int, ReaperEvent]]) -> None:
+        """Take events of reapers, with the ranks of their members."""
         # Several may have come at once, and the first of them is to blame.
-        for rank, report in sorted(reports, key=lambda each: each[1].at_s):
-            self._take(rank, report)
+        for rank, event in sorted(events, key=lambda reported: reported[1].at_s):
+            self._take(rank, event)
 
-    def leave(self, rank: int, at_s: float) -> None:
-        """Note that the guard of this member is gone, after all that it had to report."""
+    def reap(self, rank: int, at_s: float) -> None:
+        """Note that the reaper of this member is gone, after all that it had to report."""
         if rank in self._codes:
             self._end_member(rank, Phase.EXITED, self._cause(rank))
         elif self._members[rank].phase != Phase.EXITED:
-            self._end_member(rank, Phase.LOST, ExitCause.lost("its guard was killed"))
+            self._end_member(rank, Phase.LOST, ExitCause.lost("its reaper was killed"))
             self._fail(rank, at_s)
 
     def lost(self) -> tuple[int, ...]:
         """Return the groups that were lost while others run, and that may be restarted."""
-        if not self._restarts_left or self._is_over or self.refusal or PREEMPTED in self._codes.values():
+        if not self._restarts_left or self._is_over or self.start_failure or PREEMPTED in self._codes.values():
             return ()
         failed = (group for group in self._failures if group >= 0 and group not in self._abandoned)
         return tuple(group for group in failed if self._may_restart(group))
@@ -116,18 +118,18 @@ class Ledger:
         return (
             all(self._members[rank].phase in _ENDED and rank not in self._left_over for rank in ranks)
             and all(self._codes.get(rank) != BAD_INPUT for rank in ranks)
-            and (self._others or any(self._keeps_running(rank) for rank in others))
+            and (self._has_remote_members or any(self._keeps_running(rank) for rank in others))
         )
 
     def _keeps_running(self, rank: int) -> bool:
         is_running = self._members[rank].phase == Phase.RUNNING and rank not in self._codes
-        return is_running and self.ending_of(rank) == Ending.NOT
+        return is_running and self.stop_level(rank) == StopLevel.NONE
 
     def _ranks(self, group: int) -> list[int]:
         return [rank for rank in range(len(self._members)) if self._group(rank) == group]
 
     def _restart(self, group: int, ranks: Sequence[int]) -> None:
-        self._endings[group] = Ending.NOT
+        self._levels[group] = StopLevel.NONE
         self._ended_for.pop(group, None)
         del self._failures[group]
         for rank in ranks:
@@ -136,43 +138,45 @@ class Ledger:
             self._codes.pop(rank, None)
             self._left_over.pop(rank, None)
 
-    def _take(self, rank: int, report: Report) -> None:
-        match report.kind:
-            case Kind.STARTED:
+    def _take(self, rank: int, event: ReaperEvent) -> None:
+        match event.kind:
+            case ReaperEventKind.STARTED:
                 self._members[rank] = replace(self._members[rank], phase=Phase.RUNNING)
-            case Kind.REFUSED:
-                self._take_refusal(rank, report)
-            case Kind.ENDED:
-                self._codes[rank] = report.code
-                if report.code:
-                    self._fail(rank, report.at_s)
-            case Kind.LEFT:
-                self._left_over[rank] = report.text
+            case ReaperEventKind.REFUSED:
+                self._take_refusal(rank, event)
+            case ReaperEventKind.ENDED:
+                self._codes[rank] = event.code
+                if event.code:
+                    self._fail(rank, event.at_s)
+            case ReaperEventKind.LEFT_OVER:
+                self._left_over[rank] = event.detail
 
-    def _take_refusal(self, rank: int, report: Report) -> None:
-        self._end_member(rank, Phase.EXITED, ExitCause.refused(report.text))
-        self._fail(rank, report.at_s)
+    def _take_refusal(self, rank: int, event: ReaperEvent) -> None:
+        self._end_member(rank, Phase.EXITED, ExitCause.refused(event.detail))
+        self._fail(rank, event.at_s)
         if self._members[rank].restarts:
-            return  # the other groups run
+            return  # other groups run
         # A team is started as a whole, or not at all.
-        self.refusal = self.refusal or f"rank {rank} cannot be started: {report.text}"
-        for group in self._endings:
-            self._end(group, Ending.NOW, EndedFor.PEER, rank)
+        self.start_failure = self.start_failure or StartFailure(
+            kind=StartFailureKind.COMMAND, rank=rank, detail=event.detail, is_transient=event.is_transient
+        )
+        for group in self._levels:
+            self._stop_group(group, StopLevel.KILL, EndedFor.PEER, rank)
 
     def _fail(self, rank: int, at_s: float) -> None:
         """Note a failure; one that comes after the group was told to end does not count."""
         group = self._group(rank)
         first = self._failures.get(group)
-        if self._endings[group] == Ending.NOT or (first and at_s < first[0]):
+        if self._levels[group] == StopLevel.NONE or (first and at_s < first[0]):
             self._failures[group] = at_s, rank
             self._ended_for[group] = EndedFor.PEER, rank
-        self._endings[group] = max(self._endings[group], Ending.WITH_GRACE)
+        self._levels[group] = max(self._levels[group], StopLevel.TERMINATE)
 
     def _end_member(self, rank: int, phase: Phase, cause: ExitCause) -> None:
         self._members[rank] = MemberState(phase, cause, self._members[rank].restarts)
 
-    def _end(self, group: int, ending: Ending, ended_for: EndedFor, because_of: int | None = None) -> None:
-        self._endings[group] = max(self._endings[group], ending)
+    def _stop_group(self, group: int, level: StopLevel, ended_for: EndedFor, because_of: int | None = None) -> None:
+        self._levels[group] = max(self._levels[group], level)
         self._ended_for.setdefault(group, (ended_for, because_of))
 
     def _group(self, rank: int) -> int:

@@ -7,7 +7,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
-from mimatrix.launch import NodeFacts
+from mimatrix.launch import NodeInfo
 from mimatrix.scheduler import DeviceSlot
 from mimatrix.scheduler.device_speeds import speed_of_kind
 from mimatrix.server.context import Context
@@ -24,7 +24,7 @@ class NodeTracker:
 
     def __init__(self, context: Context, log: RepeatedLog) -> None:
         self._context, self._log = context, log
-        self._nodes: dict[str, NodeFacts] = {}
+        self._nodes: dict[str, NodeInfo] = {}
         self._written_s = float("-inf")
         self.slots: Mapping[str, DeviceSlot] = {}
         """Devices of nodes that answer, by name; replaced as a whole."""
@@ -55,7 +55,7 @@ class NodeTracker:
         self.version += slots != self.slots
         self._nodes, self.slots, self._written_s = listed, slots, now_s
 
-    def _write(self, session: Session, node: NodeFacts) -> None:
+    def _write(self, session: Session, node: NodeInfo) -> None:
         row = session.get(NodeRow, node.name) or NodeRow(name=node.name)
         row.address, row.near, row.seen_at = node.address, node.near, self._context.clock()
         row.devices = {"devices": [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]}
@@ -68,7 +68,7 @@ def slots_of_row(row: NodeRow) -> dict[str, DeviceSlot]:
     return _slots(row.name, row.near, kinds)
 
 
-def _slots_of(node: NodeFacts) -> dict[str, DeviceSlot]:
+def _slots_of(node: NodeInfo) -> dict[str, DeviceSlot]:
     return _slots(node.name, node.near, [device.kind for device in node.devices])
 
 

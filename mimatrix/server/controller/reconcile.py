@@ -67,6 +67,7 @@ class Controller:
                 with self._faults.contain("recover", job.id):
                     self._context.live.begin(job.id, job.generation, job.seats)
                     self._clock.instant("started", job.id, job.started_at or 0.0)
+        self._clock.trust()
         self._faults.settle()
 
     def reconcile(self) -> None:

@@ -28,6 +28,7 @@ from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, WAITING_STATES
 logger = logging.getLogger(__name__)
 _SAMPLES_S, _REST_S = 60.0, 3600.0
 """How often to look for old metrics, and for everything else."""
+_UNFINISHED = (*ACTIVE_STATES, *WAITING_STATES)
 _BATCH = 5000
 """Rows that one transaction deletes at most; the next turn continues."""
 
@@ -122,32 +123,23 @@ class Retention:
     def _delete_archives(self) -> None:
         """Delete code archives that no job needs, and uploads that were cut off."""
         old_s = self._context.clock() - self._settings.code_archives_s
+        recent = select(JobRow.snapshot).where(JobRow.state.in_(_UNFINISHED) | (JobRow.ended_at >= old_s))
+        old = (CodeArchiveRow.uploaded_at < old_s, CodeArchiveRow.digest.not_in(recent))
         with self._context.sessions() as session:
-            in_use = or_in_use(old_s)
-            wanted = select(CodeArchiveRow.digest).where(CodeArchiveRow.uploaded_at < old_s)
-            digests = list(session.scalars(wanted.where(CodeArchiveRow.digest.not_in(in_use)).limit(_BATCH)))
+            digests = list(session.scalars(select(CodeArchiveRow.digest).where(*old).limit(_BATCH)))
         for digest in digests:
-            with self._context.sessions.begin() as session:
-                # Submitting locks the row of the archive: it is either in use by now, or cannot be any more.
-                row = session.get(CodeArchiveRow, digest, with_for_update=True)
-                is_used = session.scalar(
-                    select(func.count()).where(
-                        JobRow.snapshot == digest,
-                        JobRow.id.in_(select(JobRow.id).where(JobRow.state.in_((*ACTIVE_STATES, *WAITING_STATES)))),
-                    )
-                )
-                if row is None or is_used:
-                    continue
-                session.delete(row)
-            self._context.code_archives.delete(digest)
-        # File times are the file system's, so they are compared with each other.
+            self._delete_archive(digest)
+        # File times are those of the file system, not of the clock that is handed in.
         self._context.code_archives.delete_partial(time.time() - self._settings.partial_s)
 
-
-def or_in_use(old_s: float) -> Any:
-    """Return a query for archives of jobs that run, wait, or ended after this time."""
-    live = JobRow.state.in_((*ACTIVE_STATES, *WAITING_STATES))
-    return select(JobRow.snapshot).where(live | (JobRow.ended_at >= old_s))
+    def _delete_archive(self, digest: str) -> None:
+        """Delete one archive, unless a job that needs it was submitted meanwhile; submitting locks its row."""
+        needed = select(func.count(JobRow.id)).where(JobRow.snapshot == digest, JobRow.state.in_(_UNFINISHED))
+        with self._context.sessions.begin() as session:
+            row = session.get(CodeArchiveRow, digest, with_for_update=True)
+            if row and not session.scalar(needed):
+                self._context.code_archives.delete(digest)
+                session.delete(row)
 
 
 def newest_time(context: Context) -> float | None:

@@ -12,7 +12,7 @@ from mimatrix.api.models import JobState, Role
 from mimatrix.core import environment as env
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.groups import Groups, check_groups
-from mimatrix.launch import Member, Team
+from mimatrix.launch import Member, StartError, Team
 from mimatrix.server.auth.tokens import issue, revoke_of_job
 from mimatrix.server.context import Context, team_name
 from mimatrix.server.controller.endings import JobEnder
@@ -47,13 +47,13 @@ class JobStarter:
             if team is None:
                 return
             self._context.launcher.start(team)
+        except UserError as error:
+            self._refuse(job, generation, str(error))
+        except StartError as error:
+            end = self._put_back if error.is_transient else self._refuse
+            end(job, generation, str(error))
         except (WorldError, OSError) as error:
             self._put_back(job, generation, str(error))
-        except UserError as error:
-            with self._context.sessions.begin() as session:
-                row = session.get_one(JobRow, job, with_for_update=True)
-                transition(session, row, JobState.FAILED, events.unstartable(str(error)), self._context.clock())
-                self._ender.clean_up(session, row, generation)
 
     def forget_rendezvous(self, job: int, generation: int) -> None:
         """Let no group of this generation restart any more."""
@@ -76,6 +76,13 @@ class JobStarter:
         context.live.begin(job, generation, devices)
         return team
 
+    def _refuse(self, job: int, generation: int, error: str) -> None:
+        with self._context.sessions.begin() as session:
+            row = session.get_one(JobRow, job, with_for_update=True)
+            if row.generation == generation and state_of(row).is_active:
+                transition(session, row, JobState.FAILED, events.unstartable(error), self._context.clock())
+                self._ender.clean_up(session, row, generation)
+
     def _put_back(self, job: int, generation: int, error: str) -> None:
         with self._context.sessions.begin() as session:
             row = session.get_one(JobRow, job, with_for_update=True)
@@ -95,18 +102,20 @@ class JobStarter:
         self._ender.forget_rendezvous(row.id, row.generation)
         revoke_of_job(session, row.id, self._context.clock())
         _, secret = issue(session, row.user, Role.WORKER, self._context.clock(), row.id)
+        rendezvous = self._environment.rendezvous_of(row.id, row.generation) if groups else None
         return Team(
-            team_name(row.id, row.generation),
-            (*self._environment.command, row.script, *row.arguments),
-            _members(row.seats),
-            archive,
-            self._variables(row, secret, groups),
+            name=team_name(row.id, row.generation),
+            command=(*self._environment.command, row.script, *row.arguments),
+            members=_members(row.seats),
+            archive=archive,
+            environment=self._variables(row, secret, groups, rendezvous),
             run_as=self._environment.run_as,
             groups=groups,
             restarts=row.max_restarts,
+            restart_after=str(rendezvous or ""),
         )
 
-    def _variables(self, row: JobRow, secret: str, groups: Groups) -> dict[str, str]:
+    def _variables(self, row: JobRow, secret: str, groups: Groups, rendezvous: Path | None) -> dict[str, str]:
         """Return the environment of its processes: what the server sets wins."""
         shared = {
             **self._environment.variables,
@@ -119,7 +128,7 @@ class JobStarter:
         }
         if groups:
             shared[env.GROUPS.name] = json.dumps(groups)
-            if rendezvous := self._environment.rendezvous_of(row.id, row.generation):
+            if rendezvous:
                 shared[env.RENDEZVOUS.name] = str(rendezvous)
         return shared
 

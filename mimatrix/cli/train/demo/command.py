@@ -62,14 +62,14 @@ def _trained(epochs: int, slow_by: str) -> Result:
     from mimatrix.cli.train.demo.progress import Told, watched
 
     board, began_s = Board(len(SPEEDS)), time.monotonic()
-    words = launches.module_words("mimatrix.worker.demo", ["--epochs", str(epochs)])
-    launch = launches.Launch(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
-    launches.check(launch)
+    words = launches.module_command("mimatrix.worker.demo", ["--epochs", str(epochs)])
+    launch = launches.RunSpec(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
+    launches.validate_run(launch)
     with watched(board, SPEEDS) as show:
         show()
         outcome = launches.run_local(launch, os.environ, Told(board, show), sys.stderr.buffer, say)
     if outcome.code:
-        say(outcome.reason)
+        say(outcome.describe())
         raise typer.Exit(outcome.code)
     return result(board, SPEEDS, time.monotonic() - began_s)
 
