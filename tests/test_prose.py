@@ -31,6 +31,10 @@ PACKAGES = (
     "core",
     "launch",
     "processes",
+    "api",
+    "scheduler",
+    "monitor",
+    "server",
 )
 """Those that must be clean; others are only shown."""
 FOLDERS = (*(f"mimatrix/{package}" for package in PACKAGES), "bench", "docs", "examples")

@@ -233,7 +233,9 @@ def _submit_jobs(data: Path, port: int, tokens: Path, workers: int) -> list[str]
     with Client(f"http://127.0.0.1:{port}", (data / "token").read_text().strip()) as client:
         client.upload(digest, archive)
         for number in range(JOBS):
-            client.submit(Submission(name=f"j{number}", script="x.py", snapshot=digest, devices=str(workers // JOBS)))
+            client.submit(
+                Submission(name=f"j{number}", script="x.py", code_archive=digest, devices=str(workers // JOBS))
+            )
     names = [tokens / f"job-{number + 1}.1" for number in range(JOBS)]
     while not all(name.is_file() and name.read_text() for name in names):
         assert time.monotonic() < deadline, "the jobs did not start"
@@ -255,7 +257,7 @@ def host(data: str, port: str, workers: str, database: str) -> None:
     from mimatrix.server import Settings, serve
 
     nodes = (NodeInfo("standing", "127.0.0.1", (DeviceInfo("cpu", 1 << 30),) * int(workers)),)
-    serve(Settings(Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes), print)
+    serve(Settings(data=Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes))
 
 
 if __name__ == "__main__":

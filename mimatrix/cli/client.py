@@ -19,8 +19,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def connected() -> Iterator["Client"]:
     """Yield a client of the server that the environment names, or that this user runs."""
     try:
-        from mimatrix.api.client import Client, found_server
+        from mimatrix.api.client import Client, find_server
     except ModuleNotFoundError as error:
         raise UserError(f"this needs {error.name}; install it: pip install 'mimatrix[server]'") from None
-    with Client(*found_server()) as client:
+    with Client(*find_server()) as client:
         yield client

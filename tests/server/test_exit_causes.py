@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from mimatrix.api.models import Submission
 from mimatrix.launch import EndedFor, ExitCause, LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
-from mimatrix.server.controller.exit_causes import failed_rank, groups_of, last_words, lost_ranks, told
+from mimatrix.server.controller.exit_causes import failed_groups, failed_rank, last_line
+from mimatrix.server.jobs.events import RankFailure
 
 LOST = Phase.LOST
 
@@ -23,17 +26,19 @@ def exited(returncode: int, because_of: int | None = None) -> MemberState:
 
 
 @pytest.mark.parametrize(
-    ("member", "words", "sentence"),
+    ("cause", "line", "sentence"),
     [
-        (exited(1), "", "rank 0 on n/0 ended with exit code 1"),
-        (exited(1), "boom", 'rank 0 on n/0 ended with exit code 1; its last line: "boom"'),
-        (exited(-9), "", "rank 0 on n/0 was killed by SIGKILL"),
-        (MemberState(LOST, ExitCause.lost("node x is gone")), "", "rank 0 on n/0 was lost: node x is gone"),
-        (MemberState(LOST), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
+        (ExitCause.from_returncode(1), "", "rank 0 on n/0 ended with exit code 1"),
+        (ExitCause.from_returncode(1), "boom", 'rank 0 on n/0 ended with exit code 1; its last line: "boom"'),
+        (ExitCause.from_returncode(-9), "", "rank 0 on n/0 was killed by SIGKILL"),
+        (ExitCause.lost("node x is gone"), "", "rank 0 on n/0 was lost: node x is gone"),
+        (ExitCause.lost(), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
     ],
 )
-def test_sentences(member: MemberState, words: str, sentence: str) -> None:
-    assert told(0, "n/0", member, words) == sentence
+def test_sentences(cause: ExitCause, line: str, sentence: str) -> None:
+    failure = RankFailure(rank=0, device="n/0", cause=cause, last_line=line)
+    assert failure.describe() == sentence
+    assert ExitCause.from_json(failure.to_json()["cause"]) == cause
 
 
 def test_who_is_to_blame() -> None:
@@ -46,22 +51,24 @@ def test_who_is_to_blame() -> None:
 
 def test_who_is_to_blame_among_groups() -> None:
     well, killed, saved = exited(0), exited(-9), exited(75)
-    groups = groups_of({"MIMATRIX_GROUPS": "[[0, 1], [2]]"}, 3)
-    assert groups == ((0, 1), (2,))
+    groups = ((0, 1), (2,))
     assert failed_rank(TeamState((well, killed, well), 1), groups) is None
     assert failed_rank(TeamState((well, killed, killed), 1), groups) == 1
     assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
-    assert failed_rank(TeamState((killed, killed, killed), 1), groups, gone={0, 1}) == 2
+    assert failed_rank(TeamState((killed, killed, killed), 1), groups, lost={0, 1}) == 2
     ended = exited(-15, because_of=1)
     runs = MemberState(Phase.RUNNING)
-    assert lost_ranks(TeamState((ended, killed, runs), 1), groups) == {0: 1}
-    assert lost_ranks(TeamState((runs, runs, saved), 2), groups) == {}
-    assert lost_ranks(TeamState((ended, killed, runs), 1), ()) == {}
+    assert failed_groups(TeamState((ended, killed, runs), 1), groups) == {0: 1}
+    assert failed_groups(TeamState((runs, runs, saved), 2), groups) == {}
+    assert failed_groups(TeamState((ended, killed, runs), 1), ()) == {}
 
 
-@pytest.mark.parametrize("said", ["", "no", "[[0]]", "[[0], [0]]", "7", '[["a"], [1]]'])
-def test_what_is_no_list_of_groups(said: str) -> None:
-    assert groups_of({"MIMATRIX_GROUPS": said}, 2) == ()
+@pytest.mark.parametrize("groups", [[[0]], [[0], [0]], [[0, 1], []], [[0, 1, 2]], [["a"], [1]], 7, "[[[["])
+def test_a_submission_with_groups_that_do_not_fit_is_refused(groups: object) -> None:
+    job = {"name": "x", "script": "x.py", "code_archive": "0" * 64, "devices": "2"}
+    assert Submission.model_validate({**job, "groups": [[0], [1]]}).groups == ((0,), (1,))
+    with pytest.raises(ValidationError):
+        Submission.model_validate({**job, "groups": groups})
 
 
 @pytest.mark.timeout(60)
@@ -76,7 +83,7 @@ def test_what_is_no_list_of_groups(said: str) -> None:
         ("pass", ""),
     ],
 )
-def test_last_words(tmp_path: Path, script: str, words: str) -> None:
+def test_last_line(tmp_path: Path, script: str, words: str) -> None:
     launcher = LocalLauncher(tmp_path / "launcher", devices=cores(1))
     (node,) = launcher.nodes()
     packed = tmp_path / "code.tar.gz"
@@ -97,5 +104,5 @@ def test_last_words(tmp_path: Path, script: str, words: str) -> None:
     while not launcher.states()["job-1.1"].has_ended:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert last_words(launcher, "job-1.1", 0) == words
-    assert last_words(launcher, "job-2.1", 0) == ""
+    assert last_line(launcher, "job-1.1", 0) == words
+    assert last_line(launcher, "job-2.1", 0) == ""

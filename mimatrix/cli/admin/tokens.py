@@ -10,7 +10,7 @@ from mimatrix.cli.output import plain_console, print_json
 from mimatrix.core.errors import UserError
 
 if TYPE_CHECKING:
-    from mimatrix.api.models import TokenWanted
+    from mimatrix.api.models import TokenCreate
 
 tokens = typer.Typer(
     help="Manage API tokens (admin only). Without a subcommand, lists them.",
@@ -67,7 +67,7 @@ def add(
     Example: mimatrix tokens add ben --role user
     """
     with connected() as client:
-        made = client.make_token(_parse_token(user, role))
+        made = client.create_token(_parse_token(user, role))
     if as_json:
         print_json(made.model_dump(mode="json"))
         return
@@ -87,20 +87,20 @@ def revoke(
     Example: mimatrix tokens revoke 3
     """
     with connected() as client:
-        client.end_token(number)
+        client.revoke_token(number)
     if as_json:
         print_json({"id": number, "revoked": True})
     else:
         plain_console().print(f"token {number} is revoked")
 
 
-def _parse_token(user: str, role: TokenRole) -> "TokenWanted":
+def _parse_token(user: str, role: TokenRole) -> "TokenCreate":
     from pydantic import ValidationError
 
-    from mimatrix.api.models import TokenWanted
+    from mimatrix.api.models import TokenCreate
 
     try:
-        return TokenWanted.model_validate({"user": user, "role": str(role)})
+        return TokenCreate.model_validate({"user": user, "role": str(role)})
     except ValidationError:
         raise UserError(
             f'"{user}" is not a valid user name; use up to 100 letters, digits, ".", "_" and "-", '

@@ -1,5 +1,6 @@
 """`mimatrix up`: run the job server, with a launcher for this machine or for a Ray cluster."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimatrix.cli.output import say
 from mimatrix.core.errors import UserError
+from mimatrix.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from mimatrix.launch import Launcher
 
 AUTO = "auto"
+logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -33,6 +35,14 @@ def up(
     data: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Directory for all data.", show_default="~/.local/share/mimatrix"),
+    ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Directory for checkpoints, on a file system that all nodes share.",
+            show_default="checkpoints in the data directory",
+        ),
     ] = None,
     database: Annotated[
         str,
@@ -51,6 +61,12 @@ def up(
     run_as: Annotated[str, typer.Option(metavar="USER", help="User that jobs run as; needs root.")] = "",
     advertise: Annotated[
         str, typer.Option(metavar="URL", help="Address that clients and workers use, if it differs.")
+    ] = "",
+    trusted_proxies: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST", help="Reverse proxies whose X-Forwarded-For header is used: addresses, comma-separated."
+        ),
     ] = "",
     devices: Annotated[
         int | None,
@@ -75,11 +91,25 @@ def up(
     from mimatrix.api.client import data_folder
 
     folder = (data or data_folder()).absolute()
-    settings = Settings(folder, host, port, database, tls_cert, tls_key, insecure, python, run_as, advertise)
+    settings = Settings(
+        data=folder,
+        host=host,
+        port=port,
+        database=database,
+        checkpoints=checkpoints.absolute() if checkpoints else None,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        insecure=insecure,
+        python=python,
+        run_as=run_as,
+        advertise=advertise,
+        trusted_proxies=trusted_proxies,
+    )
+    configure_logging()
     make = _local_launcher(devices, address) if launcher is Machines.LOCAL else _ray_launcher(devices, address)
     if launcher is Machines.RAY and not advertise and host in _LOOPBACK:
-        say(f"workers on other machines cannot reach {host}; if there are any, give --host or --advertise")
-    serve(settings, make, say)
+        logger.warning("workers on other machines cannot reach %s; if there are any, give --host or --advertise", host)
+    serve(settings, make)
 
 
 def _local_launcher(devices: int | None, address: str) -> "Callable[[Path], Launcher]":

@@ -22,7 +22,7 @@ def read_job(path: Path) -> tuple[Path, dict[str, Any]]:
         "priority": table.take("priority", int, None),
         "preemptible": table.take("preemptible", bool, None),
         "max_time_s": _max_time_s(table),
-        "retries": table.take("retries", int, None),
+        "max_restarts": table.take("retries", int, None),
         "groups": table.take("groups", str, ""),
         "arguments": tuple(map(str, table.take("arguments", list, []))) or None,
     }

@@ -108,11 +108,13 @@ def logs(
 
     Example: mimatrix logs -f 3
     """
+    from mimatrix.api.text import strip_escapes
+
     with connected() as client:
         offset, now = 0, generation
         while True:
             part = _retry_while_down(lambda: client.log(number, rank, offset, now), follow)  # noqa: B023 (called at once)
-            sys.stdout.write(part.text)
+            sys.stdout.write(strip_escapes(part.text) if sys.stdout.isatty() else part.text)
             sys.stdout.flush()
             offset, now = part.next_offset, generation or part.generation or None
             if part.text:
@@ -157,9 +159,9 @@ def priority(
     Example: mimatrix priority 3 80
     """
     with connected() as client:
-        from mimatrix.api.models import Change
+        from mimatrix.api.models import JobUpdate
 
-        job = client.change(number, Change(priority=value))
+        job = client.update(number, JobUpdate(priority=value))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:

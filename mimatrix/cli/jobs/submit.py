@@ -1,6 +1,5 @@
 """`mimatrix submit`: upload a script with its directory, and queue it as a job."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ import typer
 
 from mimatrix.cli.client import Json, connected
 from mimatrix.cli.output import plain_console, print_json, say
-from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_duration
 
@@ -71,7 +69,7 @@ def submit(
 
     Example: mimatrix submit --devices 2 train.py -- --lr 0.1
     """
-    from mimatrix.api.models import MOST_SNAPSHOT_BYTES
+    from mimatrix.api.models import MAX_CODE_ARCHIVE_BYTES
     from mimatrix.cli.jobs.code_archive import archive
 
     given = _given_options(name, devices, priority, preemptible, max_time, env or [], retries, groups)
@@ -79,17 +77,17 @@ def submit(
     if said := given.pop("groups", ""):
         given = _add_groups(said, given)
     with connected() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
-        packed = Path(folder) / "snapshot.tar.gz"
-        digest = archive(path.parent, packed, MOST_SNAPSHOT_BYTES, path.name, file or [], say)
-        job = _build_submission({**given, "script": path.name, "snapshot": digest})
+        packed = Path(folder) / "code.tar.gz"
+        digest = archive(path.parent, packed, MAX_CODE_ARCHIVE_BYTES, path.name, file or [], say)
+        job = _build_submission({**given, "script": path.name, "code_archive": digest})
         _warn_of_unknown_kinds(job.devices, client.nodes())
         if dry_run:
-            would = client.would(job)
+            would = client.dry_run(job)
             print_json(would.model_dump(mode="json")) if as_json else plain_console().print(
                 f"it would {'start' if would.starts else 'wait'}: {would.reason}"
             )
             return
-        if not client.has_snapshot(digest):
+        if not client.has_code_archive(digest):
             client.upload(digest, packed)
         made = client.submit(job)
     if as_json:
@@ -110,25 +108,24 @@ def _given_options(
 ) -> dict[str, Any]:
     """Return the options that the command line gives, without defaults."""
     found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority, "groups": groups}
-    found |= {"preemptible": preemptible or None, "retries": retries or None}
+    found |= {"preemptible": preemptible or None, "max_restarts": retries or None}
     found["max_time_s"] = parse_duration(max_time) if max_time else None
     found["environment"] = dict(_parse_variable(text) for text in env) or None
     return {key: value for key, value in found.items() if value not in (None, "")}
 
 
 def _add_groups(text: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Add the groups, as the variable that workers read, and a device for each rank unless devices are given."""
+    """Add the groups as the server takes them, and a device for each rank unless devices are given."""
     from mimatrix.launch import parse_groups
-    from mimatrix.scheduler import Wish
+    from mimatrix.scheduler import ResourceRequest
 
     ranks = len(re.findall(r"\d+", text))
     found = parse_groups(text, ranks)
     devices = given.get("devices") or str(ranks)
-    wanted = Wish.parse(devices)
+    wanted = ResourceRequest.parse(devices)
     if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
-    environment = {**(given.get("environment") or {}), GROUPS.name: json.dumps(found)}
-    return {**given, "devices": devices, "environment": environment}
+    return {**given, "devices": devices, "groups": found}
 
 
 def _parse_variable(text: str) -> tuple[str, str]:
@@ -171,10 +168,12 @@ def _build_submission(given: dict[str, Any]) -> "Submission":
 def _warn_of_unknown_kinds(devices: str, nodes: "Sequence[Node]") -> None:
     """Warn of kinds that no node has: such a job waits, since nodes may be added, but mostly a name is misspelt."""
     from mimatrix.core.device_kinds import match_kind
-    from mimatrix.core.resources import Wish
+    from mimatrix.core.resources import ResourceRequest
 
     there = sorted({device.kind for node in nodes for device in node.devices})
-    strange = [part.kind for part in Wish.parse(devices).parts if part.kind and not match_kind(part.kind, there)]
+    strange = [
+        part.kind for part in ResourceRequest.parse(devices).parts if part.kind and not match_kind(part.kind, there)
+    ]
     if there and strange:
         more = f" and {len(there) - _MOST_KINDS} more" if len(there) > _MOST_KINDS else ""
         known = ", ".join(there[:_MOST_KINDS])

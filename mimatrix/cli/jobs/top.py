@@ -81,7 +81,7 @@ def metrics(
 
 
 def _fetch(client: "Client") -> tuple[list["Job"], dict[int, "Ranks"], list["Node"]]:
-    jobs = list(client.jobs(most=1000, states=(*_RUNS, *_WAITS)).jobs)
+    jobs = list(client.jobs(limit=1000, states=(*_RUNS, *_WAITS)).jobs)
     ranks = {job.id: client.ranks(job.id) for job in jobs if job.state in _RUNS}
     return jobs, ranks, client.nodes()
 
@@ -124,7 +124,7 @@ def _job_lines(job: "Job", now: "Ranks") -> list["RenderableType"]:
         Text(f"{job.id:>5}  {job.name:<20.20} {job.user:<10.10} {job.state}: {said}  {losses}".rstrip())
     ]
     found += [Text(line) for line in _group_lines(now)]
-    held = {trouble.rank: trouble for trouble in now.troubles}
+    held = {trouble.rank: trouble for trouble in now.stragglers}
     for rank in _select_ranks(now):
         whole = max(rank.step_s, 1e-9)
         line = Text(f"{rank.rank:>9}  {rank.seat:<20.20} ")
@@ -139,7 +139,7 @@ def _job_lines(job: "Job", now: "Ranks") -> list["RenderableType"]:
         found.append(line)
     if len(now.ranks) > _MOST_RANKS:
         found.append(Text(f"{'':>11}and {len(now.ranks) - _MOST_RANKS} more"))
-    return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.troubles)]
+    return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.stragglers)]
 
 
 def _group_lines(now: "Ranks") -> list[str]:
@@ -164,7 +164,7 @@ def _select_ranks(now: "Ranks") -> list["Rank"]:
     """Return the ranks to show: of many, the stragglers and then the slowest."""
     if len(now.ranks) <= _MOST_RANKS:
         return list(now.ranks)
-    held = {trouble.rank for trouble in now.troubles}
+    held = {trouble.rank for trouble in now.stragglers}
     slowest = sorted(now.ranks, key=lambda each: (each.rank not in held, -each.compute_s - each.data_s, each.rank))
     return slowest[:_MOST_RANKS]
 

@@ -10,7 +10,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_duration
 
 if TYPE_CHECKING:
-    from mimatrix.scheduler.simulation.replay import Outcome
+    from mimatrix.scheduler.simulation.replay import ReplayResult
 
 
 def simulate_queue(
@@ -40,7 +40,7 @@ def simulate_queue(
     _print(found, jobs)
 
 
-def _summarize(name: str, outcome: "Outcome") -> dict[str, Any]:
+def _summarize(name: str, outcome: "ReplayResult") -> dict[str, Any]:
     return {
         "policy": name,
         "mean_waited_s": outcome.mean_waited_s,
@@ -48,7 +48,7 @@ def _summarize(name: str, outcome: "Outcome") -> dict[str, Any]:
         "p95_waited_s": outcome.waited_s(0.95),
         "max_waited_s": outcome.waited_s(1.0),
         "utilisation": outcome.utilisation,
-        "preempted": sum(stay.preempted for stay in outcome.stays),
+        "preempted": sum(stay.preempted for stay in outcome.jobs),
         "never": list(outcome.never),
         "jobs": [
             {
@@ -58,14 +58,14 @@ def _summarize(name: str, outcome: "Outcome") -> dict[str, Any]:
                 "started_s": stay.started_s,
                 "ended_s": stay.ended_s,
                 "preempted": stay.preempted,
-                "ended_by_limit": stay.was_ended,
+                "ended_by_limit": stay.reached_limit,
             }
-            for stay in outcome.stays
+            for stay in outcome.jobs
         ],
     }
 
 
-def _print(found: dict[str, "Outcome"], jobs: bool) -> None:
+def _print(found: dict[str, "ReplayResult"], jobs: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -76,7 +76,7 @@ def _print(found: dict[str, "Outcome"], jobs: bool) -> None:
         table.add_column(name, justify="right")
     for name, outcome in found.items():
         waits = (outcome.mean_waited_s, *(outcome.waited_s(part) for part in (0.5, 0.95, 1.0)))
-        preempted = sum(stay.preempted for stay in outcome.stays)
+        preempted = sum(stay.preempted for stay in outcome.jobs)
         table.add_row(name, *(format_duration(each) for each in waits), f"{outcome.utilisation:.1%}", str(preempted))
     console.print(table)
     never = next(iter(found.values())).never
@@ -87,7 +87,7 @@ def _print(found: dict[str, "Outcome"], jobs: bool) -> None:
             console.print(_job_table(name, outcome))
 
 
-def _job_table(name: str, outcome: "Outcome") -> Any:
+def _job_table(name: str, outcome: "ReplayResult") -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -96,7 +96,7 @@ def _job_table(name: str, outcome: "Outcome") -> Any:
     table.add_column("user", overflow="fold")
     for heading in ("submitted", "waited", "ended", "preempted"):
         table.add_column(heading, justify="right")
-    for stay in outcome.stays:
+    for stay in outcome.jobs:
         times = (stay.at_s, stay.waited_s, stay.ended_s)
         table.add_row(stay.job, stay.user, *(format_duration(each) for each in times), str(stay.preempted))
     return table
