@@ -16,8 +16,9 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import DEFAULT_FOLDER, CheckpointManager
 from mimatrix.engine.checkpoint.state import TrainState
 from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
-from mimatrix.engine.data.loading import LoadingConfig, check_loading, describe_dataset
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.loading_config import LoadingConfig, check_loading, describe_dataset
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.automatic_saves import AutomaticSaves, PeriodicSaves
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.availability import TransportStatus
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.loop.averaged_model import guard_averages
 from mimatrix.engine.loop.evaluation import Evaluation, MetricFn
 from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler, check_lr_scheduler, check_same_lr_scheduler

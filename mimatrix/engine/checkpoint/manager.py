@@ -28,7 +28,7 @@ from mimatrix.engine.checkpoint.state import Metadata, Progress, TrainState, tak
 from mimatrix.engine.checkpoint.tensor_files import TensorReader
 from mimatrix.engine.checkpoint.user_state import UserState, copy_user_state, read_user_state
 from mimatrix.engine.checkpoint.writer import CheckpointWriter, SaveTask
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.modules.averaged_weights import AverageRegistry
 from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
 from mimatrix.engine.user_calls import save_call

@@ -15,7 +15,8 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import Progress
-from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition, MicroBatch
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.automatic_saves import AutomaticSaves
 from mimatrix.engine.loop.batch_exchange import BatchExchange
 from mimatrix.engine.loop.batch_report import BatchReport, LaunchOrders

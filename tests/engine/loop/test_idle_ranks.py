@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, StepLR
 
 from mimatrix.core.errors import PeerLost, UserError
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.global_step import GlobalStep
 from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopSignal, LoopState, SyncedLRScheduler
