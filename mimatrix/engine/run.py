@@ -15,8 +15,8 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.loop.averaged_model import guard_averages
 from mimatrix.engine.loop.evaluation import Evaluation, MetricFn
-from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler, check_lr_scheduler, check_same_lr_scheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler, check_lr_scheduler, check_same_lr_scheduler
 from mimatrix.engine.loop.preemption import Preemption
 from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
 from mimatrix.engine.loop.train_loop import TrainLoop

@@ -5,7 +5,8 @@ from typing import Any
 
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.loop.batch_report import BatchReport
-from mimatrix.engine.loop.idle_ranks import IdleRanks, SyncedLRScheduler
+from mimatrix.engine.loop.idle_ranks import IdleRanks
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.world import World
 

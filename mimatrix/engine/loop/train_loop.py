@@ -22,7 +22,8 @@ from mimatrix.engine.loop.batch_exchange import BatchExchange
 from mimatrix.engine.loop.batch_report import BatchReport, LaunchOrders
 from mimatrix.engine.loop.epoch_cursor import EpochCursor
 from mimatrix.engine.loop.global_step import GlobalStep, StepResult
-from mimatrix.engine.loop.idle_ranks import IdleRanks, SyncedLRScheduler
+from mimatrix.engine.loop.idle_ranks import IdleRanks
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.loop.preemption import Preempted
 from mimatrix.engine.loop.prepared_optimizer import Stepper

@@ -16,7 +16,9 @@ from mimatrix.core.errors import PeerLost, UserError
 from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.global_step import GlobalStep
-from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopSignal, LoopState, SyncedLRScheduler
+from mimatrix.engine.loop.hyperparam_sync import HyperparamSync
+from mimatrix.engine.loop.loop_signal import LoopSignal, LoopState
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.run import Run
 from mimatrix.planner.model.split import Split
 
