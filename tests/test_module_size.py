@@ -7,14 +7,6 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 STILL_LONGER = frozenset(
     {
-        "mimatrix/comm/backend.py",
-        "mimatrix/comm/dispatch.py",
-        "mimatrix/comm/group.py",
-        "mimatrix/engine/data/loading.py",
-        "mimatrix/engine/data/source.py",
-        "mimatrix/engine/loop/idle_ranks.py",
-        "mimatrix/engine/loop/train_loop.py",
-        "mimatrix/engine/run.py",
         "mimatrix/server/controller/reconcile.py",
         "mimatrix/api/models.py",
     }

@@ -302,7 +302,7 @@ class CheckpointManager:
     def _watch(self) -> None:
         """Say that the user's thread waits for a save, and raise if another rank cannot come to it."""
         if self._group:
-            self._group.watch("a save")
+            self._group.queue.watch("a save")
 
     def _write(self, call: UserCall, task: SaveTask, *, waits: bool, may_end_process: bool) -> None:
         """Write a checkpoint, in the thread for that."""
