@@ -21,8 +21,8 @@ from mimatrix.core.errors import (
 
 if TYPE_CHECKING:
     from mimatrix._init import init
-    from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler
     from mimatrix.engine.loop.loader import MicroBatchLoader
+    from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
     from mimatrix.engine.loop.preemption import Preempted
     from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
     from mimatrix.engine.run import Run
@@ -69,7 +69,7 @@ _LAZY = {
     "Run": "mimatrix.engine.run",
     "RunStatus": "mimatrix.engine.run_status",
     "StepStats": "mimatrix.engine.step_timer",
-    "SyncedLRScheduler": "mimatrix.engine.loop.idle_ranks",
+    "SyncedLRScheduler": "mimatrix.engine.loop.lr_scheduler",
     "WeightAverage": "mimatrix.engine.weight_average",
     "init": "mimatrix._init",
 }

@@ -24,7 +24,7 @@ NAME = "choosing"
 
 
 @dataclass(frozen=True)
-class Scenario:
+class ModeScenario:
     """A cluster of the lab, the processors of its nodes, and what is trained."""
 
     cluster: str
@@ -34,21 +34,21 @@ class Scenario:
 
 
 SCENARIOS = (
-    Scenario("star:2,rate=1Gbit", "0.8,0.8", "mlp:256x3", 64),
-    Scenario("star:4,rate=1Gbit", "0.4,0.4,0.4,0.4", "conv:16x3", 32),
-    Scenario("star:4,rate=10Mbit", "0.4,0.4,0.4,0.4", "mlp:256x3", 64),
-    Scenario("star:2,rate=1Gbit", "0.8,0.8", "conv:32x4", 256),
-    Scenario("star:3,rate=100Mbit", "0.8,0.4,0.2", "mlp:512x5", 128),
-    Scenario("star:4,rate=1Gbit", "0.4,0.4,0.4,0.4", "conv:32x4", 512),
-    Scenario("star:3,rate=400Mbit", "0.8,0.4,0.2", "conv:32x3", 256),
-    Scenario("star:4,rate=100Mbit", "0.6,0.4,0.4,0.2", "conv:16x3", 64),
-    Scenario("leaf_spine:2x2,rate=200Mbit,oversubscription=10,spines=1", "0.4,0.4,0.4,0.4", "mlp:512x5", 128),
-    Scenario("star:2,devices=2,rate=50Mbit", "0.8,0.8", "mlp:512x5", 128),
+    ModeScenario("star:2,rate=1Gbit", "0.8,0.8", "mlp:256x3", 64),
+    ModeScenario("star:4,rate=1Gbit", "0.4,0.4,0.4,0.4", "conv:16x3", 32),
+    ModeScenario("star:4,rate=10Mbit", "0.4,0.4,0.4,0.4", "mlp:256x3", 64),
+    ModeScenario("star:2,rate=1Gbit", "0.8,0.8", "conv:32x4", 256),
+    ModeScenario("star:3,rate=100Mbit", "0.8,0.4,0.2", "mlp:512x5", 128),
+    ModeScenario("star:4,rate=1Gbit", "0.4,0.4,0.4,0.4", "conv:32x4", 512),
+    ModeScenario("star:3,rate=400Mbit", "0.8,0.4,0.2", "conv:32x3", 256),
+    ModeScenario("star:4,rate=100Mbit", "0.6,0.4,0.4,0.2", "conv:16x3", 64),
+    ModeScenario("leaf_spine:2x2,rate=200Mbit,oversubscription=10,spines=1", "0.4,0.4,0.4,0.4", "mlp:512x5", 128),
+    ModeScenario("star:2,devices=2,rate=50Mbit", "0.8,0.8", "mlp:512x5", 128),
 )
 
 
 @contextmanager
-def lab(scenario: Scenario) -> Iterator[None]:
+def lab(scenario: ModeScenario) -> Iterator[None]:
     """Run a lab, and remove it afterwards."""
     command("lab", "up", scenario.cluster, "--cpus", scenario.cpus, "--name", NAME)
     try:
@@ -57,7 +57,7 @@ def lab(scenario: Scenario) -> Iterator[None]:
         command("lab", "down", "--name", NAME)
 
 
-def run_scenario(scenario: Scenario, seconds: float) -> dict[str, Any]:
+def run_scenario(scenario: ModeScenario, seconds: float) -> dict[str, Any]:
     """Run a scenario; return what was chosen, and the figures of both modes."""
     words = ["bench.hybrid.auto_mode_rank", scenario.net, str(scenario.batch), str(seconds)]
     os.environ["MIMATRIX_CACHE"] = tempfile.mkdtemp()

@@ -254,10 +254,10 @@ def _processor_s(pid: int) -> float:
 
 def host(data: str, port: str, workers: str, database: str) -> None:
     """Run the server."""
-    from mimatrix.server import Settings, serve
+    from mimatrix.server import ServerSettings, serve
 
     nodes = (NodeInfo("standing", "127.0.0.1", (DeviceInfo("cpu", 1 << 30),) * int(workers)),)
-    serve(Settings(data=Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes))
+    serve(ServerSettings(data=Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import FakeLauncher
-from mimatrix.api.models import PROTOCOL, DeviceUsage, EventKind, JobState, Progress, Report, Role
+from mimatrix.api.models import PROTOCOL, DeviceUsage, EventKind, JobProgress, JobState, Report, Role
 from mimatrix.launch.devices import DeviceInfo, NodeInfo
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.planner.model.profile import Measurements
@@ -155,7 +155,7 @@ def synthetic_jobs(size: HistorySize, now_s: float) -> list[SyntheticJob]:
 
 def _job_row(job: SyntheticJob, now_s: float) -> dict[str, Any]:
     plan, profile = _PLANS[job.number % len(_PLANS)] if job.started_s else (None, None)
-    progress = Progress(
+    progress = JobProgress(
         step=job.step_at(job.ended_s or now_s),
         epoch=3,
         samples_per_s=1234.5,
@@ -352,10 +352,10 @@ _PLANS = [_plan_and_profile(seed) for seed in range(3)]
 
 def host(data: str, port: str, jobs: str, devices: str) -> None:
     """Run the server."""
-    from mimatrix.server import Settings, serve
+    from mimatrix.server import ServerSettings, serve
 
     size = HistorySize(int(jobs), int(devices))
-    serve(Settings(data=Path(data), port=int(port)), lambda _: FakeLauncher(nodes(size), LOG))
+    serve(ServerSettings(data=Path(data), port=int(port)), lambda _: FakeLauncher(nodes(size), LOG))
 
 
 if __name__ == "__main__":

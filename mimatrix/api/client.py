@@ -13,7 +13,7 @@ from mimatrix.api.keepalive import KeepAliveConnection, is_direct
 from mimatrix.core import environment
 from mimatrix.core.errors import UserError, WorldError
 
-T = TypeVar("T", bound=m.Message)
+T = TypeVar("T", bound=m.ApiModel)
 _TIMEOUT_S = 15.0
 _TIMEOUT = httpx.Timeout(_TIMEOUT_S, connect=5.0)
 _RETRYABLE = (408, 429)
@@ -137,9 +137,9 @@ class Client:
         sent = self._request("PATCH", f"/api/jobs/{number}", json=change.model_dump(mode="json"))
         return m.Job.model_validate_json(sent.content)
 
-    def nodes(self) -> list[m.Node]:
+    def nodes(self) -> list[m.NodeStatus]:
         """Return the nodes."""
-        return [m.Node.model_validate(each) for each in self._request("GET", "/api/nodes").json()]
+        return [m.NodeStatus.model_validate(each) for each in self._request("GET", "/api/nodes").json()]
 
     def tokens(self) -> list[m.Token]:
         """Return the tokens of users."""
@@ -164,14 +164,14 @@ class Client:
             self._post_fast(path, body) if self._is_direct else self._post_text(path, body)
         )
 
-    def store(self, job: int, what: str, said: m.Message) -> None:
+    def store(self, job: int, what: str, said: m.ApiModel) -> None:
         """Store the `profile`, `plan` or `checkpoints` of a job."""
         self._request("PUT", f"/api/jobs/{job}/{what}", json=said.model_dump(mode="json"))
 
     def _get(self, kind: type[T], path: str, asked: dict[str, Any] | None = None) -> T:
         return kind.model_validate_json(self._request("GET", path, params=asked).content)
 
-    def _post(self, kind: type[T], path: str, said: m.Message) -> T:
+    def _post(self, kind: type[T], path: str, said: m.ApiModel) -> T:
         return kind.model_validate_json(self._request("POST", path, json=said.model_dump(mode="json")).content)
 
     @cached_property
@@ -209,7 +209,7 @@ class Client:
 
 def _error_of(status: int, content: bytes) -> Exception:
     try:
-        detail = m.Problem.model_validate_json(content).detail
+        detail = m.ProblemDetails.model_validate_json(content).detail
     except ValueError:
         unknown = f"the job server answered {status}; is there another program at this address?"
         detail = _DETAILS.get(status, unknown)  # an answer to HEAD has no body

@@ -6,35 +6,26 @@ A process group in Python with a c10d backend for each device in it. Collectives
 `Group`; all others go to the c10d backend. Both are counted, so that it is visible what carried a call.
 """
 
-import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from mimatrix.collectives.schedule import Collective
-from mimatrix.comm.addresses import create_gloo, find_route, set_nccl_interface
-from mimatrix.comm.availability import NcclFacts, explain_nccl
 from mimatrix.comm.c10d import C10dBackend, reduce_op_name
 from mimatrix.comm.calls import DTYPES, CollectiveOp
-from mimatrix.comm.endpoint import Endpoint, own_host, own_nccl_host
+from mimatrix.comm.device_backends import create_backends, create_window_kinds
+from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.endpoint_registry import acquire, agreed_name, fresh_prefix
 from mimatrix.comm.group import Group
-from mimatrix.comm.memory.base import WindowKind
-from mimatrix.comm.memory.cuda_ipc import CudaIpcWindows
-from mimatrix.comm.memory.memfd import MemfdWindows
-from mimatrix.comm.memory.nixl import NixlWindows, nixl_available
-from mimatrix.comm.memory.peer_access import describe_gpu
-from mimatrix.comm.nccl import create_nccl
 from mimatrix.comm.out_of_place import AllGatherInto, OutOfPlace, ReduceScatterInto
 from mimatrix.comm.work import DiagnosedWork, StreamWork, TorchWork, Work
 from mimatrix.core.errors import UserError
@@ -60,7 +51,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         store = fresh_prefix(store, size)
-        self._backends, self.nccl_reason = _create_backends(store, rank, size, timeout)
+        self._backends, self.nccl_reason = create_backends(store, rank, size, timeout)
         types = dist.ProcessGroup.BackendType
         for device, backend in self._backends.items():
             self._register_backend(
@@ -69,7 +60,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         self._set_default_backend(types.GLOO)
         self.c10d_calls = Counter[str]()
         self._timeout_s = timeout.total_seconds()
-        self._shared, members = acquire(store, rank, size, partial(_create_window_kinds, store, rank, size))
+        self._shared, members = acquire(store, rank, size, partial(create_window_kinds, store, rank, size))
         name = agreed_name(store, rank, "group")
         wrapped = {
             device: C10dBackend(backend, rank, size, self._timeout_s) for device, backend in self._backends.items()
@@ -221,7 +212,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
             # Gloo sends from host memory only.
             call = partial(_run_on_host, getattr(backend, name), arguments, named)
         task = partial(self._run_c10d, word, call)
-        return TorchWork(self.mimatrix.submit(task, tensors[0], doing=word, inline=False), tensors)
+        return TorchWork(self.mimatrix.queue.submit(task, tensors[0], doing=word, inline=False), tensors)
 
     def _backend_of(self, tensors: list[torch.Tensor]) -> Any:
         return self._backends[tensors[0].device.type if tensors else "cpu"]
@@ -359,45 +350,3 @@ def _last(works: Iterable[dist.Work]) -> dist.Work:
 
 def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
-
-
-def _create_backends(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[dict[str, Any], str]:
-    """Return Gloo, and for GPUs NCCL if every rank has a GPU of its own; and why there is no NCCL, if there is none."""
-    route = find_route(store, rank, size, own_host())
-    gloo = create_gloo(PrefixStore("gloo", store), rank, size, timeout, route.address)
-    nccl_reason = _find_nccl_reason(store, rank, size)
-    if not torch.cuda.is_available():
-        return {"cpu": gloo}, nccl_reason
-    if nccl_reason:
-        return {"cpu": gloo, "cuda": gloo}, nccl_reason
-    set_nccl_interface(route)
-    return {"cpu": gloo, "cuda": create_nccl(store, rank, size, timeout)}, ""
-
-
-def _find_nccl_reason(store: Store, rank: int, size: int) -> str:
-    """Return why NCCL cannot connect the ranks; empty if it can, and the same on all ranks."""
-    gpu = describe_gpu()
-    own = NcclFacts(
-        gpu=f"{own_nccl_host()} {gpu.uuid}" if gpu else "",
-        platform=gpu.platform if gpu else "",
-        is_built=dist.is_nccl_available(),
-    )
-    store.set(f"mimatrix/gpu/{rank}", json.dumps(asdict(own)))
-    return explain_nccl([NcclFacts(**json.loads(store.get(f"mimatrix/gpu/{peer}"))) for peer in range(size)])
-
-
-def _create_window_kinds(store: Store, rank: int, size: int) -> dict[str, WindowKind]:
-    """Return the kinds of windows that this process can have."""
-    kinds: dict[str, WindowKind] = {"host": MemfdWindows()}
-    if _spans_hosts(store, rank, size) and nixl_available():
-        kinds["remote"] = NixlWindows()
-    gpu = describe_gpu()
-    if gpu and not gpu.refusal:
-        kinds["cuda"] = CudaIpcWindows(torch.device("cuda", torch.cuda.current_device()))
-    return kinds
-
-
-def _spans_hosts(store: Store, rank: int, size: int) -> bool:
-    """Whether the ranks are on several hosts."""
-    store.set(f"mimatrix/host/{rank}", own_host())
-    return len({store.get(f"mimatrix/host/{peer}") for peer in range(size)}) > 1

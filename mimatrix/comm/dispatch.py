@@ -1,6 +1,5 @@
-"""Which code carries a collective: staged, in place, over shared storage, by send and receive, or by c10d.
+"""Which code carries a collective: windows, send and receive, both of them, or c10d.
 
-Tensors in the arena are reduced in place, others pass through staging slots or are shared with peers where they lie.
 NCCL's collectives are launched, and a GPU puts them in order; all others run on the calling thread until they are done.
 """
 
@@ -22,17 +21,16 @@ from mimatrix.comm.execution import staging
 from mimatrix.comm.execution.mixed import MixedExecutor
 from mimatrix.comm.execution.one_sided import OneSidedExecutor
 from mimatrix.comm.execution.send_recv import SendRecvExecutor
-from mimatrix.comm.execution.staging import PinnedBuffer, StagedChunk, StagingSlots, copy_back
-from mimatrix.comm.memory.arena import Slot
-from mimatrix.comm.memory.memfd import MemfdWindow
+from mimatrix.comm.execution.staging import PinnedBuffer, StagedChunk, copy_back
 from mimatrix.comm.nccl_launcher import NcclLauncher
 from mimatrix.comm.out_of_place import OutOfPlace
 from mimatrix.comm.peer_windows import can_mix, common_window_kinds, hosts_of, open_executor, open_mixed, open_sync
 from mimatrix.comm.program_cache import ProgramCache
-from mimatrix.comm.sync import Release, Sync
+from mimatrix.comm.sync import Sync
 from mimatrix.comm.tuning.choice import AlgorithmChoice, Carriers, Transport
 from mimatrix.comm.tuning.forecast import Forecast
 from mimatrix.comm.tuning.known_cluster import find_cluster
+from mimatrix.comm.window_calls import WindowCalls
 from mimatrix.core.errors import UnsuitedError, WorldError
 
 T = TypeVar("T")
@@ -69,15 +67,22 @@ class Dispatcher:
         """Carries collectives of GPU tensors, if every rank has a GPU of its own."""
         self.has_mixed_devices = len({endpoint.locations[rank].has_gpu for rank in members}) > 1
         self.is_one_host = len({endpoint.locations[rank].host for rank in members}) == 1
-        self._executors, self._timeout_s, self._lazy_release = executors, timeout_s, lazy_release
-        self._mixed = mixed
+        self._executors, self._timeout_s, self._mixed = executors, timeout_s, mixed
+        self.windows = WindowCalls(
+            executors,
+            endpoint.arenas,
+            sync,
+            self._programs,
+            world_size=self.world_size,
+            has_mixed_devices=self.has_mixed_devices,
+            lazy_release=lazy_release,
+        )
         self._carriers: dict[tuple[Collective, str, torch.dtype], Carriers] = {}
         self._send_recv = (
             SendRecvExecutor(self.cpu_backend.backend, members, endpoint.control, timeout_s)
             if self.cpu_backend
             else None
         )
-        self._staging = StagingSlots(endpoint.arenas, self.world_size)
         self._pinned, self._pinned_shard = PinnedBuffer(), PinnedBuffer()
         self._broken = ""
 
@@ -143,36 +148,12 @@ class Dispatcher:
     def carrier(self, choice: AlgorithmChoice, tensor: torch.Tensor) -> str:
         """Return what carries a call, for counters: `windows`, `nccl`, `gloo`, `send_recv nccl`; of GPUs in detail."""
         if choice.transport == "windows":
-            return f"{self.window_kind(tensor)} windows" if tensor.is_cuda else "windows"
+            return f"{self.windows.window_kind(tensor)} windows" if tensor.is_cuda else "windows"
         if self.nccl and self.nccl.carries(tensor, choice):
             name = self.nccl.backend.name
         else:
             name = f"{self.cpu_backend.name if self.cpu_backend else 'nothing'}{' (staged)' if tensor.is_cuda else ''}"
         return name if choice.transport == "c10d" else f"{choice.transport} {name}"
-
-    @property
-    def window_kinds(self) -> tuple[str, ...]:
-        """The kinds of windows over which all members reach each other."""
-        return tuple(self._executors)
-
-    def window_kind(self, tensor: torch.Tensor) -> str:
-        """Return the kind of window for a tensor: its GPU's if all ranks have one, otherwise the host's."""
-        return "cuda" if tensor.is_cuda and "cuda" in self._executors else next(iter(self._executors), "host")
-
-    def find_slot(self, tensor: torch.Tensor) -> tuple[str, Slot, int] | None:
-        """Return the window kind, the slot and the offset of a tensor in an arena, or None if it is in none."""
-        for window_kind in self._executors:
-            if placed := self.endpoint.arenas[window_kind].slot_of(tensor):
-                return (window_kind, *placed)
-        return None
-
-    def view_peer(self, member: int, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return bytes [start, stop) of a member's host arena as a tensor over its memory."""
-        return self._executors["host"].view_peer(member, start, stop, dtype)
-
-    def allocate_staging(self, window_kind: str) -> None:
-        """Allocate the staging slots now, before the arena fills up, instead of at their first use."""
-        self._staging.get(window_kind, staging.CHUNK_BYTES[window_kind])
 
     def launches(self, tensor: torch.Tensor, choice: AlgorithmChoice) -> bool:
         """Return whether a call is launched, and then ordered by the GPU: NCCL carries it."""
@@ -191,10 +172,10 @@ class Dispatcher:
             self._run_guarded(doing, partial(self._run_send_recv, op, tensor, choice))
         elif choice.transport == "mixed":
             self._run_mixed(op, tensor, choice)
-        elif placed := self.find_slot(tensor):
-            self._run_in_place(op, tensor.numel(), choice, *placed)
+        elif placed := self.windows.find_slot(tensor):
+            self.windows.run_in_place(op, tensor.numel(), choice, *placed)
         else:
-            self._run_staged(op, tensor, choice)
+            self.windows.run_staged(op, tensor, choice)
 
     def execute_into(self, call: OutOfPlace, choice: AlgorithmChoice) -> None:
         """Run a collective between two tensors; of one that is launched, the current stream waits for the end."""
@@ -204,9 +185,9 @@ class Dispatcher:
             return
         match choice.transport:
             case "windows":
-                window_kind = self.window_kind(call.full)
+                window_kind = self.windows.window_kind(call.full)
                 chunks = list(call.chunks(staging.CHUNK_BYTES[window_kind]))
-                self._run_chunks(call.op, chunks, choice, window_kind)
+                self.windows.run_chunks(call.op, chunks, choice, window_kind)
             case "send_recv" | "mixed":
                 call.run_in_place(lambda tensor: self.execute(call.op, tensor, choice))
             case "c10d":
@@ -221,19 +202,9 @@ class Dispatcher:
         self.sync.wait(0, peers)
         self.sync.end([(peer, -1) for peer in peers])
 
-    def share_storage(self, tensor: torch.Tensor) -> None:
-        """Let peers read a tensor's memory in place from now on, although it is not in the arena.
-
-        torch moves the memory, and a NumPy array over it would keep the old one. So this is only for tensors that no
-        other library holds, such as DDP's buckets.
-        """
-        window = self.endpoint.arenas["host"].window if "host" in self._executors else None
-        if isinstance(window, MemfdWindow):
-            window.storages.share(tensor.untyped_storage())
-
     def close(self) -> None:
         """Release the staging slots. The flag page stays: a slow peer may still read this rank's progress there."""
-        self._staging.close()
+        self.windows.close()
         if self._mixed:
             self._mixed.close()
 
@@ -336,82 +307,6 @@ class Dispatcher:
         else:
             run(flat)
         copy_back(flat, tensor)
-
-    def _run_in_place(
-        self, op: CollectiveOp, count: int, choice: AlgorithmChoice, window_kind: str, slot: Slot, offset: int
-    ) -> None:
-        slot.wait_readers()
-        call = CallSignature.of(op, count, choice)
-        release = self._executors[window_kind].run(call, self._programs.compiler(op, choice).program(count), offset)
-        if self._lazy_release:
-            slot.add_readers(partial(self.sync.wait_released, release))
-        else:
-            self.sync.wait_released(release)
-
-    def _run_staged(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> None:
-        flat, window_kind = tensor.reshape(-1), self.window_kind(tensor)
-        chunk_bytes = self._chunk_bytes(op, window_kind)
-        if op.collective in SHARDED and flat.nbytes > chunk_bytes:
-            counts = (op.shares or choice.shares or Shares.equal(self.world_size)).cut(flat.numel())
-            for shares, chunks in staging.sharded_chunks(flat, counts, chunk_bytes):
-                self._run_chunks(replace(op, shares=shares), chunks, choice, window_kind)
-        elif (offset := self._shared_offset(flat)) is not None:
-            self._run_shared_storage(op, flat, choice, offset)
-        else:
-            self._run_chunks(op, list(staging.chunks(flat, chunk_bytes)), choice, window_kind)
-        copy_back(flat, tensor)
-
-    def _run_chunks(
-        self, op: CollectiveOp, chunks: Sequence[StagedChunk], choice: AlgorithmChoice, window_kind: str
-    ) -> None:
-        """Run a collective chunk by chunk; the next chunk is staged while peers read this one."""
-        slots = self._staging.get(window_kind, self._chunk_bytes(op, window_kind))
-        executor, compiler = self._executors[window_kind], self._programs.compiler(op, choice)
-        may_be_direct = op.collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER) and executor.maps_peers
-
-        def fill(index: int) -> None:
-            """Stage a whole chunk, or for a direct program only what peers read before it is reduced."""
-            chunk, program = chunks[index], compiler.program(chunks[index].count)
-            chunk.fill_slot(slots[index % len(slots)], op.dtype, program.direct if may_be_direct else None)
-
-        fill(0)
-        for index, chunk in enumerate(chunks):
-            slot, program = slots[index % len(slots)], compiler.program(chunk.count)
-            call = CallSignature.of(op, chunk.count, choice)
-            meanwhile = partial(fill, index + 1) if index + 1 < len(chunks) else None
-            outside = chunk.outside if program.direct is not None and may_be_direct else None
-            release = executor.run(call, program, slot.offset, meanwhile, outside)
-            if outside is None:
-                chunk.drain(slot.tensor(op.dtype, chunk.count))
-            slot.add_readers(partial(self.sync.wait_released, release))
-        # The next call may come from another stream and fill the same slots.
-        executor.synchronize()
-
-    def _run_shared_storage(self, op: CollectiveOp, flat: torch.Tensor, choice: AlgorithmChoice, offset: int) -> None:
-        """Run in place, in the same chunks as staged ranks do: each rank decides for its own side."""
-        executor, compiler, size = self._executors["host"], self._programs.compiler(op, choice), flat.element_size()
-        step = self._chunk_bytes(op, "host") // size
-        release: Release = ()
-        for start in range(0, flat.numel(), step):
-            chunk = flat[start : start + step]
-            call = CallSignature.of(op, chunk.numel(), choice)
-            release = executor.run(call, compiler.program(chunk.numel()), offset + start * size, within=chunk)
-        self.sync.wait_released(release)  # readers that released the last chunk have released all
-
-    def _shared_offset(self, flat: torch.Tensor) -> int | None:
-        """Return where peers find a tensor whose storage is shared, or None if it is not."""
-        is_on_host = self.window_kind(flat) == "host" and not flat.is_cuda
-        window = self.endpoint.arenas["host"].window if is_on_host else None
-        if not isinstance(window, MemfdWindow):
-            return None
-        first = window.storages.offset_of(flat.untyped_storage())
-        return None if first is None else first + int(flat.storage_offset()) * flat.element_size()
-
-    def _chunk_bytes(self, op: CollectiveOp, window_kind: str) -> int:
-        """Return how much of a tensor outside the arena is worked on at a time; the same on all ranks."""
-        # Where some ranks have GPUs, whose autograd has threads of its own, not all ranks see that it is a bucket.
-        is_bucket = op.is_bucket and window_kind == "host" and not self.has_mixed_devices
-        return staging.BUCKET_CHUNK_BYTES if is_bucket else staging.CHUNK_BYTES[window_kind]
 
 
 def _find_nccl(backends: Mapping[str, C10dBackend], programs: ProgramCache, world_size: int) -> NcclLauncher | None:

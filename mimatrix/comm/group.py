@@ -1,9 +1,6 @@
 """A group of ranks that run collectives together: the whole job, or a part of it."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -13,54 +10,17 @@ from mimatrix.collectives.schedule import Collective
 from mimatrix.collectives.shares import Shares
 from mimatrix.comm.availability import TransportFacts, TransportStatus, describe_transports
 from mimatrix.comm.c10d import C10dBackend
-from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CallCounters, CallSignature, CollectiveOp
-from mimatrix.comm.control.unfinished_calls import begun_name
-from mimatrix.comm.control.user_calls import UserCall
+from mimatrix.comm.calls import DTYPES, REDUCE_OPS, CallCounters, CollectiveOp
 from mimatrix.comm.dispatch import Dispatcher
 from mimatrix.comm.endpoint import Endpoint
 from mimatrix.comm.launched_calls import LaunchedCalls
 from mimatrix.comm.memory.shared_storage import fills_storage
 from mimatrix.comm.out_of_place import OutOfPlace
+from mimatrix.comm.queued_calls import QueuedCalls, WatchedCall
 from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, default_choice
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
-from mimatrix.comm.work import CollectiveThread, StreamTask, StreamWork, Task, Work, with_side_stream
-from mimatrix.core.errors import MiMatrixError, UserError
-
-_REPORT_AFTER_S = 1.0
-"""After how long a thread that waits tells the coordinator which calls it has made."""
-
-
-_CLOSE_S = 5.0
-"""How long to wait for calls that are queued when a group is closed."""
-_MAX_KNOWN = 4096
-
-
-class _AgreedCalls:
-    """Kinds of calls that all ranks are known to make alike; all have the same set, as they make the same calls."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[CollectiveOp, int]] = set()
-
-    def is_new(self, op: CollectiveOp, count: int) -> bool:
-        """Return whether a call is the first of its kind, and remember it."""
-        # Ranks with GPUs, whose autograd has threads of its own, do not see that a tensor is a bucket.
-        kind = (replace(op, is_bucket=False) if op.is_bucket else op), count
-        if kind in self._seen:
-            return False
-        if len(self._seen) >= _MAX_KNOWN:
-            self._seen.clear()
-        self._seen.add(kind)
-        return True
-
-
-@dataclass(slots=True)
-class _WatchedCall:
-    """A call that a thread waits for: the user's call, since when, and its number in the log."""
-
-    user_call: UserCall | None
-    since_s: float = field(default_factory=time.monotonic)
-    number: int = 0
-    """0 until it is logged, and for good over windows, which say themselves for whom they wait."""
+from mimatrix.comm.work import CollectiveThread, StreamTask, StreamWork, Work
+from mimatrix.core.errors import UserError
 
 
 class Group:
@@ -75,8 +35,8 @@ class Group:
         *,
         nccl_reason: str = "",
     ) -> None:
-        self.name, self.tuner, self.thread = name, tuner, thread
-        self._dispatcher, self._owns_thread = dispatcher, False
+        self.name, self.tuner = name, tuner
+        self._dispatcher, self._windows = dispatcher, dispatcher.windows
         self.endpoint, self.members = dispatcher.endpoint, dispatcher.members
         self.rank, self.world_size = dispatcher.rank, dispatcher.world_size
         self.sync, self.forecast = dispatcher.sync, dispatcher.forecast
@@ -84,11 +44,11 @@ class Group:
         self.nccl_reason = nccl_reason
         """Why there is no NCCL, if the group's c10d backends are without it."""
         self.caller = self.endpoint.control.caller
-        self._agreed, self._agreed_launches = _AgreedCalls(), _AgreedCalls()
-        self._counters = CallCounters()
-        self.counters, self.bytes_moved = self._counters.calls, self._counters.bytes_moved
+        counters = CallCounters()
+        self.counters, self.bytes_moved = counters.calls, counters.bytes_moved
+        self.queue = QueuedCalls(name, dispatcher, thread, counters)
         self._launched = (
-            LaunchedCalls(name, dispatcher, dispatcher.nccl, self._counters, self.watch) if dispatcher.nccl else None
+            LaunchedCalls(name, dispatcher, dispatcher.nccl, counters, self.queue.watch) if dispatcher.nccl else None
         )
 
     @classmethod
@@ -117,7 +77,7 @@ class Group:
             tune: Measure which algorithm is fastest. Without `backends` all collectives run over windows.
             lazy_release: Let calls on tensors in the arena return while peers may still read them. Call
                 `wait_readers` before writing to such a tensor.
-            own_thread: Run this group's collectives on a thread of their own; see `use_own_thread`.
+            own_thread: Run this group's collectives on a thread of their own; see `QueuedCalls.use_own_thread`.
         """
         backends = dict(backends or {})
         dispatcher = Dispatcher.open(endpoint, name, members, backends, timeout_s=timeout_s, lazy_release=lazy_release)
@@ -127,7 +87,7 @@ class Group:
             backend = dispatcher.nccl.backend.backend
             endpoint.watchdog.watch(name, dispatcher.members, backend, dispatcher.launch_log, timeout_s)
         if own_thread:
-            group.use_own_thread()
+            group.queue.use_own_thread()
         # No member may finish and leave before all have opened its windows.
         group.barrier()
         return group
@@ -159,22 +119,17 @@ class Group:
     @property
     def has_windows(self) -> bool:
         """Whether ranks can read each other's memory."""
-        return bool(self._dispatcher.window_kinds)
+        return bool(self._windows.window_kinds)
 
     @property
     def window_kinds(self) -> tuple[str, ...]:
         """The kinds of windows over which all members reach each other: `host`, `cuda`, `remote`."""
-        return self._dispatcher.window_kinds
+        return self._windows.window_kinds
 
     @property
     def maps_peers(self) -> bool:
         """Whether ranks map each other's host memory."""
-        return "host" in self._dispatcher.window_kinds
-
-    def use_own_thread(self) -> None:
-        """Run this group's collectives on a thread of their own, so that they wait for no other group's."""
-        self.thread, self._owns_thread = CollectiveThread().start(), True
-        self.endpoint.threads.append(self.thread)
+        return "host" in self._windows.window_kinds
 
     def empty(self, count: int, dtype: torch.dtype = torch.float32, kind: str = "host") -> torch.Tensor:
         """Return a tensor in the arena: collectives on it, or on parts of it, need no staging."""
@@ -182,12 +137,12 @@ class Group:
 
     def free(self, tensor: torch.Tensor) -> None:
         """Return a tensor from `empty` to the arena once peers have read it."""
-        if placed := self._dispatcher.find_slot(tensor):
+        if placed := self._windows.find_slot(tensor):
             placed[1].free()
 
     def wait_readers(self, tensor: torch.Tensor) -> None:
         """Wait until peers have read a tensor in the arena; only needed after a call with `lazy_release`."""
-        if placed := self._dispatcher.find_slot(tensor):
+        if placed := self._windows.find_slot(tensor):
             placed[1].wait_readers()
 
     def largest_free_bytes(self, kind: str = "host") -> int:
@@ -196,20 +151,20 @@ class Group:
 
     def allocate_staging(self, kind: str = "host") -> None:
         """Allocate the staging slots now, before the arena fills up, instead of at their first use."""
-        self._dispatcher.allocate_staging(kind)
+        self._windows.allocate_staging(kind)
 
     def window_kind(self, tensor: torch.Tensor) -> str:
         """Return the kind of window for a tensor: its GPU's if all ranks have one, otherwise the host's."""
-        return self._dispatcher.window_kind(tensor)
+        return self._windows.window_kind(tensor)
 
     def arena_offset(self, tensor: torch.Tensor) -> int | None:
         """Return the offset of a tensor in the host arena, for peers that read it there; None if it is elsewhere."""
-        placed = self._dispatcher.find_slot(tensor)
+        placed = self._windows.find_slot(tensor)
         return placed[2] if placed and placed[0] == "host" else None
 
     def peer_tensor(self, member: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor over a member's host arena, which shows what is there at any time. Only read it."""
-        return self._dispatcher.view_peer(member, offset, offset + count * dtype.itemsize, dtype)
+        return self._windows.view_peer(member, offset, offset + count * dtype.itemsize, dtype)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, choice: AlgorithmChoice | None = None, wait: bool = True
@@ -254,7 +209,9 @@ class Group:
         """Start a barrier and return its work; with `wait` it may run on the calling thread."""
         op = CollectiveOp(Collective.BROADCAST, torch.uint8)
         choice = AlgorithmChoice("windows", "barrier")
-        return self.submit(partial(self._dispatcher.check_same_call, op, 0, choice), doing="a barrier", inline=wait)
+        return self.queue.submit(
+            partial(self._dispatcher.check_same_call, op, 0, choice), doing="a barrier", inline=wait
+        )
 
     def part(self, count: int, shares: Shares | None = None, member: int | None = None) -> range:
         """Return the elements of a tensor of `count` that a member (by default this rank) owns under `shares`."""
@@ -275,20 +232,20 @@ class Group:
         self._check(op, tensor)
         choice = choice or self.cached_choice(op, tensor) or self._choose_if_launched(op, tensor)
         if choice and self._launched and self.launches(tensor, choice):
-            self._agree_to_launch(op, tensor)
+            self.queue.agree_to_launch(op, tensor)
             return self._launched.start(op, tensor, choice)
         if op.is_bucket and choice and choice.transport == "windows" and fills_storage(tensor):
-            self._dispatcher.share_storage(tensor)
+            self._windows.share_storage(tensor)
 
-        watched = _WatchedCall(self.caller.of_this_thread())
+        watched = WatchedCall(self.caller.of_this_thread())
 
         def task() -> None:
             chosen = choice or self.choose(op, tensor)
-            self._begin(op, tensor, chosen, watched)
+            self.queue.begin(op, tensor, chosen, watched)
             self._dispatcher.execute(op, tensor, chosen)
 
         inline = may_run_here and _is_interruptible(choice)
-        return self.submit(task, tensor, doing=op.describe(tensor.numel()), inline=inline, watched=watched)
+        return self.queue.submit(task, tensor, doing=op.describe(tensor.numel()), inline=inline, watched=watched)
 
     def start_into(self, call: OutOfPlace, *, may_run_here: bool) -> Work:
         """Start a collective between two tensors, as tuned; `may_run_here` as in `start`."""
@@ -301,18 +258,18 @@ class Group:
         self._check(op, full)
         choice = self.cached_choice(op, full) or self._choose_if_launched(op, full)
         if choice and self._launched and self.launches(full, choice):
-            self._agree_to_launch(op, full)
+            self.queue.agree_to_launch(op, full)
             return self._launched.start_into(call, choice)
 
-        watched = _WatchedCall(self.caller.of_this_thread())
+        watched = WatchedCall(self.caller.of_this_thread())
 
         def task() -> None:
             chosen = choice or self.choose(op, full)
-            self._begin(op, full, chosen, watched)
+            self.queue.begin(op, full, chosen, watched)
             self._dispatcher.execute_into(call, chosen)
 
         inline = may_run_here and _is_interruptible(choice)
-        return self.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, watched=watched)
+        return self.queue.submit(task, call.output, doing=op.describe(full.numel()), inline=inline, watched=watched)
 
     def launch_known(self, op: CollectiveOp, *tensors: torch.Tensor, is_async: bool = True) -> dist.Work | None:
         """Launch a collective that NCCL is known to carry; None if that is not known yet, so that `start` finds out.
@@ -337,72 +294,6 @@ class Group:
             return None
         return self.tune(op, tensor)
 
-    def _begin(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, watched: _WatchedCall) -> None:
-        """Count a call that is about to run, and log it unless windows carry it; only on the group's thread.
-
-        Not when it is submitted: whether windows carry it may not be known yet then, on one rank and not on another,
-        and ranks must number their calls alike.
-        """
-        count = tensor.numel()
-        self._counters.add(op.collective, self._dispatcher.carrier(choice, tensor), tensor.nbytes)
-        if self.world_size == 1 or choice.transport == "windows":
-            return
-        if self.endpoint.control.has_news:
-            self.endpoint.control.check(-1, self.members, op.describe(count))
-        watched.number = self._dispatcher.calls.add(CallSignature.of(op, count, ""), watched.user_call)
-        # Gloo ends a process if sizes differ. Calls of a kind that was compared before are compared by the log.
-        if self._agreed.is_new(op, count):
-            self._dispatcher.check_same_call(op, count, choice)
-
-    def _agree_to_launch(self, op: CollectiveOp, tensor: torch.Tensor) -> None:
-        """Compare the first call of its kind with those of all members, before it is launched on the calling thread."""
-        if self._agreed_launches.is_new(op, tensor.numel()):
-            check = partial(self._dispatcher.check_same_call, op, tensor.numel(), C10D)
-            self.submit(check, doing=op.describe(tensor.numel()), inline=False).wait()
-
-    def submit(
-        self,
-        task: Task,
-        tensor: torch.Tensor | None = None,
-        *,
-        doing: str,
-        inline: bool,
-        watched: _WatchedCall | None = None,
-    ) -> Work:
-        """Run a task in the order of this group's collectives.
-
-        Args:
-            task: What to run.
-            tensor: If it is on a GPU, the task runs after the kernels that the caller has launched so far.
-            doing: What the task is, for errors about lost ranks.
-            inline: Run it on the calling thread if nothing else is queued.
-            watched: What those who wait for it know of it.
-        """
-        user_call = self.caller.of_this_thread()
-
-        def run() -> None:
-            self.sync.user_call = user_call
-            task()
-
-        ordered = run if tensor is None else with_side_stream(run, tensor)
-        work = Work(ordered, partial(self.watch, doing, watched or _WatchedCall(user_call)))
-        self.thread.submit(work, inline=inline)
-        return work
-
-    def watch(self, doing: str, call: "_WatchedCall | None" = None) -> None:
-        """Say that the calling thread waits for this group, and raise if a rank was lost or cannot come."""
-        control = self.endpoint.control
-        control.note_waiting(self.name)
-        if call and time.monotonic() - call.since_s > _REPORT_AFTER_S:
-            self._dispatcher.calls.report()
-        if call and call.number:
-            # c10d does not say for whom it waits: for all who have not made the call.
-            name = begun_name(self.name)
-            others = [rank for rank in self.members if rank != self.endpoint.rank]
-            control.expect_arrival(name, call.number, others, call.user_call)
-            control.note_waiting(name)
-        control.check(-1, self.members, doing)
-
     def cached_choice(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """Return the choice for a call, or None if it has to be measured first."""
         if self.world_size == 1:
@@ -410,7 +301,7 @@ class Group:
         if self.tuner:
             return self.tuner.cached_choice(self.size_class(op, tensor))
         transport: Transport = "windows" if self.has_windows else "send_recv"
-        size = tensor.nbytes if self._dispatcher.find_slot(tensor) else 0
+        size = tensor.nbytes if self._windows.find_slot(tensor) else 0
         return default_choice(op.collective, size, self.world_size, transport)
 
     def choose(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice:
@@ -429,10 +320,10 @@ class Group:
         if choice is None:
             choices: list[AlgorithmChoice] = []
             doing = f"measuring {op.describe(tensor.numel())}"
-            self.submit(lambda: choices.append(self.choose(op, tensor)), tensor, doing=doing, inline=False).wait()
+            self.queue.submit(lambda: choices.append(self.choose(op, tensor)), tensor, doing=doing, inline=False).wait()
             choice = choices[0]
         if self.launches(tensor, choice):
-            self._agree_to_launch(op, tensor)
+            self.queue.agree_to_launch(op, tensor)
         return choice
 
     def restrict_gpus(self, *, windows: bool | None) -> None:
@@ -446,7 +337,7 @@ class Group:
 
     def size_class(self, op: CollectiveOp, tensor: torch.Tensor) -> SizeClass:
         """Return the class of messages with which this one is tuned."""
-        placed = self._dispatcher.find_slot(tensor)
+        placed = self._windows.find_slot(tensor)
         window_kind = placed[0] if placed else self.window_kind(tensor)
         # A GPU tensor on one rank may be a CPU tensor on another, and all ranks must tune at the same moment.
         device = "cpu" if self._dispatcher.has_mixed_devices else tensor.device.type
@@ -458,15 +349,7 @@ class Group:
     def close(self) -> None:
         """Release the staging slots after the calls that are queued, and end the group's own thread."""
         self.endpoint.watchdog.forget(self.name)
-        try:
-            closing = self.submit(self._dispatcher.close, doing="closing a group", inline=True)
-        except UserError:  # its thread has ended, and with it all calls
-            self._dispatcher.close()
-        else:
-            with suppress(MiMatrixError):  # a rank was lost, or calls take long: the slots are released after them
-                closing.wait(_CLOSE_S)
-        if self._owns_thread:
-            self.thread.close()
+        self.queue.close()
 
     def _run(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice | None, wait: bool) -> Work:
         work = self.start(op, tensor, choice, may_run_here=wait)

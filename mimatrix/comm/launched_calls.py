@@ -101,7 +101,7 @@ class LaunchedCalls:
 
     def _remember(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, *, tensors: int) -> None:
         """Remember how such calls are launched, unless windows may carry one on another tensor of the same size."""
-        if (op, tensor.numel(), tensors, True) in self._known or self._dispatcher.window_kinds:
+        if (op, tensor.numel(), tensors, True) in self._known or self._dispatcher.windows.window_kinds:
             return
         for is_async in (True, False):
             launch = self._nccl.launcher(op, choice, is_out_of_place=tensors == 2, is_async=is_async)

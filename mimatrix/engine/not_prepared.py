@@ -1,6 +1,6 @@
 """What a run has before `run.prepare` was called."""
 
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World

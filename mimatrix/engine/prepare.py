@@ -16,14 +16,18 @@ from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import DEFAULT_FOLDER, CheckpointManager
 from mimatrix.engine.checkpoint.state import TrainState
 from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
-from mimatrix.engine.data.loading import LoadingConfig, check_loading, describe_dataset
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.loading_config import LoadingConfig, check_loading, describe_dataset
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.automatic_saves import AutomaticSaves, PeriodicSaves
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
 from mimatrix.engine.loop.hidden_grads import HiddenGrads
-from mimatrix.engine.loop.idle_ranks import Hyperparams, HyperparamSync, IdleRanks, LoopSignal, SyncedLRScheduler
+from mimatrix.engine.loop.hyperparam_sync import Hyperparams, HyperparamSync
+from mimatrix.engine.loop.idle_ranks import IdleRanks
 from mimatrix.engine.loop.loader import MicroBatchLoader
+from mimatrix.engine.loop.loop_signal import LoopSignal
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.loop.metric_mailbox import MetricMailbox
 from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.loop.preemption import Preemption

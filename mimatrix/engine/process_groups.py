@@ -23,5 +23,5 @@ class GroupFactory:
         process_group: Any = dist.new_group(backend="mimatrix", timeout=self._timeout)
         group: Group = process_group.mimatrix
         # Collectives of one group must never wait for another group's.
-        group.use_own_thread()
+        group.queue.use_own_thread()
         return group

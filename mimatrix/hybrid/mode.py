@@ -28,7 +28,7 @@ from mimatrix.engine.world import World
 from mimatrix.hybrid.client.group_optimizer import GroupOptimizer
 from mimatrix.hybrid.groups import Groups, check_groups, group_by_host, locate_rank
 from mimatrix.hybrid.policy import Policy, make_policy
-from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
+from mimatrix.hybrid.rendezvous import GroupRendezvous, RendezvousInfo
 
 _ANY_NUMBER_OF_GROUPS = 1 << 20
 
@@ -66,7 +66,7 @@ class Hybrid:
         """Join the ranks of the group that has rank `rank` of the job. A collective of the group."""
         policy = self.check(settings, len(groups))
         number, group_rank = locate_rank(groups, rank)
-        rendezvous = Rendezvous(
+        rendezvous = GroupRendezvous(
             store=store,
             group=number,
             groups=len(groups),

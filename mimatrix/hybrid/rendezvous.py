@@ -68,7 +68,7 @@ class RendezvousInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous:
+class GroupRendezvous:
     """How the first rank of one group meets those of the others."""
 
     store: Store

@@ -3,18 +3,29 @@
 from mimatrix.core.resources import DeviceRequest, ResourceRequest
 from mimatrix.scheduler.reasons import StartKind, StartReason, StopKind, StopReason, WaitKind, WaitReason
 from mimatrix.scheduler.scheduler import Reservation, decide, effective_priorities, reservation
-from mimatrix.scheduler.state import Decision, DeviceSlot, Policy, Preempt, Queued, Running, Start, State, Stop, Wait
+from mimatrix.scheduler.state import (
+    Decision,
+    DeviceSlot,
+    Preempt,
+    Queued,
+    Running,
+    SchedulingPolicy,
+    Start,
+    State,
+    Stop,
+    Wait,
+)
 
 __all__ = [
     "Decision",
     "DeviceRequest",
     "DeviceSlot",
-    "Policy",
     "Preempt",
     "Queued",
     "Reservation",
     "ResourceRequest",
     "Running",
+    "SchedulingPolicy",
     "Start",
     "StartKind",
     "StartReason",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mimatrix.scheduler.needs import Need, Needs
-from mimatrix.scheduler.state import DeviceSlot, Policy
+from mimatrix.scheduler.state import DeviceSlot, SchedulingPolicy
 
 KindCounts = Mapping[str, int]
 Shape = tuple[tuple[str, int], ...]
@@ -62,7 +62,7 @@ class FreeDevices:
             self._nearby[device.near][device.kind] -= 1
             self._reshape(device.node)
 
-    def choose(self, needs: Needs, speed_of: SpeedOf, policy: Policy) -> tuple[DeviceSlot, ...] | None:
+    def choose(self, needs: Needs, speed_of: SpeedOf, policy: SchedulingPolicy) -> tuple[DeviceSlot, ...] | None:
         """Return the best devices, in the order of the job's ranks; None if there are too few."""
         if chosen_of(needs, self.counts, speed_of) is None:
             return None
@@ -80,7 +80,7 @@ class FreeDevices:
         assert found, "all nodes together are a region, too"
         return self._picked(found)
 
-    def _regions(self, policy: Policy) -> Iterable[tuple[float, KindCounts, str | None, str | None]]:
+    def _regions(self, policy: SchedulingPolicy) -> Iterable[tuple[float, KindCounts, str | None, str | None]]:
         # Nodes with the same devices free are as good as one another: the first of them speaks for all.
         for shape, nodes in self._by_shape.items():
             if shape:

@@ -13,15 +13,26 @@ from statistics import median
 from mimatrix.scheduler.needs import Needs, counts_of, needs_of
 from mimatrix.scheduler.placement import FreeDevices, SpeedOf, chosen_of
 from mimatrix.scheduler.reasons import StartKind, StartReason, StopKind, StopReason, WaitKind, WaitReason
-from mimatrix.scheduler.state import Decision, DeviceSlot, Policy, Preempt, Queued, Running, Start, State, Stop, Wait
+from mimatrix.scheduler.state import (
+    Decision,
+    DeviceSlot,
+    Preempt,
+    Queued,
+    Running,
+    SchedulingPolicy,
+    Start,
+    State,
+    Stop,
+    Wait,
+)
 
 
-def decide(state: State, now_s: float, policy: Policy = Policy()) -> tuple[Decision, ...]:
+def decide(state: State, now_s: float, policy: SchedulingPolicy = SchedulingPolicy()) -> tuple[Decision, ...]:
     """Return what to do now. The same state and time give the same decisions."""
     return tuple(_SchedulingPass(state, now_s, policy).decisions())
 
 
-def effective_priorities(state: State, now_s: float, policy: Policy) -> dict[int, float]:
+def effective_priorities(state: State, now_s: float, policy: SchedulingPolicy) -> dict[int, float]:
     """Return what decides the order of queued jobs: the larger comes first."""
     users = {*state.used, *(each.user for each in state.queued), *(each.user for each in state.running)}
     total = sum(state.used.values())
@@ -44,7 +55,9 @@ class Reservation:
     """The job that ends last before it; None if it need not wait."""
 
 
-def reservation(job: Queued, state: State, now_s: float, policy: Policy = Policy()) -> Reservation | None:
+def reservation(
+    job: Queued, state: State, now_s: float, policy: SchedulingPolicy = SchedulingPolicy()
+) -> Reservation | None:
     """Return the devices that a job would get first if no other job started, and when; None if it can never start."""
     found = _SchedulingPass(state, now_s, policy)
     return found.reserved(job, found.needs(job))
@@ -53,7 +66,7 @@ def reservation(job: Queued, state: State, now_s: float, policy: Policy = Policy
 class _SchedulingPass:
     """One pass over the queue: what is free, and for which jobs."""
 
-    def __init__(self, state: State, now_s: float, policy: Policy) -> None:
+    def __init__(self, state: State, now_s: float, policy: SchedulingPolicy) -> None:
         self._state, self._now_s, self._policy = state, now_s, policy
         self._kinds = tuple(sorted({device.kind for device in state.devices}))
         self._there = Counter(device.kind for device in state.devices)

@@ -115,7 +115,7 @@ Decision = Start | Wait | Preempt | Stop
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SchedulingPolicy:
     """What is weighed how."""
 
     backfill: bool = True

@@ -1,6 +1,6 @@
 """The job server: receives jobs, allocates devices to them, watches them. Tensors never come here."""
 
 from mimatrix.server.main import serve
-from mimatrix.server.settings import Settings
+from mimatrix.server.settings import ServerSettings
 
-__all__ = ["Settings", "serve"]
+__all__ = ["ServerSettings", "serve"]

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from mimatrix import __version__
-from mimatrix.api.models import Problem
+from mimatrix.api.models import ProblemDetails
 from mimatrix.server import errors
 from mimatrix.server.context import Context
 from mimatrix.server.controller.reconcile import Controller
@@ -21,7 +21,7 @@ _ROUTERS = (jobs, metrics, workers, nodes, devices, tokens, audit, health)
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {
         "description": HTTPStatus(status).phrase,
-        "content": {"application/problem+json": {"schema": Problem.model_json_schema()}},
+        "content": {"application/problem+json": {"schema": ProblemDetails.model_json_schema()}},
     }
     for status in (400, 401, 403, 404, 408, 409, 413, 422, 429, 503)
 }

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from mimatrix.api.models import Problem
+from mimatrix.api.models import ProblemDetails
 from mimatrix.core.errors import UserError, WorldError
 
 
@@ -23,7 +23,7 @@ class ApiError(UserError):
 
 def problem(status: int, detail: str) -> JSONResponse:
     """Return an error answer."""
-    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
+    body = ProblemDetails(title=HTTPStatus(status).phrase, status=status, detail=detail)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return JSONResponse(body.model_dump(), status, headers, media_type="application/problem+json")
 

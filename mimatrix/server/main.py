@@ -31,7 +31,7 @@ from mimatrix.server.db.engine import DATABASE_FILE, address_in, opened
 from mimatrix.server.db.exclusive import check_local, exclusive_use
 from mimatrix.server.db.models import TokenRow
 from mimatrix.server.jobs.code_archives import CodeArchives
-from mimatrix.server.settings import Settings, check_settings, warnings_for, with_reachable_address
+from mimatrix.server.settings import ServerSettings, check_settings, warnings_for, with_reachable_address
 from mimatrix.server.web.header_timeout import HeaderTimeoutProtocol
 from mimatrix.server.web.limits import raise_file_limit
 
@@ -54,7 +54,7 @@ _KEPT = (
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
+def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> None:
     """Serve until SIGTERM or SIGINT. Jobs continue, and the next server on the same data finds them again.
 
     Raises:
@@ -95,7 +95,7 @@ def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
         server.run([listener])
 
 
-def _make_folders(settings: Settings) -> None:
+def _make_folders(settings: ServerSettings) -> None:
     """Create the directories, for this user alone. Jobs of another user may only pass through to their own."""
     folders = (
         (settings.data / _ARCHIVES, 0o700),
@@ -143,7 +143,7 @@ class _ControllerThread(threading.Thread):
         self.join(timeout=10.0)
 
 
-def _job_environment(settings: Settings) -> JobEnvironment:
+def _job_environment(settings: ServerSettings) -> JobEnvironment:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     if settings.run_as:
@@ -160,7 +160,7 @@ def _job_environment(settings: Settings) -> JobEnvironment:
     )
 
 
-def _uvicorn(settings: Settings, context: Context, controller: Controller, connections: int) -> uvicorn.Config:
+def _uvicorn(settings: ServerSettings, context: Context, controller: Controller, connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(context, controller),
         http=HeaderTimeoutProtocol,
@@ -178,7 +178,7 @@ def _uvicorn(settings: Settings, context: Context, controller: Controller, conne
     )
 
 
-def _first_token(context: Context, settings: Settings) -> None:
+def _first_token(context: Context, settings: ServerSettings) -> None:
     """Create an admin token if there is none or its file was lost, and store it where only this user can read it."""
     file, user = settings.data / TOKEN_FILE, getpass.getuser()
     with context.sessions.begin() as session:
@@ -217,7 +217,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def bind(settings: Settings) -> Iterator[socket.socket]:
+def bind(settings: ServerSettings) -> Iterator[socket.socket]:
     """Bind the port, before anything else is done.
 
     Raises:

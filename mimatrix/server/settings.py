@@ -13,7 +13,7 @@ from mimatrix.server.web.tls import check_certificate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """How to serve."""
 
     data: Path
@@ -47,7 +47,7 @@ class Settings:
         return self.checkpoints or self.data / "checkpoints"
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: ServerSettings) -> None:
     """Refuse what cannot be served.
 
     Raises:
@@ -70,7 +70,7 @@ def check_settings(settings: Settings) -> None:
         )
 
 
-def with_reachable_address(settings: Settings, own: Callable[[bool], str] = own_address) -> Settings:
+def with_reachable_address(settings: ServerSettings, own: Callable[[bool], str] = own_address) -> ServerSettings:
     """Return settings with an address that clients and workers can use, if the server listens on all addresses.
 
     Raises:
@@ -93,7 +93,7 @@ def with_reachable_address(settings: Settings, own: Callable[[bool], str] = own_
     return replace(settings, advertise=f"http://{host}:{settings.port}")
 
 
-def warnings_for(settings: Settings, given: Settings) -> Iterator[str]:
+def warnings_for(settings: ServerSettings, given: ServerSettings) -> Iterator[str]:
     """Yield what the administrator should know: `settings` as served, `given` as they were asked for."""
     if settings.advertise != given.advertise:
         yield f"clients and workers will use {settings.address}; give --advertise for another address"

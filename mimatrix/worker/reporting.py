@@ -24,7 +24,7 @@ from mimatrix.api.models import (
     JobState,
     LinkUsage,
     Logged,
-    PushStats,
+    PushReport,
     Report,
     ReportReply,
     Waiting,
@@ -299,11 +299,11 @@ def _recent(stats: list[Any]) -> list[Any]:
     return recent[::-1]
 
 
-def _pushed(stats: Any) -> PushStats | None:
+def _pushed(stats: Any) -> PushReport | None:
     if stats is None:
         return None
     seconds = {name: as_measured(getattr(stats, name)) for name in ("staleness", "moved_s", "waited_s")}
-    return PushStats(pushes=as_count(stats.pushes), samples=as_count(stats.samples), **seconds)
+    return PushReport(pushes=as_count(stats.pushes), samples=as_count(stats.samples), **seconds)
 
 
 def _waiting(wait: Any) -> Waiting | None:

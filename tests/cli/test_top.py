@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from mimatrix.api.models import PushStats, Rank, Ranks, StragglerReport
+from mimatrix.api.models import PushReport, Rank, Ranks, StragglerReport
 from mimatrix.cli.jobs.top import _group_lines, _select_ranks
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -18,7 +18,7 @@ def test_of_many_ranks_the_named_come_first_and_then_the_slowest() -> None:
 def test_groups_with_what_they_pushed() -> None:
     ranks = [_rank(rank, 0.1).model_copy(update={"group": rank // 2, "samples_per_s": 50.0}) for rank in range(4)]
     for rank, samples in ((0, 100), (2, 300)):
-        said = PushStats(pushes=samples // 10, samples=samples, staleness=1.5, moved_s=2.0, waited_s=0.25)
+        said = PushReport(pushes=samples // 10, samples=samples, staleness=1.5, moved_s=2.0, waited_s=0.25)
         ranks[rank] = ranks[rank].model_copy(update={"pushed": said})
     lines = [line.strip() for line in _group_lines(Ranks(ranks=tuple(ranks), stragglers=()))]
     assert lines == [

@@ -11,8 +11,8 @@ import torch
 from support.models import Perceptron, vectors
 from support.runs import in_runs
 
-from mimatrix.engine.loop.idle_ranks import SyncedLRScheduler
 from mimatrix.engine.loop.loader import MicroBatchLoader
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.loop.prepared_optimizer import PreparedOptimizer
 from mimatrix.engine.run import Run
 

@@ -11,12 +11,12 @@ from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.client.flat_layout import FlatLayout
 from mimatrix.hybrid.net import Address
 from mimatrix.hybrid.policy import make_policy
-from mimatrix.hybrid.rendezvous import Rendezvous, RendezvousInfo
+from mimatrix.hybrid.rendezvous import GroupRendezvous, RendezvousInfo
 from mimatrix.hybrid.server.shard import ParamSpan
 
 
 def test_a_group_that_does_not_join_is_named() -> None:
-    rendezvous = Rendezvous(
+    rendezvous = GroupRendezvous(
         store=HashStore(),
         group=0,
         groups=3,
@@ -38,7 +38,7 @@ def test_store_has_no_token_of_the_shard_servers_if_ranks_share_a_secret(
     policy, store = make_policy("large", 32, {}), HashStore()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(10))], lr=0.1)
     layout = FlatLayout(optimizer, (), (ParamSpan(0, 0, 10),), torch.float32)
-    rendezvous = Rendezvous(store=store, group=0, groups=1, policy=policy, host="127.0.0.1", timeout_s=60)
+    rendezvous = GroupRendezvous(store=store, group=0, groups=1, policy=policy, host="127.0.0.1", timeout_s=60)
     flat = torch.zeros(10)
     rendezvous.connect(layout, flat).close()
     encoded = json.loads(store.get("hybrid/info"))

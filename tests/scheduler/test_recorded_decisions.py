@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from mimatrix.core.resources import ResourceRequest
-from mimatrix.scheduler import Decision, DeviceSlot, Policy, Preempt, Queued, Running, Start, State, Stop, decide
+from mimatrix.scheduler import (
+    Decision,
+    DeviceSlot,
+    Preempt,
+    Queued,
+    Running,
+    SchedulingPolicy,
+    Start,
+    State,
+    Stop,
+    decide,
+)
 from mimatrix.scheduler.simulation.replay import POLICIES, replay
 from mimatrix.scheduler.simulation.trace import Trace
 
@@ -103,10 +114,10 @@ def digest_of(parts: list[bytes]) -> str:
 
 def test_decisions_of_1500_states() -> None:
     policies = (
-        Policy(),
-        Policy(backfill=False),
-        Policy(preempts=False),
-        Policy(ageing_s=None, fairshare_weight=0.0),
+        SchedulingPolicy(),
+        SchedulingPolicy(backfill=False),
+        SchedulingPolicy(preempts=False),
+        SchedulingPolicy(ageing_s=None, fairshare_weight=0.0),
     )
     parts = [
         json.dumps([plain(each) for each in decide(state_of(seed), 1000.0, policies[seed % 4])]).encode()

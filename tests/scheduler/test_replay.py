@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from mimatrix.core.errors import UserError
 from mimatrix.core.resources import ResourceRequest
 from mimatrix.scheduler.simulation.replay import POLICIES, SAVING_S, ReplayResult, replay
-from mimatrix.scheduler.simulation.trace import Arrival, Trace
-from mimatrix.scheduler.state import DeviceSlot, Policy
+from mimatrix.scheduler.simulation.trace import JobArrival, Trace
+from mimatrix.scheduler.state import DeviceSlot, SchedulingPolicy
 
 FOUR = tuple(DeviceSlot("a", number, "gpu") for number in range(4))
 
 
-def arrival(name: str, request: str, at_s: float, work_s: float, **more: object) -> Arrival:
-    return Arrival(name, ResourceRequest.parse(request), at_s, work_s, **more)  # type: ignore[arg-type]
+def arrival(name: str, request: str, at_s: float, work_s: float, **more: object) -> JobArrival:
+    return JobArrival(name, ResourceRequest.parse(request), at_s, work_s, **more)  # type: ignore[arg-type]
 
 
 def started(found: ReplayResult) -> dict[str, float]:
@@ -34,7 +34,7 @@ def test_one_after_the_other() -> None:
 
 def test_faster_devices_take_less_time() -> None:
     fast = tuple(DeviceSlot("a", number, "gpu", 2.0) for number in range(4))
-    (outcome,) = replay(Trace(fast, (arrival("x", "2..4", 0, 100),)), Policy()).jobs
+    (outcome,) = replay(Trace(fast, (arrival("x", "2..4", 0, 100),)), SchedulingPolicy()).jobs
     assert outcome.ended_s == pytest.approx(100 * 2 / (4 * 2.0))
 
 
@@ -51,14 +51,14 @@ def test_a_short_one_overtakes_and_delays_nobody() -> None:
 
 def test_a_preempted_job_goes_on_where_it_was() -> None:
     jobs = (arrival("low", "4", 0, 100, priority=10, preemptible=True), arrival("high", "4", 40, 10, priority=90))
-    found = {outcome.job: outcome for outcome in replay(Trace(FOUR, jobs), Policy()).jobs}
+    found = {outcome.job: outcome for outcome in replay(Trace(FOUR, jobs), SchedulingPolicy()).jobs}
     assert found["high"].started_s == 40 + SAVING_S
     assert found["low"].preempted == 1
     assert found["low"].ended_s == pytest.approx(40 + SAVING_S + 10 + 60)
 
 
 def test_time_limits_end_jobs() -> None:
-    (outcome,) = replay(Trace(FOUR, (arrival("x", "1", 0, 100, max_time_s=30.0),)), Policy()).jobs
+    (outcome,) = replay(Trace(FOUR, (arrival("x", "1", 0, 100, max_time_s=30.0),)), SchedulingPolicy()).jobs
     assert outcome.ended_s == 30
     assert outcome.reached_limit
 
@@ -68,8 +68,8 @@ def test_nobody_starves() -> None:
     stream = [arrival(f"small-{number}", "1", 26.0 * number, 100, priority=90) for number in range(500)]
     big = arrival("big", "all", 5.0, 50, priority=10)
     trace = Trace(FOUR, tuple(sorted([*stream, big], key=lambda each: each.at_s)))
-    without = started(replay(trace, Policy(ageing_s=None, preempts=False)))["big"]
-    aged = started(replay(trace, Policy(ageing_s=60.0, preempts=False)))["big"]
+    without = started(replay(trace, SchedulingPolicy(ageing_s=None, preempts=False)))["big"]
+    aged = started(replay(trace, SchedulingPolicy(ageing_s=60.0, preempts=False)))["big"]
     assert without > 500 * 26, "else this test shows nothing"
     assert aged < (90 - 10) * 60 + 300
 
@@ -131,4 +131,4 @@ def test_bad_traces_are_refused_with_the_fix(trace: object, sentence: str) -> No
 
 def test_a_trace_without_devices() -> None:
     with pytest.raises(UserError, match="has no devices"):
-        replay(Trace((), ()), Policy())
+        replay(Trace((), ()), SchedulingPolicy())

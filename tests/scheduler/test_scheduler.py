@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from mimatrix.scheduler import (
     Decision,
     DeviceSlot,
-    Policy,
     Preempt,
     Queued,
     ResourceRequest,
     Running,
+    SchedulingPolicy,
     Start,
     StartKind,
     State,
@@ -144,7 +144,7 @@ def test_the_same_state_gives_the_same_decisions(state: State, seed: int) -> Non
 @given(states())
 def test_backfill_never_delays_the_head(state: State) -> None:
     """What is promised to the first job that cannot start is promised to it still, with those that overtake it."""
-    policy = Policy(preempts=False)
+    policy = SchedulingPolicy(preempts=False)
     plain, filled = (decide(state, 1000.0, replace(policy, backfill=each)) for each in (False, True))
     before, after = (_applied(state, starts(each)) for each in (plain, filled))
     assert {start.job for start in starts(plain)} <= {start.job for start in starts(filled)}
@@ -173,7 +173,7 @@ def job(number: int, request: str, **more: object) -> Queued:
     return Queued(number, ResourceRequest.parse(request), **more)  # type: ignore[arg-type]
 
 
-def only(state: State, now_s: float = 0.0, policy: Policy = Policy()) -> Decision:
+def only(state: State, now_s: float = 0.0, policy: SchedulingPolicy = SchedulingPolicy()) -> Decision:
     (found,) = decide(state, now_s, policy)
     return found
 

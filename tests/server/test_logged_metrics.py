@@ -23,7 +23,7 @@ from mimatrix.engine.world import World
 from mimatrix.server.controller.endings import JobEnder
 from mimatrix.server.controller.faults import Faults
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.metrics.store import History as MetricsHistory
+from mimatrix.server.metrics.store import HistoryStore
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter
 
@@ -93,7 +93,7 @@ def reporter_of(client: Any, number: int, folder: Path) -> Reporter:
 def end(there: House, number: int) -> None:
     with there.context.sessions.begin() as session:
         ender = JobEnder(
-            there.context, Faults(there.context), there.controller.environment, MetricsHistory(there.context.sessions)
+            there.context, Faults(there.context), there.controller.environment, HistoryStore(there.context.sessions)
         )
         ender.clean_up(session, session.get_one(JobRow, number), 1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from mimatrix.core.errors import UserError
 from mimatrix.server.main import bind
-from mimatrix.server.settings import Settings, warnings_for, with_reachable_address
+from mimatrix.server.settings import ServerSettings, warnings_for, with_reachable_address
 from mimatrix.server.web.tls import check_certificate
 
 
@@ -25,7 +25,7 @@ from mimatrix.server.web.tls import check_certificate
     ],
 )
 def test_all_addresses_are_told_as_one_that_can_be_used(tmp_path: Path, host: str, own: str, address: str) -> None:
-    asked = Settings(data=tmp_path, host=host, insecure=True)
+    asked = ServerSettings(data=tmp_path, host=host, insecure=True)
     found = with_reachable_address(asked, lambda _: own)
     assert found.address == address
     told = [said for said in warnings_for(found, asked) if "will use" in said]
@@ -33,7 +33,7 @@ def test_all_addresses_are_told_as_one_that_can_be_used(tmp_path: Path, host: st
 
 
 def test_who_says_what_to_tell_is_not_asked_again(tmp_path: Path) -> None:
-    asked = Settings(data=tmp_path, host="0.0.0.0", insecure=True, advertise="https://jobs.example.org")
+    asked = ServerSettings(data=tmp_path, host="0.0.0.0", insecure=True, advertise="https://jobs.example.org")
     assert with_reachable_address(asked, lambda _: "10.0.0.7") is asked
 
 
@@ -41,16 +41,16 @@ def test_who_says_what_to_tell_is_not_asked_again(tmp_path: Path) -> None:
     ("settings", "sentence"),
     [
         (
-            Settings(data=Path(), host="0.0.0.0", insecure=True),
+            ServerSettings(data=Path(), host="0.0.0.0", insecure=True),
             "workers cannot use 0.0.0.0.*--advertise http://NAME:7700",
         ),
         (
-            Settings(data=Path(), host="::", tls_cert=Path("x")),
+            ServerSettings(data=Path(), host="::", tls_cert=Path("x")),
             "a certificate cannot be for ::; give --advertise https://",
         ),
     ],
 )
-def test_where_no_address_is_known_one_is_asked_for(settings: Settings, sentence: str) -> None:
+def test_where_no_address_is_known_one_is_asked_for(settings: ServerSettings, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         with_reachable_address(settings, lambda _: "")
 
@@ -58,12 +58,12 @@ def test_where_no_address_is_known_one_is_asked_for(settings: Settings, sentence
 @pytest.mark.parametrize(
     ("settings", "warns"),
     [
-        (Settings(data=Path(), host="10.0.0.7", insecure=True), True),
-        (Settings(data=Path(), host="127.0.0.1", insecure=True), False),
-        (Settings(data=Path(), host="10.0.0.7", tls_cert=Path("x"), insecure=True), False),
+        (ServerSettings(data=Path(), host="10.0.0.7", insecure=True), True),
+        (ServerSettings(data=Path(), host="127.0.0.1", insecure=True), False),
+        (ServerSettings(data=Path(), host="10.0.0.7", tls_cert=Path("x"), insecure=True), False),
     ],
 )
-def test_serving_without_tls_is_warned_of(settings: Settings, warns: bool) -> None:
+def test_serving_without_tls_is_warned_of(settings: ServerSettings, warns: bool) -> None:
     said = list(warnings_for(settings, settings))
     assert bool(said) == warns
     assert all("10.0.0.7 is served without TLS" in sentence for sentence in said)
@@ -127,5 +127,5 @@ def test_the_last_bytes_of_an_answer_wait_for_nothing(tmp_path: Path) -> None:
             writer.close()
             return await asyncio.wait_for(found, 10)
 
-    with bind(Settings(data=tmp_path, port=0)) as listener:
+    with bind(ServerSettings(data=tmp_path, port=0)) as listener:
         assert asyncio.run(turned_off(listener))

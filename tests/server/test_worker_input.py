@@ -10,7 +10,7 @@ from support.documents import plan, profile
 from support.servers import House, house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 
-from mimatrix.api.models import PROTOCOL, JobState, Progress
+from mimatrix.api.models import PROTOCOL, JobProgress, JobState
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_the_progress_of_a_job_holds_the_sum_of_what_its_groups_report(there: Ho
     for rank in range(2):
         assert report(there, number, rank=rank, group=rank, samples_per_s=1e9).status_code == 200
     total = there.context.live.all()[number].samples_per_s
-    assert Progress(samples_per_s=total).samples_per_s == 2e9
+    assert JobProgress(samples_per_s=total).samples_per_s == 2e9
 
 
 def test_control_characters_of_a_worker_reach_no_log_and_no_terminal(there: House) -> None:

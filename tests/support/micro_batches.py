@@ -10,7 +10,8 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from mimatrix.engine.data.source import MicroBatch, MicroBatchSource
+from mimatrix.engine.data.position import MicroBatch
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.planner import Split
 
 Batches = list[list[int]]

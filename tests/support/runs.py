@@ -65,7 +65,7 @@ def in_runs(
             raise
         finally:
             for further_group in groups:
-                further_group.thread.close()
+                further_group.queue.thread.close()
             endpoint.close()
 
     with torch.random.fork_rng():

@@ -32,7 +32,7 @@ def in_two_runs(ranks: int, on_rank: Callable[[Run, Run], T], *, timeout_s: floa
             is_main = name == "reduce"
             created = Group.create(endpoint, name, range(ranks), timeout_s=timeout_s, own_thread=not is_main)
             if not is_main:
-                stack.callback(created.thread.close)
+                stack.callback(created.queue.thread.close)
             return created
 
         world = World.join(Settings(quiet=True, **settings), rank=rank, world_size=ranks, new_group=group)

@@ -1,11 +1,11 @@
 """The messages of the job server, as JSON. Both ends read them strictly: unknown keys and excess sizes are refused."""
 
 from mimatrix.api.models.base import (
+    ApiModel,
     Count,
     Digest,
     Document,
     Mean,
-    Message,
     Metrics,
     Name,
     Rate,
@@ -13,7 +13,7 @@ from mimatrix.api.models.base import (
     Text,
     Variable,
 )
-from mimatrix.api.models.errors import Problem
+from mimatrix.api.models.errors import ProblemDetails
 from mimatrix.api.models.jobs import (
     ACTIVE,
     ENDED,
@@ -23,23 +23,23 @@ from mimatrix.api.models.jobs import (
     Event,
     EventKind,
     Job,
+    JobProgress,
     Jobs,
     JobState,
     JobUpdate,
     Log,
-    Progress,
     Submission,
 )
 from mimatrix.api.models.metrics import History, Point, Rank, Ranks, StragglerReport
 from mimatrix.api.models.nodes import (
     ClusterPoint,
-    Device,
     DeviceHistory,
     DeviceJob,
     DevicePoint,
+    DeviceStatus,
     DeviceUsage,
     LinkUsage,
-    Node,
+    NodeStatus,
 )
 from mimatrix.api.models.tokens import Role, Token, TokenCreate, WhoAmI
 from mimatrix.api.models.workers import (
@@ -51,7 +51,7 @@ from mimatrix.api.models.workers import (
     DocumentUpload,
     JsonDocument,
     Logged,
-    PushStats,
+    PushReport,
     Rendezvous,
     RendezvousRequest,
     Report,
@@ -67,14 +67,15 @@ __all__ = [
     "MAX_LOGGED",
     "MAX_REPORT_BYTES",
     "PROTOCOL",
+    "ApiModel",
     "Checkpoint",
     "CheckpointList",
     "ClusterPoint",
     "Count",
-    "Device",
     "DeviceHistory",
     "DeviceJob",
     "DevicePoint",
+    "DeviceStatus",
     "DeviceUsage",
     "Digest",
     "Document",
@@ -84,6 +85,7 @@ __all__ = [
     "EventKind",
     "History",
     "Job",
+    "JobProgress",
     "JobState",
     "JobUpdate",
     "Jobs",
@@ -92,14 +94,12 @@ __all__ = [
     "Log",
     "Logged",
     "Mean",
-    "Message",
     "Metrics",
     "Name",
-    "Node",
+    "NodeStatus",
     "Point",
-    "Problem",
-    "Progress",
-    "PushStats",
+    "ProblemDetails",
+    "PushReport",
     "Rank",
     "Ranks",
     "Rate",

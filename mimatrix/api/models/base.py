@@ -13,7 +13,7 @@ _MAX_TEXT = 4096
 _MAX_NUMBER = 1e18
 
 
-class Message(BaseModel):
+class ApiModel(BaseModel):
     """A message: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

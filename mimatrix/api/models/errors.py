@@ -2,10 +2,10 @@
 
 from pydantic import ConfigDict
 
-from mimatrix.api.models.base import Message
+from mimatrix.api.models.base import ApiModel
 
 
-class Problem(Message):
+class ProblemDetails(ApiModel):
     """An error, as RFC 9457 describes it."""
 
     model_config = ConfigDict(extra="ignore")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from mimatrix.api.models.base import Count, Digest, Message, Name, Text, Variable
+from mimatrix.api.models.base import ApiModel, Count, Digest, Name, Text, Variable
 from mimatrix.api.text import one_line
 from mimatrix.core.environment import GROUPS
 from mimatrix.core.errors import UserError
@@ -99,7 +99,7 @@ _Group = Annotated[tuple[Count, ...], Field(min_length=1, max_length=65_536)]
 Groups = Annotated[tuple[_Group, ...], Field(max_length=4096)]
 
 
-class Submission(Message):
+class Submission(ApiModel):
     """A job as it is submitted. The directory of its script was uploaded before, as a code archive with this digest."""
 
     name: Name
@@ -139,13 +139,13 @@ class Submission(Message):
         return self
 
 
-class JobUpdate(Message):
+class JobUpdate(ApiModel):
     """What can be changed of a submitted job."""
 
     priority: Annotated[int, Field(ge=0, le=100)]
 
 
-class Progress(Message):
+class JobProgress(ApiModel):
     """How far a job has come, as of the last report of its first rank."""
 
     # No bounds: these are sums over what was bounded when it came in.
@@ -159,7 +159,7 @@ class Progress(Message):
     """None: not finite."""
 
 
-class Job(Message):
+class Job(ApiModel):
     """A job as the server knows it."""
 
     id: int
@@ -201,10 +201,10 @@ class Job(Message):
     created_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
-    progress: Progress
+    progress: JobProgress
 
 
-class Jobs(Message):
+class Jobs(ApiModel):
     """A page of jobs, the newest first."""
 
     jobs: tuple[Job, ...]
@@ -214,7 +214,7 @@ class Jobs(Message):
     """Number of jobs on the pages that follow."""
 
 
-class Event(Message):
+class Event(ApiModel):
     """Something that happened to a job."""
 
     id: int
@@ -228,7 +228,7 @@ class Event(Message):
     """Numbers and short strings: rank, device, code, signal, group ..."""
 
 
-class DryRunResult(Message):
+class DryRunResult(ApiModel):
     """What the scheduler would do with a job if it were submitted now."""
 
     starts: bool
@@ -237,7 +237,7 @@ class DryRunResult(Message):
     """The same as a value: a kind, and numbers."""
 
 
-class Log(Message):
+class Log(ApiModel):
     """A piece of a rank's output."""
 
     generation: Count
@@ -247,7 +247,7 @@ class Log(Message):
     has_ended: bool
 
 
-class Checkpoint(Message):
+class Checkpoint(ApiModel):
     """A complete checkpoint."""
 
     path: Annotated[str, Field(max_length=4096), AfterValidator(one_line)]

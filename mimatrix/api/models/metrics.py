@@ -2,12 +2,12 @@
 
 from datetime import datetime
 
-from mimatrix.api.models.base import Message
+from mimatrix.api.models.base import ApiModel
 from mimatrix.api.models.nodes import DeviceUsage
-from mimatrix.api.models.workers import PushStats
+from mimatrix.api.models.workers import PushReport
 
 
-class Rank(Message):
+class Rank(ApiModel):
     """One rank of a running job, as of its last report."""
 
     rank: int
@@ -26,11 +26,11 @@ class Rank(Message):
     """Ranks of different groups never wait for each other."""
     samples_per_s: float = 0.0
     """Of its group."""
-    pushed: PushStats | None = None
+    pushed: PushReport | None = None
     """Of its group, sent by its first rank."""
 
 
-class StragglerReport(Message):
+class StragglerReport(ApiModel):
     """A rank that delays or blocks the others."""
 
     kind: str
@@ -44,14 +44,14 @@ class StragglerReport(Message):
     sentence: str
 
 
-class Ranks(Message):
+class Ranks(ApiModel):
     """All ranks of a running job, and the stragglers among them."""
 
     ranks: tuple[Rank, ...]
     stragglers: tuple[StragglerReport, ...]
 
 
-class Point(Message):
+class Point(ApiModel):
     """Means of a job's metrics over an interval. Lists have an entry for each rank; None: no report."""
 
     at: datetime
@@ -67,7 +67,7 @@ class Point(Message):
     each group also group_pushes, group_samples, group_staleness, group_moved_s, group_waited_s."""
 
 
-class History(Message):
+class History(ApiModel):
     """A job over time. Older points are coarser."""
 
     every_s: float

@@ -5,12 +5,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from mimatrix.api.models.base import Count, Message, Rate
+from mimatrix.api.models.base import ApiModel, Count, Rate
 from mimatrix.api.models.jobs import JobState
 from mimatrix.api.text import one_line
 
 
-class DeviceUsage(Message):
+class DeviceUsage(ApiModel):
     """How a device is used now; None where that cannot be measured."""
 
     busy: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -20,7 +20,7 @@ class DeviceUsage(Message):
     temperature_c: Annotated[float, Field(ge=-300, le=1000)] | None = None
 
 
-class LinkUsage(Message):
+class LinkUsage(ApiModel):
     """The traffic on a machine's link now, of all its programs."""
 
     nic: Annotated[str, Field(max_length=50), AfterValidator(one_line)]
@@ -31,7 +31,7 @@ class LinkUsage(Message):
     """In each direction; None: unknown."""
 
 
-class Device(Message):
+class DeviceStatus(ApiModel):
     """A device of a node, and the job that holds it."""
 
     name: str
@@ -44,7 +44,7 @@ class Device(Message):
     """By collectives."""
 
 
-class Node(Message):
+class NodeStatus(ApiModel):
     """A machine."""
 
     name: str
@@ -53,12 +53,12 @@ class Node(Message):
     """Jobs are placed in one rack where that is possible; empty: unknown."""
     answers: bool
     seen_at: datetime
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceStatus, ...]
     traffic: LinkUsage | None = None
     """As reported by one of its workers; None without one."""
 
 
-class ClusterPoint(Message):
+class ClusterPoint(ApiModel):
     """Means of the cluster's use over an interval."""
 
     at: datetime
@@ -69,7 +69,7 @@ class ClusterPoint(Message):
     """Jobs that waited."""
 
 
-class DeviceJob(Message):
+class DeviceJob(ApiModel):
     """A job that held a device."""
 
     id: int
@@ -80,14 +80,14 @@ class DeviceJob(Message):
     ended_at: datetime | None
 
 
-class DeviceHistory(Message):
+class DeviceHistory(ApiModel):
     """The jobs that held a device, the newest first."""
 
     seat: str
     jobs: tuple[DeviceJob, ...]
 
 
-class DevicePoint(Message):
+class DevicePoint(ApiModel):
     """Means of a device's use over an interval. None: it was free, or that was not measured."""
 
     at: datetime

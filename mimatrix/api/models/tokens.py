@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from mimatrix.api.models.base import Message, Name
+from mimatrix.api.models.base import ApiModel, Name
 
 
 class Role(StrEnum):
@@ -14,14 +14,14 @@ class Role(StrEnum):
     WORKER = "worker"
 
 
-class TokenCreate(Message):
+class TokenCreate(ApiModel):
     """A token to be created."""
 
     user: Name
     role: Role
 
 
-class Token(Message):
+class Token(ApiModel):
     """A token; its secret is shown only when it is created."""
 
     id: int
@@ -30,7 +30,7 @@ class Token(Message):
     secret: str = ""
 
 
-class WhoAmI(Message):
+class WhoAmI(ApiModel):
     """The user and the role of the token that was sent."""
 
     user: str

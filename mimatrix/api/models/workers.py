@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from mimatrix.api.models.base import Count, Document, Mean, Message, Metrics, Rate, Seconds
+from mimatrix.api.models.base import ApiModel, Count, Document, Mean, Metrics, Rate, Seconds
 from mimatrix.api.models.jobs import Checkpoint, JobState
 from mimatrix.api.models.nodes import DeviceUsage, LinkUsage
 from mimatrix.api.text import one_line
@@ -17,7 +17,7 @@ MAX_LOGGED = 64
 """Entries of `run.log` in a report."""
 
 
-class RendezvousRequest(Message):
+class RendezvousRequest(ApiModel):
     """A worker has started. Rank 0 gives the address of its store."""
 
     protocol: int
@@ -27,7 +27,7 @@ class RendezvousRequest(Message):
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
 
 
-class Rendezvous(Message):
+class Rendezvous(ApiModel):
     """The ranks of a job and the address of its store; unknown as long as `master_port` is 0."""
 
     ranks: int
@@ -38,7 +38,7 @@ class Rendezvous(Message):
     generation: int
 
 
-class Waiting(Message):
+class Waiting(ApiModel):
     """The collective that a rank is blocked in, the peer that it waits for, and how long it has waited."""
 
     call: Annotated[str, Field(max_length=200), AfterValidator(one_line)]
@@ -48,7 +48,7 @@ class Waiting(Message):
     seconds: Seconds
 
 
-class PushStats(Message):
+class PushReport(ApiModel):
     """The pushes of a group to the parameter service, where groups train asynchronously."""
 
     pushes: Count
@@ -62,14 +62,14 @@ class PushStats(Message):
     """Total time spent waiting for other groups."""
 
 
-class Logged(Message):
+class Logged(ApiModel):
     """What a script logged for one step."""
 
     step: Count
     metrics: Metrics
 
 
-class Report(Message):
+class Report(ApiModel):
     """The periodic report of a worker."""
 
     protocol: int
@@ -100,7 +100,7 @@ class Report(Message):
     waiting: Waiting | None = None
     group: Count = 0
     """Ranks of different groups never wait for each other."""
-    pushed: PushStats | None = None
+    pushed: PushReport | None = None
     """Sent by the first rank of each group, where groups train asynchronously."""
     aside: bool = False
     """It evaluates, loads, or waits for a checkpoint, between steps."""
@@ -110,7 +110,7 @@ class Report(Message):
     """What was logged since the last report and is not in most steps, such as evaluations."""
 
 
-class ReportReply(Message):
+class ReportReply(ApiModel):
     """The server's answer to a report."""
 
     leave: bool
@@ -123,13 +123,13 @@ class ReportReply(Message):
     """Whether this rank sends what is known once per job: plan and checkpoints. Rank 0, unless that was lost."""
 
 
-class JsonDocument(Message):
+class JsonDocument(ApiModel):
     """The plan of a job, or the profile that it was made from."""
 
     content: dict[str, Any]
 
 
-class DocumentUpload(Message):
+class DocumentUpload(ApiModel):
     """The profile of a job's devices, or its plan, as its worker sends it."""
 
     protocol: int
@@ -137,7 +137,7 @@ class DocumentUpload(Message):
     content: Document
 
 
-class CheckpointList(Message):
+class CheckpointList(ApiModel):
     """The checkpoints in a job's folder, the newest first."""
 
     protocol: int

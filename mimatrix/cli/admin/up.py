@@ -85,13 +85,13 @@ def up(
     Example: mimatrix up
     """
     try:
-        from mimatrix.server import Settings, serve
+        from mimatrix.server import ServerSettings, serve
     except ModuleNotFoundError as error:
         raise UserError(f"the server needs {error.name}; install it: pip install 'mimatrix[server]'") from None
     from mimatrix.api.client import data_folder
 
     folder = (data or data_folder()).absolute()
-    settings = Settings(
+    settings = ServerSettings(
         data=folder,
         host=host,
         port=port,

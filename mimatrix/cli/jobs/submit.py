@@ -14,7 +14,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
-    from mimatrix.api.models import Node, Submission
+    from mimatrix.api.models import NodeStatus, Submission
 
 _MOST_KINDS = 10
 
@@ -165,7 +165,7 @@ def _build_submission(given: dict[str, Any]) -> "Submission":
         raise UserError(f"{place}: {said}") from None
 
 
-def _warn_of_unknown_kinds(devices: str, nodes: "Sequence[Node]") -> None:
+def _warn_of_unknown_kinds(devices: str, nodes: "Sequence[NodeStatus]") -> None:
     """Warn of kinds that no node has: such a job waits, since nodes may be added, but mostly a name is misspelt."""
     from mimatrix.core.device_kinds import match_kind
     from mimatrix.core.resources import ResourceRequest

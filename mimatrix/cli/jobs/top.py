@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mimatrix.api.client import Client
-    from mimatrix.api.models import History, Job, Node, Point, Rank, Ranks
+    from mimatrix.api.models import History, Job, NodeStatus, Point, Rank, Ranks
 
 _WIDTH = 24
 _MOST_RANKS = 16
@@ -80,7 +80,7 @@ def metrics(
         _print_points(found)
 
 
-def _fetch(client: "Client") -> tuple[list["Job"], dict[int, "Ranks"], list["Node"]]:
+def _fetch(client: "Client") -> tuple[list["Job"], dict[int, "Ranks"], list["NodeStatus"]]:
     jobs = list(client.jobs(limit=1000, states=(*_RUNS, *_WAITS)).jobs)
     ranks = {job.id: client.ranks(job.id) for job in jobs if job.state in _RUNS}
     return jobs, ranks, client.nodes()
@@ -93,7 +93,7 @@ def _refresh(client: "Client") -> "RenderableType":
         return f"mimatrix: {error}"
 
 
-def _render(jobs: list["Job"], ranks: dict[int, "Ranks"], nodes: list["Node"]) -> "RenderableType":
+def _render(jobs: list["Job"], ranks: dict[int, "Ranks"], nodes: list["NodeStatus"]) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 

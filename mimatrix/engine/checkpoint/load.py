@@ -19,7 +19,7 @@ from mimatrix.engine.checkpoint.state import (
     param_group_names,
 )
 from mimatrix.engine.checkpoint.tensor_files import TensorReader, TensorSlice
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.data.stream import resume_stream
 from mimatrix.engine.modules.averaged_weights import AveragedWeights
 from mimatrix.engine.zero.units import persistent_buffers

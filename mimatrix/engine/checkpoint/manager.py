@@ -28,7 +28,7 @@ from mimatrix.engine.checkpoint.state import Metadata, Progress, TrainState, tak
 from mimatrix.engine.checkpoint.tensor_files import TensorReader
 from mimatrix.engine.checkpoint.user_state import UserState, copy_user_state, read_user_state
 from mimatrix.engine.checkpoint.writer import CheckpointWriter, SaveTask
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.modules.averaged_weights import AverageRegistry
 from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise
 from mimatrix.engine.user_calls import save_call
@@ -302,7 +302,7 @@ class CheckpointManager:
     def _watch(self) -> None:
         """Say that the user's thread waits for a save, and raise if another rank cannot come to it."""
         if self._group:
-            self._group.watch("a save")
+            self._group.queue.watch("a save")
 
     def _write(self, call: UserCall, task: SaveTask, *, waits: bool, may_end_process: bool) -> None:
         """Write a checkpoint, in the thread for that."""

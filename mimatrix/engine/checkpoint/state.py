@@ -27,7 +27,7 @@ from mimatrix.engine.checkpoint import rng_state
 from mimatrix.engine.checkpoint.json_codec import dtype_name, pack
 from mimatrix.engine.checkpoint.outer_state import OuterCheckpoint, OuterState
 from mimatrix.engine.checkpoint.tensor_files import TensorSlice
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.data.stream import StreamMode, stream_to_json
 from mimatrix.engine.modules.averaged_weights import AverageRegistry, check_same_updates
 from mimatrix.engine.modules.precision import LossScale

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.digest import are_close, describe_samples
-from mimatrix.engine.data.loading import LoadingConfig, WorkerInit, return_unchanged
+from mimatrix.engine.data.loading import WorkerInit, return_unchanged
+from mimatrix.engine.data.loading_config import LoadingConfig
 from mimatrix.engine.data.order import seeded
 from mimatrix.engine.rank_exchange import RankExchange
 

@@ -5,8 +5,7 @@ k-th run of `split.total` samples, and each rank takes its part of it. So the gl
 ranks share them, and a position is two numbers: the epoch and the global batch.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import count, cycle, islice
 from typing import Any
 
@@ -14,85 +13,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.engine.data.device_transfer import copy_ahead, move
 from mimatrix.engine.data.digest import digest_order
-from mimatrix.engine.data.loading import CollateFn, LoadingConfig, RequestLoader, RowRequest, copy_ahead, move
+from mimatrix.engine.data.loading import RequestLoader, RowRequest
+from mimatrix.engine.data.loading_config import CollateFn, LoadingConfig
 from mimatrix.engine.data.order import SampleOrder, derive_seed
-from mimatrix.engine.data.stream import ReaderTurns, StreamMode, StreamPosition, StreamRequest, own_sizes
+from mimatrix.engine.data.position import DataPosition, MicroBatch
+from mimatrix.engine.data.stream import (
+    ReaderTurns,
+    StreamMode,
+    StreamPosition,
+    StreamRequest,
+    check_all_read,
+    own_sizes,
+    read_by_all,
+)
 from mimatrix.planner.model.split import Split
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """The place of a micro-batch: number `index` of this rank in global batch `batch` of `epoch`.
-
-    If `sizes` is empty, the rank has no samples in this global batch, and the micro-batch comes without data.
-    """
-
-    epoch: int
-    batch: int
-    index: int
-    sizes: tuple[int, ...]
-    """Samples of each micro-batch of this rank in the global batch."""
-    split: Split
-    """How the global batch is split over the ranks; where each has its own stream, only known once they have agreed."""
-    digest: str | None = field(default=None, compare=False)
-    """Of what all ranks must find the same: samples of the global batch, or the order of the epoch. At the start of a
-    rank's own stream, of what they must find to differ. Also of a stream that is not compared, as "". None if there is
-    nothing to agree on."""
-    stream: StreamPosition | None = field(default=None, compare=False)
-    """Where this rank is in an iterable dataset after the global batch."""
-    order: str | None = field(default=None, compare=False)
-    """A digest of the order of the epoch, if the user's code gives it."""
-
-    @property
-    def num_micro_steps(self) -> int:
-        """Micro-steps of this rank in the global batch."""
-        return len(self.sizes)
-
-    @property
-    def max_micro_steps(self) -> int:
-        """The largest `num_micro_steps` of any rank in the global batch."""
-        return self.split.rounds
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in this micro-batch."""
-        return self.sizes[self.index] if self.sizes else 0
-
-    @property
-    def global_samples(self) -> int:
-        """Samples in the global batch, over all ranks."""
-        return self.split.total
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the rank's last micro-batch of the global batch."""
-        return self.index + 1 >= self.num_micro_steps
-
-    def next_position(self) -> "DataPosition":
-        """Return the position after the global batch."""
-        return DataPosition(self.epoch, self.batch + 1, stream=self.stream, order=self.order)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class DataPosition:
-    """A global batch of an epoch. Positions are ordered as in training."""
-
-    epoch: int
-    batch: int
-    stream: StreamPosition | None = field(default=None, compare=False, kw_only=True)
-    """Where this rank is in an iterable dataset; None where the number of the global batch says it all."""
-    order: str | None = field(default=None, compare=False, kw_only=True)
-    """A digest of the order of the epoch, if the user's code gives it and the epoch has begun."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a dict for `from_json`, of what is the same on all ranks."""
-        return {"epoch": self.epoch, "batch": self.batch} | ({"order": self.order} if self.order else {})
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "DataPosition":
-        """Return the position that `to_json` described."""
-        return cls(fields["epoch"], fields["batch"], order=fields.get("order"))
 
 
 class MicroBatchSource:
@@ -145,7 +81,7 @@ class MicroBatchSource:
         if self._loading.order is not None:
             self._check_size(self._loading.order.num_samples())
         elif self._loading.stream_per_rank:
-            _check_all_read(split)
+            check_all_read(split)
         self._rank = rank
         self._seed = seed
         self._device = torch.device(device)
@@ -290,7 +226,7 @@ class MicroBatchSource:
         self._splits.append((at, self._usable(split)))
 
     def _usable(self, split: Split) -> Split:
-        return _read_by_all(split) if self._loading.stream_per_rank else split
+        return read_by_all(split) if self._loading.stream_per_rank else split
 
     def _num_batches(self, samples: int) -> int:
         return samples // self._total if self._loading.drop_last else -(-samples // self._total)
@@ -408,24 +344,3 @@ class MicroBatchSource:
 
     def _worker_seed(self, epoch: int) -> int:
         return derive_seed(self._seed, epoch, self._rank)
-
-
-def _check_all_read(split: Split) -> None:
-    if 0 in split.batches:
-        raise UserError(
-            f"rank {split.batches.index(0)} has no samples in a global batch, so its own stream would not be read; "
-            "give every rank some, or leave stream_per_rank out"
-        )
-
-
-def _read_by_all(split: Split) -> Split:
-    """Return the split with a sample for each rank that has none: its own stream is to be read, too."""
-    sizes = [list(own) for own in split.micro]
-    for own in sizes:
-        if not own:
-            largest = max(sizes, key=sum)
-            largest[-1] -= 1
-            if not largest[-1]:
-                largest.pop()
-            own.append(1)
-    return Split(tuple(map(tuple, sizes)))

@@ -163,6 +163,28 @@ def own_sizes(split: Split, rank: int, samples: int) -> tuple[int, ...]:
     return sizes if samples == sum(sizes) else Split.of([samples], max(sizes)).micro[0]
 
 
+def check_all_read(split: Split) -> None:
+    """Refuse a split in which a rank has no samples, where each rank reads its own stream."""
+    if 0 in split.batches:
+        raise UserError(
+            f"rank {split.batches.index(0)} has no samples in a global batch, so its own stream would not be read; "
+            "give every rank some, or leave stream_per_rank out"
+        )
+
+
+def read_by_all(split: Split) -> Split:
+    """Return the split with a sample for each rank that has none: its own stream is to be read, too."""
+    sizes = [list(own) for own in split.micro]
+    for own in sizes:
+        if not own:
+            largest = max(sizes, key=sum)
+            largest[-1] -= 1
+            if not largest[-1]:
+                largest.pop()
+            own.append(1)
+    return Split(tuple(map(tuple, sizes)))
+
+
 class ReaderTurns:
     """Whose samples come next, as replies of several readers arrive: round robin, past readers that have ended."""
 

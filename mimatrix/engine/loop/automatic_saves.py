@@ -10,7 +10,7 @@ from typing import Any
 
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import Progress
-from mimatrix.engine.data.source import MicroBatch
+from mimatrix.engine.data.position import MicroBatch
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.preemption import Preemption
 from mimatrix.engine.save_interval import SaveInterval

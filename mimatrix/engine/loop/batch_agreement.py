@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition, MicroBatch
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.data.stream import StreamMode, StreamPosition
 from mimatrix.engine.rank_exchange import Message, RankExchange
 from mimatrix.planner.model.split import Split

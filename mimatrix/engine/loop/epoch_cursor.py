@@ -2,7 +2,8 @@
 
 import logging
 
-from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition, MicroBatch
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.outer_optimizer import OuterOptimizer
 
 logger = logging.getLogger(__name__)

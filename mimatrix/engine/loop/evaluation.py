@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.digest import are_close, describe_samples
 from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
-from mimatrix.engine.data.loading import check_loading, dataset_size, describe_dataset
+from mimatrix.engine.data.loading_config import check_loading, dataset_size, describe_dataset
 from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.metrics import MetricLog, WeightedMeans, check_number, to_float

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import MicroBatch
+from mimatrix.engine.data.position import MicroBatch
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.hidden_grads import HiddenGrads
 from mimatrix.engine.modules.precision import LossScale

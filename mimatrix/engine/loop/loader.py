@@ -6,7 +6,7 @@ from typing import Any
 
 from mimatrix.comm.control.user_calls import Caller
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import MicroBatch
+from mimatrix.engine.data.position import MicroBatch
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.loop.train_loop import TrainLoop
 from mimatrix.engine.user_calls import END_OF_LOOP, LOADER, iterate_as_user_call

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import MicroBatch
+from mimatrix.engine.data.position import MicroBatch
 from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.step_timer import StepTimer
 

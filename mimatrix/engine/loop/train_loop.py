@@ -15,13 +15,15 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.checkpoint.manager import CheckpointManager
 from mimatrix.engine.checkpoint.state import Progress
-from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition, MicroBatch
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.automatic_saves import AutomaticSaves
 from mimatrix.engine.loop.batch_exchange import BatchExchange
-from mimatrix.engine.loop.batch_report import BatchReport, LaunchOrders
+from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.epoch_cursor import EpochCursor
 from mimatrix.engine.loop.global_step import GlobalStep, StepResult
-from mimatrix.engine.loop.idle_ranks import IdleRanks, SyncedLRScheduler
+from mimatrix.engine.loop.idle_ranks import IdleRanks
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.loop.metrics import MetricLog
 from mimatrix.engine.loop.preemption import Preempted
 from mimatrix.engine.loop.prepared_optimizer import Stepper
@@ -69,9 +71,16 @@ class TrainLoop:
         self.step = 0
         """Global batches done."""
         self._cursor = EpochCursor(source, world.outer)
-        self._launch_orders = LaunchOrders()
         self._reports = BatchExchange(
-            world, metrics=metrics, checkpoints=checkpoints, idle_ranks=idle_ranks, lr_schedulers=lr_schedulers
+            world,
+            strategy=strategy,
+            global_step=global_step,
+            plans=plans,
+            saves=saves,
+            metrics=metrics,
+            checkpoints=checkpoints,
+            idle_ranks=idle_ranks,
+            lr_schedulers=lr_schedulers,
         )
         self.stats: list[StepStats] = []
         self.grad_norm: float | None = None
@@ -107,11 +116,13 @@ class TrainLoop:
         assert self.global_step.is_complete
         self.global_step.shadow_remaining_micro_steps()
         self.strategy.finish_reduction(micro.max_micro_steps)
-        report = self._report_batch(micro)
+        report = self._reports.report_batch(self.step, micro)
         with self._world.timer.exposed():
             reports = self._reports.gather(report)
         self._idle.catch_up(reports, self.progress)
-        self._update(reports, micro)
+        self._reports.take_over(reports)
+        if self.plans.needs_pace:
+            self._update_plan(reports, micro)
         result = self.global_step.agree(reports, self._world.settings.max_grad_norm)
         if result.should_step:
             self.global_step.scale_grads(result.grad_factor)
@@ -133,30 +144,11 @@ class TrainLoop:
             self.close()
             raise Preempted
 
-    def _report_batch(self, micro: MicroBatch) -> BatchReport:
-        return self._reports.build(
-            self.step,
-            before=micro.num_micro_steps > 0,
-            weight=self.global_step.weight,
-            grad_square=self.global_step.grad_square(self._world.settings.max_grad_norm),
-            touched=self.strategy.touched(),
-            busy_s=self._world.timer.busy_s_if_known(),
-            launch_order=self._launch_orders.news(self.strategy.launch_order()),
-            pace=self.plans.report(self._world.timer.busy_s()) if self.plans.needs_pace else None,
-            **self._saves.report(self.step),
-        )
-
-    def _update(self, reports: Sequence[BatchReport], micro: MicroBatch) -> None:
-        """Act on what ranks reported about saves that are due, speed and the order of their launches."""
-        self._world.timer.note_busy([report.busy_s for report in reports], self._world.rank)
-        if order := self._launch_orders.agree([report.launch_order for report in reports]):
-            self.strategy.adopt_launch_order(order)
-        self._saves.update(reports)
-        if self.plans.needs_pace:
-            paces = [report.pace for report in reports if report.pace]
-            # Where groups share their parameters, an epoch ends with the samples of all groups.
-            steps_left = None if self._outer else self.source.steps_after(micro, self._cursor.num_epochs)
-            self.plans.update(paces, self.source.split_of(micro), self.step, steps_left)
+    def _update_plan(self, reports: Sequence[BatchReport], micro: MicroBatch) -> None:
+        paces = [report.pace for report in reports if report.pace]
+        # Where groups share their parameters, an epoch ends with the samples of all groups.
+        steps_left = None if self._outer else self.source.steps_after(micro, self._cursor.num_epochs)
+        self.plans.update(paces, self.source.split_of(micro), self.step, steps_left)
 
     def _advance(self, micro: MicroBatch, result: StepResult) -> None:
         self._cursor.advance(micro, was_skipped=not result.should_step)

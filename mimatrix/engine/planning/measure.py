@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from mimatrix.comm.group import Group
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.modules import batchnorm
 from mimatrix.engine.planning.communication import measure_communication
 from mimatrix.engine.rank_exchange import RankExchange, gather_or_raise

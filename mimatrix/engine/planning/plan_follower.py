@@ -15,7 +15,8 @@ from typing import Any
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.planning import profile_only
 from mimatrix.engine.planning.measure import (
     PrepareContext,

@@ -212,7 +212,7 @@ class Zero3(Zero2):
 
     def _join_both_lines(self) -> None:
         """Join both sequences at once: others may need the rest of one before they can continue with the other."""
-        watch = partial(self._gather_group.watch, "a pass over the model")
+        watch = partial(self._gather_group.queue.watch, "a pass over the model")
         gathering = Work(partial(self.end_pass, lambda work: work.wait()), watch)
         threading.Thread(target=gathering.run, daemon=True).start()
         super().end_micro_step()

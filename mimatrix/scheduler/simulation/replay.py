@@ -8,14 +8,14 @@ from itertools import count
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler.fairshare import decay_and_add
 from mimatrix.scheduler.scheduler import decide
-from mimatrix.scheduler.simulation.trace import Arrival, Trace
-from mimatrix.scheduler.state import DeviceSlot, Policy, Preempt, Queued, Running, Start, State, Stop
+from mimatrix.scheduler.simulation.trace import JobArrival, Trace
+from mimatrix.scheduler.state import DeviceSlot, Preempt, Queued, Running, SchedulingPolicy, Start, State, Stop
 
 POLICIES = {
-    "in order": Policy(backfill=False, preempts=False, ageing_s=None, fairshare_weight=0.0),
-    "backfill": Policy(preempts=False, ageing_s=None, fairshare_weight=0.0),
-    "backfill, ageing, fair shares": Policy(preempts=False),
-    "all, with preemption": Policy(),
+    "in order": SchedulingPolicy(backfill=False, preempts=False, ageing_s=None, fairshare_weight=0.0),
+    "backfill": SchedulingPolicy(preempts=False, ageing_s=None, fairshare_weight=0.0),
+    "backfill, ageing, fair shares": SchedulingPolicy(preempts=False),
+    "all, with preemption": SchedulingPolicy(),
 }
 SAVING_S = 30.0
 """Between telling a job to stop and its devices being free."""
@@ -69,7 +69,7 @@ class ReplayResult:
         return sum(outcome.waited_s for outcome in self.jobs) / len(self.jobs) if self.jobs else 0.0
 
 
-def replay(trace: Trace, policy: Policy, say: Callable[[float], None] = lambda _: None) -> ReplayResult:
+def replay(trace: Trace, policy: SchedulingPolicy, say: Callable[[float], None] = lambda _: None) -> ReplayResult:
     """Run from the first arrival until all is done; `say` is called with the share that is.
 
     Raises:
@@ -83,7 +83,7 @@ def replay(trace: Trace, policy: Policy, say: Callable[[float], None] = lambda _
 @dataclass
 class _Job:
     number: int
-    arrival: Arrival
+    arrival: JobArrival
     work_s: float
     """What is left, in seconds of a device of speed 1."""
     running: Running | None = None
@@ -107,7 +107,7 @@ class _Job:
 class _Replay:
     """Jobs have numbers in the order of their names, by which the scheduler breaks ties."""
 
-    def __init__(self, trace: Trace, policy: Policy, say: Callable[[float], None]) -> None:
+    def __init__(self, trace: Trace, policy: SchedulingPolicy, say: Callable[[float], None]) -> None:
         self._trace, self._policy, self._say = trace, policy, say
         self._now_s = 0.0
         numbers = {name: number for number, name in enumerate(sorted(each.job for each in trace.arrivals))}
@@ -121,7 +121,7 @@ class _Replay:
         self._order = count()
         self._events = [(each.at_s, next(self._order), numbers[each.job], 0) for each in trace.arrivals]
 
-    def _work_of(self, arrival: Arrival) -> float:
+    def _work_of(self, arrival: JobArrival) -> float:
         return arrival.work_s * arrival.request.within(len(self._trace.devices)).least
 
     def run(self) -> ReplayResult:

@@ -18,7 +18,7 @@ EXAMPLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class JobArrival:
     """A job that is submitted at a time and has an amount of work."""
 
     job: str
@@ -37,7 +37,7 @@ class Trace:
     """Devices, and jobs in the order in which they are submitted."""
 
     devices: tuple[DeviceSlot, ...]
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[JobArrival, ...]
 
     @classmethod
     def from_text(cls, text: str, name: str = "trace.json") -> "Trace":
@@ -69,14 +69,14 @@ def _devices(entry: Any, place: str) -> tuple[DeviceSlot, ...]:
     return tuple(DeviceSlot(str(values["node"]), number, kind, speed, near) for number in range(count))
 
 
-def _arrival(entry: Any, place: str) -> Arrival:
+def _arrival(entry: Any, place: str) -> JobArrival:
     values = _table(entry, _JOB_KEYS, ("job", "work_s"), place)
     limit = _number(values, "max_time_s", 0.0, place)
     try:
         request = ResourceRequest.parse(str(values.get("devices", "1")))
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    return Arrival(
+    return JobArrival(
         str(values["job"]),
         request,
         _number(values, "at_s", 0.0, place),
@@ -107,7 +107,7 @@ def _number(values: Mapping[str, Any], key: str, default: float, place: str, lea
     return value
 
 
-def _check_names(devices: tuple[DeviceSlot, ...], arrivals: tuple[Arrival, ...], name: str) -> None:
+def _check_names(devices: tuple[DeviceSlot, ...], arrivals: tuple[JobArrival, ...], name: str) -> None:
     if len({device.name for device in devices}) < len(devices):
         raise UserError(f"{name}: a node is there twice; give every node its own name")
     if len({arrival.job for arrival in arrivals}) < len(arrivals):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from sqlalchemy import select
 
-from mimatrix.scheduler import DeviceSlot, Policy, Start, State, Wait, decide
+from mimatrix.scheduler import DeviceSlot, SchedulingPolicy, Start, State, Wait, decide
 from mimatrix.server.context import Context
 from mimatrix.server.controller.nodes import slots_of_row
 from mimatrix.server.controller.queue_state import load_jobs, queued_of, running_of
@@ -24,7 +24,7 @@ _SILENT_S = 30.0
 """A node that was not listed for this time does not answer."""
 
 
-def dry_run(context: Context, speeds: Speeds, policy: Policy, job: JobRow) -> Start | Wait:
+def dry_run(context: Context, speeds: Speeds, policy: SchedulingPolicy, job: JobRow) -> Start | Wait:
     """Return the decision about a job that is not in the database; its id must be one that no job has."""
     now_s = context.clock()
     with context.sessions() as session:

@@ -18,13 +18,13 @@ from mimatrix.server.db.models import JobRow
 from mimatrix.server.jobs import events
 from mimatrix.server.jobs.events import RankFailure
 from mimatrix.server.jobs.lifecycle import state_of, transition
-from mimatrix.server.metrics.store import History
+from mimatrix.server.metrics.store import HistoryStore
 
 
 class JobEnder:
     """Writes down how jobs ended, and cleans up after them."""
 
-    def __init__(self, context: Context, faults: Faults, environment: JobEnvironment, history: History) -> None:
+    def __init__(self, context: Context, faults: Faults, environment: JobEnvironment, history: HistoryStore) -> None:
         self._context, self._faults = context, faults
         self._environment, self._history = environment, history
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mimatrix.scheduler import Policy
+from mimatrix.scheduler import SchedulingPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class JobEnvironment:
     """The user of the processes; the server's own if empty."""
     checkpoints: str = ""
     """The directory in which every job has one for its checkpoints; all nodes must see it."""
-    policy: Policy = field(default_factory=Policy)
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
 
     def checkpoints_of(self, job: int) -> Path | None:
         """Return the directory for the checkpoints of a job, if checkpoints are kept."""

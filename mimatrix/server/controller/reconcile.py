@@ -28,7 +28,7 @@ from mimatrix.server.controller.stragglers import StragglerWatch
 from mimatrix.server.controller.teams import TeamFollower
 from mimatrix.server.db.models import AllocationRow, JobRow
 from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, WAITING_STATES
-from mimatrix.server.metrics.store import History
+from mimatrix.server.metrics.store import HistoryStore
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Controller:
         self._faults, self._log = Faults(context), RepeatedLog(context.monotonic)
         self._clock = JobClock(context.clock, context.monotonic)
         self._guard = ClockGuard(context.clock, context.monotonic)
-        self._history = History(context.sessions)
+        self._history = HistoryStore(context.sessions)
         ender = JobEnder(context, self._faults, environment, self._history)
         starter = JobStarter(context, environment, ender)
         self._nodes = NodeTracker(context, self._log)

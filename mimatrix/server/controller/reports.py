@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from mimatrix.api.models import JobState, Progress
+from mimatrix.api.models import JobProgress, JobState
 from mimatrix.scheduler import StopKind
 from mimatrix.server.context import Context
 from mimatrix.server.controller.clocks import JobClock
@@ -66,7 +66,7 @@ def progress_of(live: LiveJob) -> dict[str, Any]:
     """Return how far a job has come, as of the last report of its leader."""
     report = live.leader_report
     assert report, "the leader has reported"
-    return Progress(
+    return JobProgress(
         step=report.step,
         epoch=report.epoch,
         samples_per_s=live.samples_per_s,

@@ -9,10 +9,10 @@ from sqlalchemy.orm import Session
 from mimatrix.api.models import JobState
 from mimatrix.scheduler import (
     Decision,
-    Policy,
     Preempt,
     Queued,
     Running,
+    SchedulingPolicy,
     Start,
     State,
     Stop,
@@ -55,7 +55,7 @@ class Scheduling:
         context: Context,
         faults: Faults,
         clock: JobClock,
-        policy: Policy,
+        policy: SchedulingPolicy,
         nodes: NodeTracker,
         teams: TeamFollower,
         starter: JobStarter,

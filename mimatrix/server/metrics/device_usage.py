@@ -25,14 +25,14 @@ class _Start(NamedTuple):
     seats: list[str]
 
 
-def read(session: Session, seat: str, since_s: float, now_s: float, points: int) -> list[store.Point]:
+def read(session: Session, seat: str, since_s: float, now_s: float, points: int) -> list[store.StoredPoint]:
     """Return at most this number of points since a time, the oldest first; one without metrics after each job."""
-    found: list[store.Point] = []
+    found: list[store.StoredPoint] = []
     for job, starts in _starts(session, seat, since_s, now_s).items():
         begin_s = max(since_s, starts[0].begin_s)
         _every_s, rows = store.read(session, job, begin_s, now_s, points)
         found += _of_seat(seat, starts, rows)
-        found += (store.Point(each.end_s + _FREE_AFTER_S, {}) for each in starts if each.end_s < now_s)
+        found += (store.StoredPoint(each.end_s + _FREE_AFTER_S, {}) for each in starts if each.end_s < now_s)
     found.sort(key=lambda point: point.at)
     found = [point for point in found if since_s <= point.at <= now_s]
     step = max(1, -(-len(found) // points))
@@ -60,13 +60,13 @@ def _starts(session: Session, seat: str, since_s: float, now_s: float) -> dict[i
     return by_job
 
 
-def _of_seat(seat: str, starts: Sequence[_Start], rows: Iterable[store.Point]) -> Iterable[store.Point]:
+def _of_seat(seat: str, starts: Sequence[_Start], rows: Iterable[store.StoredPoint]) -> Iterable[store.StoredPoint]:
     begins = [start.begin_s for start in starts]
     for row in rows:
         # A mean is written down at the end of its time, which may be after the end of the job.
         start = starts[max(0, bisect_right(begins, row.at) - 1)]
         if seat in start.seats:
-            yield store.Point(min(row.at, start.end_s), _of_rank(row.figures, start.seats.index(seat)))
+            yield store.StoredPoint(min(row.at, start.end_s), _of_rank(row.figures, start.seats.index(seat)))
 
 
 def _of_rank(figures: dict[str, Any], rank: int) -> dict[str, float | None]:
@@ -74,7 +74,7 @@ def _of_rank(figures: dict[str, Any], rank: int) -> dict[str, float | None]:
     return {name: values[rank] if rank < len(values) else None for name, values in lists.items()}
 
 
-def _one(points: Sequence[store.Point]) -> store.Point:
-    return store.Point(
+def _one(points: Sequence[store.StoredPoint]) -> store.StoredPoint:
+    return store.StoredPoint(
         points[-1].at, mean([point.figures for point in points]) if len(points) > 1 else points[0].figures
     )

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 
-from mimatrix.api.models import JobState, PushStats, Report
+from mimatrix.api.models import JobState, PushReport, Report
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow, NodeRow
 from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, WAITING_STATES
@@ -15,7 +15,7 @@ from mimatrix.server.metrics.live_state import LiveJob
 
 Figure = Callable[[Report], float | None]
 JobFigure = Callable[[LiveJob, Report], float | None]
-GroupFigure = Callable[[PushStats], float]
+GroupFigure = Callable[[PushReport], float]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 2000
 """Series of ranks are given for this number of them, of the newest jobs; other jobs have only series of their own."""

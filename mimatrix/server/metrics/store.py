@@ -27,14 +27,14 @@ _BY_GROUP = ("pushes", "samples", "staleness", "moved_s", "waited_s")
 _BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
 
 
-class Point(NamedTuple):
+class StoredPoint(NamedTuple):
     """Metrics at a time."""
 
     at: float
     figures: dict[str, Any]
 
 
-class History:
+class HistoryStore:
     """Writes points, one for each job in the time of the finest tier."""
 
     def __init__(self, sessions: Sessions) -> None:
@@ -84,7 +84,7 @@ class History:
 
 def read(
     session: Session, job: int, since_s: float, now_s: float, points: int, *, only_last_ranks: bool = False
-) -> tuple[float, list[Point]]:
+) -> tuple[float, list[StoredPoint]]:
     """Return the distance of points, and at most this number of them since a time, the oldest first.
 
     What a tier does not have yet, because its period is not over, comes from the finer ones. `only_last_ranks`: metrics
@@ -93,11 +93,11 @@ def read(
     known = select(func.min(SampleRow.at), func.max(SampleRow.at)).where(SampleRow.job == job, SampleRow.at >= since_s)
     first_s, last_s = session.execute(known).one()
     number = tier_for(first_s or since_s, last_s or now_s, now_s, points)
-    found: list[Point] = []
+    found: list[StoredPoint] = []
     for tier in range(number, -1, -1):
         after = SampleRow.at > found[-1].at if found else SampleRow.at >= since_s
         asked = select(SampleRow.at, SampleRow.figures).where(SampleRow.job == job, SampleRow.tier == tier, after)
-        found += (Point(at, figures) for at, figures in session.execute(asked.order_by(SampleRow.at)))
+        found += (StoredPoint(at, figures) for at, figures in session.execute(asked.order_by(SampleRow.at)))
     step = max(1, -(-len(found) // points))
     joined = [
         _one(found[start : start + step], with_ranks=not only_last_ranks or start + step >= len(found))
@@ -145,11 +145,11 @@ def _known(said: Sequence[object | None], names: Mapping[str, str]) -> dict[str,
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
 
 
-def _one(points: Sequence[Point], *, with_ranks: bool) -> Point:
+def _one(points: Sequence[StoredPoint], *, with_ranks: bool) -> StoredPoint:
     figures = [point.figures for point in points]
     if not with_ranks:
         figures = [{name: value for name, value in each.items() if name != "ranks"} for each in figures]
-    return Point(points[-1].at, mean(figures) if len(figures) > 1 else figures[0])
+    return StoredPoint(points[-1].at, mean(figures) if len(figures) > 1 else figures[0])
 
 
 def _write(session: Session, tier: int, at_s: float, points: Iterable[tuple[int, dict[str, Any]]]) -> None:

@@ -189,7 +189,7 @@ def to_job(row: JobRow, positions: Mapping[int, int] = MappingProxyType({})) -> 
         created_at=_time(row.created_at),
         started_at=_time(row.started_at) if row.started_at else None,
         ended_at=_time(row.ended_at) if row.ended_at else None,
-        progress=m.Progress.model_validate(row.progress),
+        progress=m.JobProgress.model_validate(row.progress),
     )
 
 

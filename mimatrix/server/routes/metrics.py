@@ -97,7 +97,7 @@ def _rank(live: LiveJob, rank: int, report: m.Report) -> m.Rank:
     return m.Rank(**shared, seat=live.devices[rank], at=to_datetime(live.last_seen(rank)))
 
 
-def _point(point: store.Point) -> m.Point:
+def _point(point: store.StoredPoint) -> m.Point:
     figures = point.figures
     return m.Point(
         at=to_datetime(point.at),

@@ -17,7 +17,7 @@ _SILENT_S = 30.0
 
 
 @router.get("/nodes")
-def list_nodes(shared: Shared, _: AnyUser) -> list[m.Node]:
+def list_nodes(shared: Shared, _: AnyUser) -> list[m.NodeStatus]:
     """List the nodes with their devices, and the job that holds each device."""
     with shared.sessions() as session:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
@@ -27,14 +27,14 @@ def list_nodes(shared: Shared, _: AnyUser) -> list[m.Node]:
     return [_node(row, holder, reports, shared.clock()) for row in rows]
 
 
-def _node(row: NodeRow, holder: Mapping[str, int], reports: Mapping[str, m.Report], now_s: float) -> m.Node:
+def _node(row: NodeRow, holder: Mapping[str, int], reports: Mapping[str, m.Report], now_s: float) -> m.NodeStatus:
     names = [f"{row.name}/{number}" for number in range(len(row.devices["devices"]))]
     devices = tuple(
         _device(name, facts, holder.get(name), reports.get(name))
         for name, facts in zip(names, row.devices["devices"], strict=True)
     )
     traffic = (reports[name].traffic for name in names if name in reports)
-    return m.Node(
+    return m.NodeStatus(
         name=row.name,
         address=row.address,
         rack=row.near,
@@ -45,8 +45,8 @@ def _node(row: NodeRow, holder: Mapping[str, int], reports: Mapping[str, m.Repor
     )
 
 
-def _device(name: str, facts: Mapping[str, object], job: int | None, report: m.Report | None) -> m.Device:
-    return m.Device.model_validate(
+def _device(name: str, facts: Mapping[str, object], job: int | None, report: m.Report | None) -> m.DeviceStatus:
+    return m.DeviceStatus.model_validate(
         {
             "name": name,
             "kind": facts["kind"],

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, get_worker_info
 from mimatrix.core.errors import UserError
 from mimatrix.engine.data.digest import are_close, describe_samples
 from mimatrix.engine.data.fingerprint import check_same_rows, fingerprint_rows
-from mimatrix.engine.data.loading import LoadingConfig
+from mimatrix.engine.data.loading_config import LoadingConfig
 from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.run import Run

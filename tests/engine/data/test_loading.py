@@ -16,7 +16,8 @@ from torch.utils.data import (
 )
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.engine.data.source import DataPosition, MicroBatch, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition, MicroBatch
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.planner import Split
 
 # Python 3.12 says so of any process with threads, such as a worker of pytest-xdist.

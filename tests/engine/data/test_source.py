@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.micro_batches import Stream, of_all, plain, split_of, union
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.planner import Split
 
 # Python 3.12 says so of any process with threads, such as a worker of pytest-xdist.

@@ -10,7 +10,8 @@ from support.streams import ShardedStream
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.planner import Split
 
 pytestmark = [

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from mimatrix.core.errors import UserError
-from mimatrix.engine.data.source import DataPosition, MicroBatchSource
+from mimatrix.engine.data.position import DataPosition
+from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
 from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.run import Run

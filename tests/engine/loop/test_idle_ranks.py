@@ -13,10 +13,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, StepLR
 
 from mimatrix.core.errors import PeerLost, UserError
-from mimatrix.engine.data.source import DataPosition
+from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.loop.batch_report import BatchReport
 from mimatrix.engine.loop.global_step import GlobalStep
-from mimatrix.engine.loop.idle_ranks import HyperparamSync, LoopSignal, LoopState, SyncedLRScheduler
+from mimatrix.engine.loop.hyperparam_sync import HyperparamSync
+from mimatrix.engine.loop.loop_signal import LoopSignal, LoopState
+from mimatrix.engine.loop.lr_scheduler import SyncedLRScheduler
 from mimatrix.engine.run import Run
 from mimatrix.planner.model.split import Split
 
