@@ -186,7 +186,7 @@ def test_nobody_there(tmp_path: Path) -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (
         2,
-        "mimatrix: no job server is known; start one with mimatrix up, or set MIMATRIX_SERVER\n",
+        "mimatrix: no job server is known; start one with `mimatrix up`, or set MIMATRIX_SERVER\n",
     )
     environment["MIMATRIX_SERVER"] = "http://127.0.0.1:9"
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
@@ -305,11 +305,11 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--host", "0.0.0.0"), "0.0.0.0 can be reached from outside"),
+        (("--host", "0.0.0.0"), "0.0.0.0 is reachable from other machines"),
         (("--tls-cert", "x.pem"), "TLS needs a certificate and its key"),
         (("--tls-cert", "x.pem", "--tls-key", "y.pem"), '"x.pem" is not there'),
         (("--tls-cert", __file__, "--tls-key", __file__), "holds no certificate in PEM format"),
-        (("--database", "mysql://x@y/z"), "of no kind that is known"),
+        (("--database", "mysql://x@y/z"), "is of an unknown kind"),
     ],
 )
 def test_what_cannot_be_served(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:

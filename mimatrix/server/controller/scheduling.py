@@ -173,10 +173,9 @@ class Scheduling:
     def _explain(self, reasons: dict[int, WaitReason]) -> None:
         """Write why jobs wait, all at once; most turns have nothing new to say."""
         with self._context.sessions() as session:
-            wanted = select(JobRow.id, JobRow.reason).where(JobRow.state.in_(WAITING_STATES))
-            told = [(job, said) for job, said in session.execute(wanted) if job in reasons]
-        sentences = {job: reasons[job].describe() for job, _ in told}
-        new = [job for job, said in told if sentences[job] != said]
+            wanted = select(JobRow.id, JobRow.reason_data).where(JobRow.state.in_(WAITING_STATES))
+            known = {job: data for job, data in session.execute(wanted) if job in reasons}
+        new = [job for job, data in known.items() if data.get("wait") != to_json(reasons[job])]
         if not new:
             return
         with self._context.sessions.begin(durable=False) as session:
