@@ -24,7 +24,7 @@ from bench.heterogeneous.rounds import IDEAL, OURS
 from bench.heterogeneous.tasks import TrainingTask, folder, losses, train, train_in
 from mimatrix.core.errors import UserError
 from mimatrix.launch.throttle.cpu_quota import PREFIX
-from mimatrix.processes.cgroups import this_machine
+from mimatrix.processes.cgroups import cpu_cgroups
 
 SLOWED, FULL, SLOW = 1, 0.999, 0.3
 """Which rank; just below 1, so that it has a control group from the start; what is left to it."""
@@ -115,9 +115,9 @@ def _watch(told: Path, drops: list[float], over: threading.Event) -> None:
     deadline = time.monotonic() + _WATCHED_S
     while not over.wait(_POLL_S) and time.monotonic() < deadline:
         if told.is_file():
-            groups = this_machine()
+            groups = cpu_cgroups()
             assert groups
-            (group,) = (path for path in groups.named(f"{PREFIX}{os.getpid()}-") if path.name.endswith(f"-{SLOWED}"))
+            (group,) = (path for path in groups.find(f"{PREFIX}{os.getpid()}-") if path.name.endswith(f"-{SLOWED}"))
             groups.add(group.name, SLOW)
             drops.append(time.monotonic())
             return

@@ -10,8 +10,9 @@ from statistics import median
 from bench.markdown import machine, table, write_page
 from mimatrix.planner.model.curve import Curve
 from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.problem import FixedCommunication, Problem
 from mimatrix.planner.model.profile import Communication, ModelSize, Profile
-from mimatrix.planner.planner import Problem, make_plan
+from mimatrix.planner.planner import make_plan
 
 REPEATS = 3
 GB = 10**9
@@ -62,7 +63,13 @@ def problem(case: PlannerCase, seed: int) -> Problem:
     paid = Communication.of(0.2, 0.1, 0.1)
     names = tuple(profile.device for profile in profiles)
     model = replace(MODEL, optimizer_bytes=round(case.optimizer_gb * GB))
-    return Problem(case.global_batch, model, profiles, names, lambda _members: paid)
+    return Problem(
+        global_batch=case.global_batch,
+        model=model,
+        profiles=profiles,
+        names=names,
+        communication=FixedCommunication(paid),
+    )
 
 
 def _profile(draw: random.Random, case: PlannerCase) -> Profile:

@@ -160,8 +160,9 @@ def _every_s(workers: int) -> float:
     live = Live()
     live.begin(1, 1, [""] * workers)
     for job in live.all().values():
-        job.reports = {rank: Report.model_validate(load.report_of(rank, 1)) for rank in range(workers)}
-    return live.again_s()
+        for rank in range(workers):
+            job.record_report(rank, Report.model_validate(load.report_of(rank, 1)), 0.0)
+    return live.report_interval_s()
 
 
 def _wait(is_so: Any) -> None:

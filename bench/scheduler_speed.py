@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.markdown import machine, table, write_page
-from mimatrix.scheduler import Queued, Running, Seat, Start, State, Wish, decide
+from mimatrix.scheduler import DeviceSlot, Queued, ResourceRequest, Running, Start, State, decide
 
 REPEATS = 5
 KINDS = {"a100": 4.0, "v100": 2.0, "RTX 3090": 1.5, "RTX 2080 Ti": 0.8}
@@ -37,19 +37,19 @@ CASES = [
 def state(case: SchedulerCase, seed: int) -> State:
     """Return nodes of one to eight devices of one kind in racks of 16, with jobs of up to 64 devices on the busy ones."""
     draw = random.Random(seed)
-    seats: list[Seat] = []
-    while len(seats) < case.devices:
-        kind, node = draw.choice(list(KINDS)), len(seats)
-        count = min(draw.choice((1, 2, 4, 8)), case.devices - len(seats))
-        seats += [Seat(f"n{node}", number, kind, KINDS[kind], f"rack-{node // 64}") for number in range(count)]
-    left, running = seats[: round(case.busy * len(seats))], list[Running]()
+    devices: list[DeviceSlot] = []
+    while len(devices) < case.devices:
+        kind, node = draw.choice(list(KINDS)), len(devices)
+        count = min(draw.choice((1, 2, 4, 8)), case.devices - len(devices))
+        devices += [DeviceSlot(f"n{node}", number, kind, KINDS[kind], f"rack-{node // 64}") for number in range(count)]
+    left, running = devices[: round(case.busy * len(devices))], list[Running]()
     while left:
         count = min(len(left), draw.choice((1, 1, 2, 4, 8, 64)))
         mine, left = left[:count], left[count:]
         priority, limit = draw.choice((20, 50, 80)), draw.choice((None, 3600.0, 36_000.0))
         running.append(
             Running(
-                f"r{len(running)}",
+                len(running),
                 tuple(mine),
                 draw.choice("abcdef"),
                 priority,
@@ -60,8 +60,8 @@ def state(case: SchedulerCase, seed: int) -> State:
         )
     queued = tuple(
         Queued(
-            f"q{number}",
-            Wish.parse(draw.choice(WISHES)),
+            1_000_000 + number,
+            ResourceRequest.parse(draw.choice(WISHES)),
             draw.choice("abcdef"),
             draw.choice((20, 50, 80)),
             draw.uniform(0, 900),
@@ -69,7 +69,7 @@ def state(case: SchedulerCase, seed: int) -> State:
         )
         for number in range(case.queued)
     )
-    return State(tuple(seats), queued, tuple(running), {user: draw.random() for user in "abcdef"})
+    return State(tuple(devices), queued, tuple(running), {user: draw.random() for user in "abcdef"})
 
 
 def measure(case: SchedulerCase) -> list[str]:

@@ -100,7 +100,7 @@ def _run_round(case: MemoryCase, limits: tuple[int, ...], row: dict[str, Any]) -
         "samples_per_s": rate,
         "fraction_of_ideal": rate / ideal,
         "stage": plan["stage"],
-        "micro": plan["micro"],
+        "micro": plan["split"],
         "shares": plan["shares"],
         "measured_step_s": step_s,
         "predicted_step_s": plan["step_s"],

@@ -5,31 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from typer.main import get_command
 
 import mimatrix
 from mimatrix.core import environment
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
-COMMANDS = (
-    "demo",
-    "run",
-    "profile",
-    "plan",
-    "simulate",
-    "topology",
-    "algorithms",
-    "bench",
-    "export",
-    "lab",
-    "lab up",
-    "lab run",
-    "lab gpu",
-    "lab status",
-    "lab down",
-)
 DRAWN = {
     "demo.png": ["demo", "--picture"],
     "plan.png": [
@@ -57,9 +43,25 @@ def command(*words: str) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines())
 
 
+def command_names() -> list[str]:
+    """Return the name of every command, in the order in which the help lists them: `run`, `lab`, `lab up`."""
+    from mimatrix.cli.main import app
+
+    return list(_walk(get_command(app), ()))
+
+
+def _walk(command: Any, path: tuple[str, ...]) -> Iterator[str]:
+    if path:
+        yield " ".join(path)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _walk(inner, (*path, name))
+
+
 def command_page() -> str:
     """Return the page of the command: the help of each subcommand."""
-    parts = [f"## mimatrix {name}\n\n```\n{command(*name.split(), '--help').strip()}\n```\n" for name in COMMANDS]
+    parts = [
+        f"## mimatrix {name}\n\n```\n{command(*name.split(), '--help').strip()}\n```\n" for name in command_names()
+    ]
     return "# The command\n\nMade by `make docs` from the command's own help.\n\n" + "\n".join(parts)
 
 

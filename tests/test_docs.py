@@ -1,6 +1,7 @@
 """The documents stay true: links lead somewhere, the README's Python runs, its tree and commands exist."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -61,6 +62,51 @@ def test_the_page_of_the_command_is_what_the_command_says() -> None:
     from generate import command_page
 
     assert (ROOT / "docs" / "command.md").read_text() == command_page(), "run `make docs`"
+
+
+def registered_commands() -> list[str]:
+    """Return the commands that `mimatrix --help` and the help of its groups list."""
+    top = re.findall(r"^│ ([a-z][a-z-]+) ", mimatrix_help(), re.MULTILINE)
+    groups = {"lab", "tokens"}
+    inner = [
+        f"{group} {name}"
+        for group in groups
+        for name in re.findall(r"^│ ([a-z]+) ", mimatrix_help(group), re.MULTILINE)
+    ]
+    return [*top, *inner]
+
+
+def mimatrix_help(*words: str) -> str:
+    plain = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "mimatrix.cli.main", *words, "--help"]
+    return subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_every_command_is_on_the_page_of_the_command() -> None:
+    described = re.findall(r"^## mimatrix (.+)$", (ROOT / "docs" / "command.md").read_text("utf-8"), re.MULTILINE)
+    commands = registered_commands()
+    assert len(commands) > 25
+    assert set(commands) <= set(described)
+
+
+@pytest.mark.parametrize(
+    "name", ["jobs", "nodes", "plan", "profile", "simulate", "topology", "lab status", "tokens list"]
+)
+def test_commands_that_print_data_print_json_if_asked(name: str) -> None:
+    assert "--json" in mimatrix_help(*name.split())
+
+
+def test_no_help_loses_a_default_to_markup() -> None:
+    """Rich takes brackets for markup, so a default that is written into a help text disappears."""
+    assert "[default: (50)]" in mimatrix_help("submit")
+    assert "[default: (~/.local/share/mimatrix)]" in mimatrix_help("up")
+
+
+def test_metavars_are_upper_case() -> None:
+    page = (ROOT / "docs" / "command.md").read_text("utf-8")
+    usages = re.findall(r"^ *Usage: mimatrix [a-z -]+\[OPTIONS\](.*)$", page, re.MULTILINE)
+    assert len(usages) > 20
+    assert all(usage == usage.upper() and "--" not in usage for usage in usages), usages
 
 
 def test_the_page_of_environment_variables_is_what_the_code_lists() -> None:

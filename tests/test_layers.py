@@ -146,7 +146,8 @@ def _against(package: str, name: str) -> str:
         return ""
     if other not in LAYER_OF:
         return f"{other or 'mimatrix itself'} is in no layer"
-    return _against_direction(package, other, inside=len(rest) > 1)
+    reason = _against_direction(package, other, inside=len(rest) > 1)
+    return reason or ("api imports core only" if package == "api" and other != "core" else "")
 
 
 def _against_direction(package: str, other: str, inside: bool) -> str:
@@ -348,6 +349,8 @@ SABOTAGE = [
     ("cluster/x.py", "if TYPE_CHECKING:\n    from mimatrix.netsim import Costs", "cluster stands right of netsim"),
     ("cluster/x.py", "import importlib\nimportlib.import_module('mimatrix.api')", "cluster stands right of api"),
     ("planner/x.py", "from mimatrix.api import Message", "planner stands right of api"),
+    ("api/x.py", "from mimatrix.scheduler import Wish", "api imports core only"),
+    ("api/models/x.py", "from mimatrix import planner", "api imports core only"),
     ("netsim/x.py", "from mimatrix.comm import Window", "pure does not import runtime"),
     ("api/x.py", "from mimatrix.server import app", "pure does not import interfaces"),
     ("api/x.py", "from mimatrix.cli import output", "pure does not import interfaces"),
@@ -412,13 +415,13 @@ def test_sabotage_of_a_real_file_names_the_line() -> None:
 ALLOWED = [
     ("core/x.py", "import os\nfrom mimatrix.core.errors import UserError\nfrom .units import parse_rate"),
     ("cluster/layout/x.py", "from mimatrix.core import errors\nfrom ..model import Link\nfrom . import scene"),
-    ("api/x.py", "from mimatrix import core, planner\nimport mimatrix.netsim"),
+    ("api/x.py", "from mimatrix import core\nfrom mimatrix.api.models import Message"),
     ("netsim/x.py", "import torchless\nfrom mimatrix import __version__\nx = load('torch')"),
     ("comm/x.py", "import torch\nfrom mimatrix.collectives import Move"),
     ("worker/x.py", "import torch\nimport mimatrix.hybrid, mimatrix.engine, mimatrix.comm, mimatrix.api"),
     ("cli/x.py", "from mimatrix import __version__\ndef f():\n    from mimatrix.worker import run"),
     ("cli/x.py", "def f():\n    from mimatrix import lab\n    from mimatrix.server import app"),
-    ("launch/x.py", "from mimatrix.processes.group import run_together"),
+    ("launch/x.py", "from mimatrix.processes.group import run_process_group"),
     ("__main__.py", "from mimatrix.cli.main import main"),
     ("_init.py", "import torch\nfrom mimatrix.hybrid.mode import Hybrid\nfrom mimatrix.core import errors"),
     ("__init__.py", "if TYPE_CHECKING:\n    from mimatrix._init import init"),
@@ -467,6 +470,10 @@ def test_the_watch_sees() -> None:
 
 def test_starting_the_command_loads_nothing_heavy() -> None:
     assert heavy_imports("mimatrix.cli.main") == []
+
+
+def test_the_api_loads_nothing_heavy() -> None:
+    assert heavy_imports("mimatrix.api", "mimatrix.api.models", "mimatrix.api.client") == []
 
 
 def test_neither_pure_packages_nor_interfaces_load_torch() -> None:

@@ -1,7 +1,7 @@
 """Docstrings, help texts and messages use plain English and the field's terms.
 
 `python tests/test_prose.py [PATH ...]` prints what it finds in these files or folders, by file; without a path, in the
-folders that must be clean and in the command's help. `--comments` also reads comments.
+folders that must be clean. `--comments` also reads comments.
 """
 
 import ast
@@ -16,7 +16,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "comm", "hybrid", "worker", "profiler", "netsim", "collectives", "cluster")
+PACKAGES = (
+    "engine",
+    "comm",
+    "hybrid",
+    "worker",
+    "profiler",
+    "planner",
+    "cli",
+    "lab",
+    "netsim",
+    "collectives",
+    "cluster",
+    "core",
+    "launch",
+    "processes",
+    "api",
+    "scheduler",
+    "monitor",
+    "server",
+)
 """Those that must be clean; others are only shown."""
 FOLDERS = (*(f"mimatrix/{package}" for package in PACKAGES), "bench", "docs", "examples")
 PHRASES = {
@@ -165,7 +184,7 @@ def test_comments_are_read_if_asked() -> None:
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--comments"]
-    default = [ROOT / folder for folder in (*FOLDERS, "mimatrix/cli")]
+    default = [ROOT / folder for folder in FOLDERS]
     total = 0
     for path in [file for folder in ([Path(word) for word in words] or default) for file in files_in(folder)]:
         found = findings(str(path), path.read_text("utf-8"), comments="--comments" in sys.argv)

@@ -28,7 +28,7 @@ def main() -> None:
         more = {"MIMATRIX_ARENA": "1GiB", "MIMATRIX_CACHE": cache}
         ending = run_gpu(parts, words, env=more, timeout_s=400)
     if ending.code:
-        print(ending.reason, file=sys.stderr)
+        print(ending.describe(), file=sys.stderr)
     sys.exit(ending.code)
 
 

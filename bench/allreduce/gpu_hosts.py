@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         ending = run_gpu(parse_parts(PARTS, HOSTS), words, env={"MIMATRIX_CACHE": cache}, timeout_s=280)
     if ending.code:
-        print(ending.reason, file=sys.stderr)
+        print(ending.describe(), file=sys.stderr)
     sys.exit(ending.code)
 
 

@@ -10,7 +10,7 @@ from bench.allreduce.lab import bench_rows, lab
 NAME = "shares"
 NETWORKS = ("star:3,rate=100Mbit", "star:3,rate=400Mbit", "star:3,rate=400Mbit+200Mbit+100Mbit")
 COLLECTIVES = ("reducescatter", "allgather")
-ASKED = ("--bytes", "16MiB", "--shares", "0.6,0.25,0.15", "--candidates", "--against", "nobody", "--seconds", "8")
+ASKED = ("--bytes", "16MiB", "--shares", "0.6,0.25,0.15", "--candidates", "--against", "none", "--seconds", "8")
 AUTO = "mimatrix"
 LEAST_RATIO = 0.97
 """Of the best candidate's time over that of what the tuner chose."""

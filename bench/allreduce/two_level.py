@@ -36,7 +36,7 @@ def _sums(sizes: str) -> Rows:
 
 
 def _shards(parts: str) -> Rows:
-    words = ("--bytes", "8MiB", "--shares", parts, "--candidates", "--against", "nobody", "--seconds", "5")
+    words = ("--bytes", "8MiB", "--shares", parts, "--candidates", "--against", "none", "--seconds", "5")
     return [row for collective in ("reducescatter", "allgather") for row in _measure_fresh(collective, *words)]
 
 

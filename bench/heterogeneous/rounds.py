@@ -88,7 +88,7 @@ def _row(comparison: Comparison, who: str) -> dict[str, Any]:
         "measured_step_s": _median([turn.step_s for turn in turns if turn.step_s]),
         "predicted_step_s": _median([turn.plan["step_s"] for turn in turns if turn.plan]),
         "planning_s": _median([turn.planning_s for turn in turns if turn.plan]),
-        "batches": [[sum(micro) for micro in turn.plan["micro"]] for turn in turns if turn.plan],
+        "batches": [[sum(micro) for micro in turn.plan["split"]] for turn in turns if turn.plan],
         "loss_apart": _loss_difference(comparison, turns),
         "steps_s": [[turn.plan["step_s"], turn.step_s] for turn in turns if turn.plan],
     }

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from mimatrix.launch import Launch, module_words, run_local
+from mimatrix.launch import RunSpec, module_command, run_local
 
 LEAST_STEPS = 6
 NOTHING = "nothing"
@@ -138,8 +138,8 @@ def train(task: TrainingTask, timeout_s: float = 600.0, **variables: str) -> lis
 
 def train_in(task: TrainingTask, place: Path, timeout_s: float = 600.0, **variables: str) -> list[RankRecord]:
     """Train in a given folder, in which the caller can watch the progress."""
-    words = module_words("bench.heterogeneous.worker", [task.to_text(), str(place)])
-    launch = Launch(
+    words = module_command("bench.heterogeneous.worker", [task.to_text(), str(place)])
+    launch = RunSpec(
         words,
         ranks=task.ranks,
         speeds=task.speeds,
@@ -152,7 +152,7 @@ def train_in(task: TrainingTask, place: Path, timeout_s: float = 600.0, **variab
     out, err = BytesIO(), BytesIO()
     outcome = run_local(launch, outside, out, err, lambda _: None)
     if outcome.code:
-        raise RanksFailedError(_why(outcome.reason, err.getvalue().decode(errors="replace")))
+        raise RanksFailedError(_why(outcome.describe(), err.getvalue().decode(errors="replace")))
     return [RankRecord(**json.loads((place / f"rank-{rank}.json").read_text())) for rank in range(task.ranks)]
 
 

@@ -155,21 +155,21 @@ def _print_choice(run: Run) -> None:
     choice = run.mode_choice
     assert choice
     if int(os.environ["RANK"]) == 0:
-        apart = choice.apart
-        assert apart
-        predicted = {"sync": choice.together.samples_per_s, "hybrid": apart.samples_per_s}
+        hybrid = choice.hybrid
+        assert hybrid
+        predicted = {"sync": choice.sync.samples_per_s, "hybrid": hybrid.samples_per_s}
         figures = {
-            "overlaps": apart.overlaps,
-            "local_steps": apart.local_steps,
-            "staleness": apart.staleness,
-            "computing_s": [group.plan.step_s for group in apart.groups],
-            "moving_s": [group.moving_s for group in apart.groups],
-            "cycle_s": [group.cycle_s for group in apart.groups],
-            "step_s": choice.together.step_s,
-            "communication_s": choice.together.communication_s,
+            "overlaps": hybrid.overlaps,
+            "local_steps": hybrid.local_steps,
+            "staleness": hybrid.staleness,
+            "computing_s": [group.plan.step_s for group in hybrid.groups],
+            "moving_s": [group.push_s for group in hybrid.groups],
+            "cycle_s": [group.cycle_s for group in hybrid.groups],
+            "step_s": choice.sync.step_s,
+            "communication_s": choice.sync.communication_s,
         }
         _print_json(
-            chosen=choice.mode, reason=choice.reason, predicted=predicted, worth=apart.worth_per_s, figures=figures
+            chosen=choice.mode, reason=choice.reason, predicted=predicted, worth=hybrid.worth_per_s, figures=figures
         )
 
 
@@ -186,13 +186,13 @@ def main() -> None:
     auto = mimatrix.init(batch, mode="auto", quiet=True)
     train(auto, words, seconds)
     assert auto.mode_choice
-    assert auto.mode_choice.apart
+    assert auto.mode_choice.hybrid
     # Below the ports that the kernel assigns: no other process of the namespace listens there.
     os.environ["MASTER_PORT"] = "29600"
     if auto.mode_choice.mode == "sync":
-        other = mimatrix.init(batch, mode=hybrid_mode(auto.mode_choice.apart), quiet=True)
+        other = mimatrix.init(batch, mode=hybrid_mode(auto.mode_choice.hybrid), quiet=True)
     else:
-        other = mimatrix.init(batch, plan=auto.mode_choice.together, quiet=True)
+        other = mimatrix.init(batch, plan=auto.mode_choice.sync, quiet=True)
     train(other, words, seconds)
 
 

@@ -222,7 +222,7 @@ def _run_turn(here: Lab, way: SiteMode, seed: int, cache: Path) -> tuple[SitesRe
         turn = SiteRun(way, folder, str(cache), seed, _evaluation_interval(way))
         ending = run(here, [sys.executable, "-m", "bench.hybrid.sites_worker", turn.to_text()], timeout_s=_TURN_S)
         if ending.code:
-            raise SystemExit(f"{way}: {ending.reason}")
+            raise SystemExit(f"{way}: {ending.describe()}")
         records = [GroupRecord(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
     after = link_bytes(here)
     return SitesResult.of(records), max(after[name] - before[name] for name in BETWEEN)

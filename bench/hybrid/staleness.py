@@ -1,4 +1,4 @@
-"""What late pushes are worth: samples until an accuracy is reached, by staleness. `planner.modes.LATE`.
+"""What late pushes are worth: samples until an accuracy is reached, by staleness. `STALENESS_EXPONENT`.
 
 Every push has its gradient at parameters that are t pushes old, and counts as the rules of `large` say; nothing else
 differs. `python -m bench.hybrid.staleness`
@@ -19,7 +19,7 @@ from bench.markdown import table
 from mimatrix.hybrid.policy import PushScaling
 from mimatrix.hybrid.server.push_log import Push
 from mimatrix.hybrid.server.shard import OptimizerSpec, ParamSpan, Shard
-from mimatrix.planner.mode_choice import LATE, worth
+from mimatrix.planner.hybrid_price import STALENESS_EXPONENT, sample_worth
 
 BATCH = 64
 STALENESS = (0, 1, 3, 7)
@@ -102,13 +102,13 @@ def measure(seeds: int = 10) -> dict[str, Any]:
 def section(figures: dict[str, Any]) -> str:
     """Return this part of the page."""
     rows = [[name, *(f"{usual[str(late)]:.2f}" for late in STALENESS)] for name, usual in figures["tasks"].items()]
-    rows.append(["formula", *(f"{worth(late):.2f}" for late in STALENESS)])
+    rows.append(["formula", *(f"{sample_worth(late):.2f}" for late in STALENESS)])
     headings = ["a sample is worth, of pushes that are late by", *map(str, STALENESS)]
     return f"""## What late pushes are worth
 `python -m bench.hybrid.staleness`
 
 Samples until 99 % of the accuracy that is there after half of the epochs without staleness, by those that late pushes need; medians of {figures["seeds"]} seeds.
-The exponent that fits best is {figures["exponent"]:.2f}; the planner has {LATE:g}.
+The exponent that fits best is {figures["exponent"]:.2f}; the planner has {STALENESS_EXPONENT:g}.
 
 {table(headings, rows)}"""
 

@@ -41,7 +41,7 @@ def measure(rounds: int) -> dict[str, Any]:
             figures["slow"].append(times)
             groups[1].write_text(str(second))
             _wait_until_quiet(server, number)
-            with _watch_all(server, number, "has not come to") as times:
+            with _watch_all(server, number, "has not entered") as times:
                 os.kill(second, signal.SIGSTOP)
             figures["hang"].append(times)
             os.kill(second, signal.SIGCONT)
@@ -71,7 +71,7 @@ def _wait_until_quiet(server: MonitoredServer, number: int) -> None:
     """Wait until no rank is named, and for several seconds more."""
     deadline = time.monotonic() + _GIVE_UP_S
     with server.client() as client:
-        while client.ranks(number).troubles:
+        while client.ranks(number).stragglers:
             assert time.monotonic() < deadline, "a rank is still named"
             time.sleep(0.2)
     time.sleep(8)

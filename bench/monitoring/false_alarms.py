@@ -7,10 +7,10 @@ from typing import Any, TextIO
 from support.workers import process_of
 
 from bench.monitoring.server_process import run_server
-from mimatrix.api.models import Ranks
+from mimatrix.api.models import EventKind, Ranks
 from mimatrix.launch.throttle.cpu_quota import quotas
 from mimatrix.monitor.rank_metrics import RankFigures
-from mimatrix.monitor.stragglers import Slowness
+from mimatrix.monitor.stragglers import StragglerTracker
 
 SPEED = 0.3
 
@@ -32,17 +32,15 @@ def measure(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
                 if record:
                     record.write(now.model_dump_json() + "\n")
                 looks += 1
-                named += bool(now.troubles)
+                named += bool(now.stragglers)
                 busy = [each.compute_s + each.data_s for each in now.ranks]
                 if len(busy) == 2 and min(busy) > 0:
                     largest = max(largest, max(busy) / min(busy))
                 if looks % 60 == 0:
                     print(f"{looks} s, step {client.job(number).progress.step}, named {named}", flush=True)
             steps = client.job(number).progress.step - first
-            sentences = [
-                each.reason for each in client.events(number) if "rank" in each.reason and "idle" in each.reason
-            ]
-            sentences += [each.reason for each in client.events(number) if "has not come" in each.reason]
+            named_by = (EventKind.STRAGGLER, EventKind.HANG)
+            sentences = [each.reason for each in client.events(number) if each.kind in named_by]
     return {
         "seconds": round(time.monotonic() - started),
         "steps": steps,
@@ -55,12 +53,12 @@ def measure(seconds: float, record: TextIO | None = None) -> dict[str, Any]:
 
 def replay_record(record: Iterable[str]) -> list[str]:
     """Return which ranks the rules of today would name, from recorded reports."""
-    slowness, sentences = Slowness(), list[str]()
+    tracker, sentences = StragglerTracker(), list[str]()
     for second, line in enumerate(record):
         figures = [
             RankFigures(
                 rank=each.rank,
-                place=each.seat,
+                device=each.seat,
                 at_s=each.at.timestamp(),
                 step=each.step,
                 step_s=each.step_s,
@@ -71,8 +69,8 @@ def replay_record(record: Iterable[str]) -> list[str]:
             )
             for each in Ranks.model_validate_json(line).ranks
         ]
-        straggler = slowness.observe(float(second), figures)
-        sentences += [str(straggler)] if straggler else []
+        straggler = tracker.observe(float(second), figures)
+        sentences += [straggler.describe()] if straggler else []
     return sentences
 
 

@@ -51,7 +51,7 @@ class MonitoredServer:
         """Submit a script of this folder on two devices; return the number of its job."""
         self.command("submit", "--devices", "2", str(SCRIPTS / script), "--", *words)
         with self.client() as client:
-            return client.jobs(most=1).jobs[0].id
+            return client.jobs(limit=1).jobs[0].id
 
     def wait_until(self, number: int, wanted: Callable[[Job], bool], within_s: float) -> Job:
         """Wait until a job is as wanted, and return it."""

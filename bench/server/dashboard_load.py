@@ -120,10 +120,10 @@ class OverviewPage(Page):
 
     async def refresh(self) -> None:
         """Request live jobs and nodes; from time to time finished jobs, and the use of the day."""
-        await asyncio.gather(self._get("/api/jobs (live)", f"/api/jobs?most=1000&{_LIVE}"), self._use())
+        await asyncio.gather(self._get("/api/jobs (live)", f"/api/jobs?limit=1000&{_LIVE}"), self._use())
         if self._is_due("ended"):
             route, most = self._ended
-            await self._get(route, f"/api/jobs?most={most}&{_ENDED}")
+            await self._get(route, f"/api/jobs?limit={most}&{_ENDED}")
 
     async def _use(self) -> None:
         await self._get("/api/nodes", "/api/nodes")
@@ -181,7 +181,7 @@ class ClusterPage(Page):
         """Request nodes, and running jobs."""
         await asyncio.gather(
             self._get("/api/nodes", "/api/nodes"),
-            self._get("/api/jobs (running)", f"/api/jobs?most=1000&{_RUNNING}"),
+            self._get("/api/jobs (running)", f"/api/jobs?limit=1000&{_RUNNING}"),
         )
 
 
@@ -207,8 +207,8 @@ class CommandLineUser(Page):
         job = self._jobs[self._turn % len(self._jobs)]
         node, device = f"node-{job.place:02d}", self._turn % RANKS
         requests = (
-            ("/api/jobs (all, 1,000)", "/api/jobs?most=1000"),
-            ("/api/jobs (all, 50)", "/api/jobs?most=50"),
+            ("/api/jobs (all, 1,000)", "/api/jobs?limit=1000"),
+            ("/api/jobs (all, 50)", "/api/jobs?limit=50"),
             ("/api/use (week)", "/api/use?hours=168"),
             ("/api/devices/NODE/N", f"/api/devices/{node}/{device}"),
             ("/api/jobs/N/history (all ranks)", f"/api/jobs/{self._jobs[0].number}/history?points=300"),

@@ -19,15 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mimatrix.api.models import PROTOCOL
-from mimatrix.launch.launcher import (
-    DeviceFacts,
-    LogPart,
-    MemberState,
-    NodeFacts,
-    Phase,
-    Team,
-    TeamState,
-)
+from mimatrix.launch.devices import DeviceInfo, NodeInfo
+from mimatrix.launch.launcher import LogPart, MemberState, Phase, Team, TeamState
 
 JOBS = 20
 
@@ -35,11 +28,11 @@ JOBS = 20
 class FakeLauncher:
     """Says that every team it is given runs; starts nothing."""
 
-    def __init__(self, nodes: tuple[NodeFacts, ...], said: bytes = b"") -> None:
+    def __init__(self, nodes: tuple[NodeInfo, ...], said: bytes = b"") -> None:
         self._teams: dict[str, Team] = {}
         self._nodes, self._said = nodes, said
 
-    def nodes(self) -> tuple[NodeFacts, ...]:
+    def nodes(self) -> tuple[NodeInfo, ...]:
         """Return the nodes that it was given."""
         return self._nodes
 
@@ -240,7 +233,9 @@ def _submit_jobs(data: Path, port: int, tokens: Path, workers: int) -> list[str]
     with Client(f"http://127.0.0.1:{port}", (data / "token").read_text().strip()) as client:
         client.upload(digest, archive)
         for number in range(JOBS):
-            client.submit(Submission(name=f"j{number}", script="x.py", snapshot=digest, devices=str(workers // JOBS)))
+            client.submit(
+                Submission(name=f"j{number}", script="x.py", code_archive=digest, devices=str(workers // JOBS))
+            )
     names = [tokens / f"job-{number + 1}.1" for number in range(JOBS)]
     while not all(name.is_file() and name.read_text() for name in names):
         assert time.monotonic() < deadline, "the jobs did not start"
@@ -261,8 +256,8 @@ def host(data: str, port: str, workers: str, database: str) -> None:
     """Run the server."""
     from mimatrix.server import Settings, serve
 
-    nodes = (NodeFacts("standing", "127.0.0.1", (DeviceFacts("cpu", 1 << 30),) * int(workers)),)
-    serve(Settings(Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes), print)
+    nodes = (NodeInfo("standing", "127.0.0.1", (DeviceInfo("cpu", 1 << 30),) * int(workers)),)
+    serve(Settings(data=Path(data), port=int(port), database=database), lambda _: FakeLauncher(nodes))
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from sqlalchemy.orm import Session
 
 from bench.planner_speed import CASES, MODEL, problem
 from bench.server.load import FakeLauncher
-from mimatrix.api.models import PROTOCOL, JobState, Progress, Report, Role, Use
-from mimatrix.launch.launcher import DeviceFacts, NodeFacts
+from mimatrix.api.models import PROTOCOL, DeviceUsage, EventKind, JobState, Progress, Report, Role
+from mimatrix.launch.devices import DeviceInfo, NodeInfo
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.planner import make_plan
 from mimatrix.server.auth.tokens import digest_of
 from mimatrix.server.db.engine import address_in, opened
-from mimatrix.server.db.models import AuditRow, EventRow, JobRow, SampleRow, StintRow, TokenRow, UsageRow
+from mimatrix.server.db.models import AllocationRow, AuditRow, EventRow, JobRow, SampleRow, TokenRow, UsageRow
 from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.metrics.store import CLUSTER, point_of
 
@@ -37,6 +37,7 @@ _ARCHIVE = b"nothing"
 _NAMES = ("gpt-base", "gpt-large", "vit", "resnet-sweep", "ablation", "bert-finetune", "diffusion", "nightly eval")
 _STEP_S = 0.41
 _MANY = 20_000
+_KINDS = {state: EventKind.__members__.get(state.name, EventKind.PHASE_CHANGED) for state in JobState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +102,27 @@ class SyntheticJob:
         return int((at_s - self.started_s) / _STEP_S) if self.started_s else 0
 
 
-def nodes(size: HistorySize) -> tuple[NodeFacts, ...]:
+def nodes(size: HistorySize) -> tuple[NodeInfo, ...]:
     """Return the machines; those without jobs are of a kind that no job asks for."""
     machines = []
     for node, first in enumerate(range(0, size.devices, RANKS)):
         kind = "NVIDIA H100" if node < size.running else "NVIDIA A10"
-        devices = (DeviceFacts(kind, 80 << 30),) * min(RANKS, size.devices - first)
+        devices = (DeviceInfo(kind, 80 << 30),) * min(RANKS, size.devices - first)
         address = f"10.0.{node // 250}.{node % 250 + 1}"
-        machines.append(NodeFacts(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
+        machines.append(NodeInfo(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
     return tuple(machines)
 
 
 def fill(data: Path, size: HistorySize, now_s: float) -> list[SyntheticJob]:
     """Write the history; return the jobs, the oldest first."""
-    (data / "snapshots").mkdir(parents=True)
-    (data / "snapshots" / f"{sha256(_ARCHIVE).hexdigest()}.tar.gz").write_bytes(_ARCHIVE)
+    (data / "code-archives").mkdir(parents=True)
+    (data / "code-archives" / f"{sha256(_ARCHIVE).hexdigest()}.tar.gz").write_bytes(_ARCHIVE)
     jobs = synthetic_jobs(size, now_s)
     engine, sessions = opened(address_in(data))
     with sessions.begin() as session:
         _add(session, JobRow, [_job_row(job, now_s) for job in jobs])
         _add(session, EventRow, [event for job in jobs for event in _events(job, now_s)])
-        _add(session, StintRow, [stint for job in jobs for stint in _stints(job)])
+        _add(session, AllocationRow, [stint for job in jobs for stint in _stints(job)])
         _add(session, TokenRow, [_token(job) for job in jobs if job.started_s])
         _add(session, AuditRow, [entry for job in jobs for entry in _audit(job)])
         _add(session, UsageRow, [{"user": user, "amount": 1e6, "at": now_s} for user in USERS])
@@ -175,13 +176,14 @@ def _job_row(job: SyntheticJob, now_s: float) -> dict[str, Any]:
         "priority": 40 + job.number % 20,
         "preemptible": False,
         "max_time_s": None,
-        "retries": 1,
-        "retried": 0,
+        "max_restarts": 1,
+        "restarts": 0,
         "generation": 1 if job.started_s else 0,
         "seats": job.seats if job.ended_s is None else [],
-        "leaving": "",
+        "stop_kind": "",
         "exit_code": {JobState.DONE: 0, JobState.FAILED: 1}.get(job.state),
         "created_at": job.created_s,
+        "submitted_at": job.created_s,
         "waiting_since": job.created_s,
         "started_at": job.started_s,
         "ended_at": job.ended_s,
@@ -206,9 +208,16 @@ def _events(job: SyntheticJob, now_s: float) -> Iterator[dict[str, Any]]:
 
     def event(at_s: float, state: JobState, reason: str) -> dict[str, Any]:
         generation = 0 if state is JobState.QUEUED else 1
-        return {"job": job.number, "at": at_s, "state": state, "generation": generation, "reason": reason}
+        return {
+            "job": job.number,
+            "at": at_s,
+            "state": state,
+            "generation": generation,
+            "kind": _KINDS[state],
+            "reason": reason,
+        }
 
-    yield event(job.created_s, JobState.QUEUED, f"handed in by {job.user}")
+    yield event(job.created_s, JobState.QUEUED, f"submitted by {job.user}")
     yield event(job.created_s + 1, JobState.QUEUED, f"needs {RANKS} x NVIDIA H100, 0 of 480 free")
     if job.started_s is None:
         return
@@ -249,7 +258,7 @@ def _token(job: SyntheticJob) -> dict[str, Any]:
 
 
 def _audit(job: SyntheticJob) -> Iterator[dict[str, Any]]:
-    for action in (f"PUT /api/snapshots/{sha256(_ARCHIVE).hexdigest()}", "POST /api/jobs"):
+    for action in (f"PUT /api/code-archives/{sha256(_ARCHIVE).hexdigest()}", "POST /api/jobs"):
         yield {
             "at": job.created_s,
             "user": job.user,
@@ -296,7 +305,8 @@ def _figures() -> list[dict[str, Any]]:
     draw, samples = random.Random(2), []
     for _ in range(200):
         live = LiveJob(1, tuple(f"n/{rank}" for rank in range(RANKS)))
-        live.reports = {rank: _report(draw, rank) for rank in range(RANKS)}
+        for rank in range(RANKS):
+            live.record_report(rank, _report(draw, rank), 0.0)
         samples.append(point_of(live))
     return samples
 
@@ -315,7 +325,7 @@ def _report(draw: random.Random, rank: int) -> Report:
         waiting_s=0.38 - busy_s,
         communication_s=draw.uniform(0.01, 0.03),
         predicted_step_s=0.4032,
-        use=Use(
+        use=DeviceUsage(
             busy=draw.uniform(0.8, 1),
             memory_bytes=draw.randrange(60 << 30, 70 << 30),
             memory_total_bytes=80 << 30,
@@ -345,7 +355,7 @@ def host(data: str, port: str, jobs: str, devices: str) -> None:
     from mimatrix.server import Settings, serve
 
     size = HistorySize(int(jobs), int(devices))
-    serve(Settings(Path(data), port=int(port)), lambda _: FakeLauncher(nodes(size), LOG), print)
+    serve(Settings(data=Path(data), port=int(port)), lambda _: FakeLauncher(nodes(size), LOG))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from mimatrix.launch.throttle.cpu_quota import quotas
 
 BASE = TrainingTask("", (1.0, 0.25), global_batch=100, warm_up=2)
 STEPS_S = {"ddp": 0.4, "hand-tuned ddp": 0.2, OURS: 0.125}
-PLAN = {"step_s": 0.12, "micro": [[80], [10, 10]]}
+PLAN = {"step_s": 0.12, "split": [[80], [10, 10]]}
 
 
 def invent_records(task: TrainingTask) -> list[RankRecord]:
@@ -41,7 +41,7 @@ def run_comparison(rounds: int, names: tuple[str, ...]) -> tuple[Comparison, lis
     return compare(BASE, rounds, names, lambda _: None, start), asked
 
 
-def row_of(rows: Rows, who: str) -> dict[str, object]:
+def new_row(rows: Rows, who: str) -> dict[str, object]:
     return next(row for row in rows if row["who"] == who)
 
 
@@ -49,9 +49,9 @@ def test_rows_say_how_much_of_the_ideal_each_reached() -> None:
     names = ("ddp", "hand-tuned ddp", OURS)
     rows = rows_of(run_comparison(2, names)[0], names)
     assert [row["who"] for row in rows] == [IDEAL, *names]
-    assert row_of(rows, IDEAL)["samples_per_s"] == 1000
-    assert row_of(rows, IDEAL)["fraction_of_ideal"] == 1
-    ours = row_of(rows, OURS)
+    assert new_row(rows, IDEAL)["samples_per_s"] == 1000
+    assert new_row(rows, IDEAL)["fraction_of_ideal"] == 1
+    ours = new_row(rows, OURS)
     assert ours["samples_per_s"] == pytest.approx(800)
     assert ours["fraction_of_ideal"] == pytest.approx(0.8)
     assert ours["speedup_over_ddp"] == pytest.approx(3.2)
@@ -59,7 +59,7 @@ def test_rows_say_how_much_of_the_ideal_each_reached() -> None:
     assert ours["planning_s"] == pytest.approx(5 - 1 - 0.125)
     assert ours["batches"] == [[80, 20], [80, 20]]
     assert ours["loss_apart"] == 0
-    assert row_of(rows, "ddp")["planning_s"] is None
+    assert new_row(rows, "ddp")["planning_s"] is None
     json.dumps(rows, allow_nan=False)
 
 
@@ -72,7 +72,7 @@ def test_who_fails_is_a_row_with_a_note_and_not_asked_again() -> None:
     names = ("ddp", "fsdp2")
     found, asked = run_comparison(3, names)
     assert asked.count("fsdp2") == 1
-    row = row_of(rows_of(found, names), "fsdp2")
+    row = new_row(rows_of(found, names), "fsdp2")
     assert row["note"] == "failed: rank 1 ended with exit code 1"
     assert row["samples_per_s"] is row["fraction_of_ideal"] is row["spread"] is None
 
@@ -81,7 +81,7 @@ def test_who_is_not_installed_is_a_row_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("bench.heterogeneous.rounds.find_spec", lambda _: None)
     found, asked = run_comparison(1, ("ddp", "deepspeed"))
     assert "deepspeed" not in asked
-    assert row_of(rows_of(found, NAMES), "deepspeed")["note"] == "not installed"
+    assert new_row(rows_of(found, NAMES), "deepspeed")["note"] == "not installed"
 
 
 def test_the_picture_leaves_out_who_has_no_figure() -> None:

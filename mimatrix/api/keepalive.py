@@ -1,4 +1,4 @@
-"""One connection for the many small requests of a worker: the standard library's, which takes a third of the time."""
+"""A connection for the many small requests of a worker, by `http.client`: it takes a third of the time of httpx."""
 
 import http.client
 import ssl
@@ -9,13 +9,13 @@ from urllib.request import getproxies, proxy_bypass
 
 
 def is_direct(address: str) -> bool:
-    """Whether a server is reached without a proxy."""
+    """Return whether a server is reached without a proxy."""
     parts = urlsplit(address)
     return parts.scheme not in getproxies() or bool(proxy_bypass(parts.netloc))
 
 
-class PlainLine:
-    """A connection that is kept; after a failure the next request makes a new one. Requests come one at a time."""
+class KeepAliveConnection:
+    """A connection that is kept open; the first request after a failure opens a new one. One request at a time."""
 
     def __init__(
         self, address: str, headers: Mapping[str, str], timeout_s: float, trust: Callable[[], ssl.SSLContext]
@@ -32,19 +32,24 @@ class PlainLine:
         self._turn = threading.Lock()
 
     def post(self, path: str, body: str) -> tuple[int, bytes]:
-        """The status and the body of the answer; OSError or HTTPException where none comes."""
+        """Send a request, and return the status and the body of the answer.
+
+        Raises:
+            OSError: The server cannot be reached, or closed the connection.
+            http.client.HTTPException: The answer is not HTTP.
+        """
         with self._turn:
             was_open = self._http.sock is not None
             try:
                 return self._posted(path, body)
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                # A server may have let an idle connection go, which shows at the next request only.
+                # The server may have closed an idle connection, which shows only at the next request.
                 if not was_open:
                     raise
                 return self._posted(path, body)
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         self._http.close()
 
     def _posted(self, path: str, body: str) -> tuple[int, bytes]:

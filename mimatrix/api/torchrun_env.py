@@ -1,11 +1,11 @@
-"""The variables of torchrun, so that a script for torchrun runs unchanged wherever it is started."""
+"""The environment variables of torchrun, so that its scripts run unchanged under every launcher."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one rank among all, and where rank 0 opens the store."""
+    """One rank among all, and the address where rank 0 opens the store."""
 
     rank: int
     ranks: int
@@ -18,7 +18,7 @@ class Place:
 
 
 def torchrun_variables(place: Place, run_id: str, restarts: int, max_restarts: int) -> dict[str, str]:
-    """What torchrun would have set."""
+    """Return the variables that torchrun sets."""
     return {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

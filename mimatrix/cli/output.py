@@ -1,4 +1,4 @@
-"""What people see: tables and progress on a terminal, JSON for machines, pictures in files."""
+"""Output of commands: tables and progress on a terminal, JSON for machines, pictures in files."""
 
 import json
 import os
@@ -20,22 +20,28 @@ _PATIENCE_S = 10.0
 
 
 def plain_console() -> "Console":
-    """Standard output for tables and sentences. Names come from files, so nothing in them is taken for markup."""
+    """Return a console for tables and sentences on standard output. Markup is off, since names come from files."""
     from rich.console import Console
 
     return Console(markup=False, highlight=False)
 
 
+def say(sentence: str) -> None:
+    """Print a sentence on standard error, apart from what workers print."""
+    sys.stderr.write(f"mimatrix: {sentence}\n")
+    sys.stderr.flush()
+
+
 def print_json(value: object) -> None:
-    """One JSON value on standard output, and nothing else."""
+    """Print one JSON value on standard output, and nothing else."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager
 def progress(what: str, hint: str = "") -> Iterator[Callable[[float], None]]:
-    """A moving line on standard error while something takes its time; silent where standard error is not a terminal.
+    """Show a status line on standard error, if that is a terminal, while work is in progress.
 
-    Gives a function that takes the part that is done. After a while the line shows `hint`: what would be quicker.
+    Yields a function that takes the completed part. After some seconds the line shows `hint`, too.
     """
     from rich.console import Console
     from rich.text import Text
@@ -57,7 +63,7 @@ def progress(what: str, hint: str = "") -> Iterator[Callable[[float], None]]:
 def check_file(path: Path, endings: tuple[str, ...]) -> None:
     """Refuse a file that could not be written, before the work is done."""
     if path.suffix.lower() not in endings:
-        raise UserError(f'"{path}" has no ending that can be written here; use {" or ".join(endings)}')
+        raise UserError(f'"{path}" has an ending that cannot be written here; use {" or ".join(endings)}')
     with _writing(path):
         folder = path.absolute().parent
         if not folder.is_dir():
@@ -77,19 +83,19 @@ def save_picture(figure: "Figure", path: Path) -> None:
 
 
 def write_json(value: object, path: Path) -> None:
-    """One JSON value in a file."""
+    """Write one JSON value to a file."""
     write_text(json.dumps(value, allow_nan=False), path)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Text in a file."""
+    """Write text to a file."""
     with _writing(path):
         path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """What the system has against a file is a sentence."""
+    """Turn errors of the operating system into a sentence about a file."""
     try:
         yield
     except OSError as error:

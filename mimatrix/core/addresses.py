@@ -38,7 +38,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has an IPv4 address, or None if there is none or the address is no IPv4 address.
+    """Return the interface that has an IPv4 address, or None if there is none or it is not an IPv4 address.
 
     An address with a label such as `eth0:1` belongs to the interface `eth0`. Of several interfaces with the same
     address, one that leads to other machines is preferred to loopback.

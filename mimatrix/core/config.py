@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TypeVar
 
-from mimatrix.core.errors import ConfigError, UserError, nearest
+from mimatrix.core.errors import ConfigError, UserError, close_match, nearest
 from mimatrix.core.toml_positions import Path, find_places
 
 T = TypeVar("T")
@@ -100,8 +100,8 @@ class Table:
 
     def _misspelt(self, key: str) -> str:
         strangers = [other for other in self._values if other not in self._known]
-        found = [other for other in strangers if "did you mean" in nearest(other, [key])]
-        return f' (is "{found[0]}" misspelt?)' if found else ""
+        misspelt = next((other for other in strangers if close_match(other, [key])), None)
+        return f' (is "{misspelt}" misspelt?)' if misspelt else ""
 
 
 def read_table(name: str, text: str, page: str = "docs/clusters.md") -> Table:

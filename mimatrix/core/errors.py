@@ -19,12 +19,6 @@ from difflib import get_close_matches
 
 # A cluster knows thousands of names, and an error is one sentence.
 _SHOWN = 20
-EXIT_FAILED = 1
-"""The exit code of a failure that the input is not to blame for."""
-EXIT_BAD_INPUT = 2
-"""The exit code of a `UserError`; with it a job is not started again."""
-EXIT_PEER_LOST = 76
-"""The exit code of a rank that stopped because another one was lost: it is not the rank to blame."""
 
 
 class MiMatrixError(Exception):
@@ -75,11 +69,17 @@ class ScheduleError(MiMatrixError):
     """A schedule does not do what its collective promises, or two ranks race in it."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean "x"?` for a close match of `word`, otherwise what is known, the first few where that is long."""
+def close_match(word: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that `word` is most likely a misspelling of, or None if none is close."""
     choices = {choice.lower(): choice for choice in sorted(known)}
     close = get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
-    if close:
-        return f'; did you mean "{choices[close[0]]}"?'
+    return choices[close[0]] if close else None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean "x"?` for a close match of `word`, otherwise what is known, cut where that is long."""
+    choices = list({choice.lower(): choice for choice in sorted(known)}.values())
+    if close := close_match(word, choices):
+        return f'; did you mean "{close}"?'
     more = f" and {len(choices) - _SHOWN} more" if len(choices) > _SHOWN else ""
-    return f"; known are {', '.join(list(choices.values())[:_SHOWN])}{more}"
+    return f"; known are {', '.join(choices[:_SHOWN])}{more}"

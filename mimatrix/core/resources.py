@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from mimatrix.core.errors import UserError
 
 ANY = ""
-"""Of any kind."""
+"""Any kind."""
 _MOST = 65_536
 _ITEM = re.compile(r"(?:(?P<kind>[^:]*[^:\s])\s*:)?\s*(?P<least>\d+)(?:\s*\.\.\s*(?P<most>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DeviceRequest:
     """Devices of one kind: `least` must be there, `most` are of use."""
 
     kind: str
@@ -25,14 +25,18 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """All parts together; without parts, every device that there is."""
+class ResourceRequest:
+    """All that a job asks for; without parts, every device of the cluster."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[DeviceRequest, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> "Wish":
-        """From what a person wrote."""
+    def parse(cls, text: str) -> "ResourceRequest":
+        """Parse what a person wrote.
+
+        Raises:
+            UserError: It is not a request for devices.
+        """
         if text.strip().lower() == "all":
             return cls()
         return cls(tuple(_part(item, text) for item in text.split(",")))
@@ -44,18 +48,18 @@ class Wish:
 
     @property
     def least(self) -> int:
-        """Without so many it cannot start."""
+        """Return the number of devices without which it cannot start."""
         return sum(part.least for part in self.parts)
 
-    def within(self, devices: int) -> "Wish":
+    def within(self, devices: int) -> "ResourceRequest":
         """Return this request with a count in place of `all`."""
-        return Wish((Part(ANY, devices, devices),)) if self.is_all else self
+        return ResourceRequest((DeviceRequest(ANY, devices, devices),)) if self.is_all else self
 
     def __str__(self) -> str:
         return ",".join(map(str, self.parts)) or "all"
 
 
-def _part(item: str, text: str) -> Part:
+def _part(item: str, text: str) -> DeviceRequest:
     found = _ITEM.fullmatch(item.strip())
     least = int(found["least"]) if found else 0
     most = int(found["most"] or least) if found else 0
@@ -63,4 +67,4 @@ def _part(item: str, text: str) -> Part:
         raise UserError(
             f'"{text}" names no devices; write a number, kinds with numbers, a range or all: 4, a100:2,v100:4, 2..8'
         )
-    return Part(found["kind"] or ANY, least, most)
+    return DeviceRequest(found["kind"] or ANY, least, most)

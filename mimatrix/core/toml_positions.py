@@ -18,7 +18,7 @@ _TOKEN = re.compile(
 
 
 def find_places(text: str) -> dict[Path, int]:
-    """Line (from 1) of every key, table and list entry of a text that `tomllib` has accepted."""
+    """Return the line (from 1) of every key, table and list entry of a text that `tomllib` has accepted."""
     scanner = _Scanner(text)
     scanner.scan()
     return scanner.places

@@ -82,6 +82,11 @@ def format_bytes(count: float) -> str:
     return _scaled(count, "B")
 
 
+def format_decimal_bytes(count: float) -> str:
+    """Return a size in decimal units, so that sizes below one another can be compared: `24GB`, `1.5MB`."""
+    return _scaled(count, "B")
+
+
 def format_rate(bytes_per_second: float) -> str:
     """Links speak bits: `25Gbit`."""
     return "unlimited" if math.isinf(bytes_per_second) else _scaled(bytes_per_second * 8, "bit")
@@ -93,6 +98,14 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= scale:
             return f"{_short(seconds / scale)}{unit}"
     return f"{_short(seconds / 1e-9)}ns"
+
+
+def format_duration(seconds: float) -> str:
+    """Return how long people wait, in the unit that fits: `12.3s`, `45min`, `10.8h`, `3.5d`."""
+    for unit, scale in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if abs(seconds) >= 2 * scale:
+            return f"{_short(seconds / scale)}{unit}"
+    return format_seconds(seconds) if seconds else "0s"
 
 
 def _scaled(value: float, unit: str) -> str:

@@ -15,14 +15,12 @@ from typing import NoReturn
 
 from mimatrix.comm.endpoint_registry import find_failure, has_joined, note_exit_code
 from mimatrix.core.errors import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_PEER_LOST,
     DifferentCalls,
     PeerLost,
     SaveError,
     UserError,
 )
+from mimatrix.core.exit_codes import BAD_INPUT, FAILED, PEER_LOST
 
 _NEWS_S = 2.0
 """How long the news that a rank was lost may take, after the GPU failed because of it."""
@@ -51,13 +49,13 @@ def format_user_error(error: UserError | SaveError) -> str:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     match error:
         case UserError():
-            _exit_with(format_user_error(error), EXIT_BAD_INPUT)
+            _exit_with(format_user_error(error), BAD_INPUT)
         case PeerLost():
             rank = os.environ.get("RANK")
             who = "stopped" if rank is None else f"rank {rank} stopped"
-            _exit_with(f"{who}, because {error}", EXIT_PEER_LOST)
+            _exit_with(f"{who}, because {error}", PEER_LOST)
         case SaveError():
-            _exit_with(format_user_error(error), EXIT_FAILED)
+            _exit_with(format_user_error(error), FAILED)
         case RuntimeError() if _is_of_gpu(error) and isinstance(lost := find_failure(_NEWS_S), PeerLost):
             _excepthook(PeerLost, lost, trace)
         case _:

@@ -13,7 +13,7 @@ from mimatrix.engine.not_prepared import NotPrepared
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepStats
 from mimatrix.engine.world import World
-from mimatrix.planner.mode_choice import Choice
+from mimatrix.planner.mode_choice import ModeChoice
 from mimatrix.planner.model.plan import Plan
 from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.model.split import Split
@@ -125,7 +125,7 @@ class RunProperties(ABC):
         return self._loop.plans.measured
 
     @property
-    def mode_choice(self) -> Choice | None:
+    def mode_choice(self) -> ModeChoice | None:
         """What `mode="auto"` chose in `prepare`, from what, and why."""
         return self._world.choice
 

@@ -12,7 +12,7 @@ from mimatrix.engine.outer_optimizer import OuterOptimizer
 from mimatrix.engine.rank_exchange import RankExchange
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
-from mimatrix.planner.mode_choice import Choice
+from mimatrix.planner.mode_choice import ModeChoice
 from mimatrix.planner.model.split import Split, resolve_batches
 from mimatrix.profiler.fingerprints import device_name
 
@@ -33,7 +33,7 @@ class World:
         main: Group | None,
         new_group: NewGroup | None,
         outer: OuterOptimizer | None = None,
-        choice: Choice | None = None,
+        choice: ModeChoice | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         self.settings, self.rank, self.device, self.devices = settings, rank, device, devices
@@ -89,7 +89,7 @@ class World:
         """The number of ranks."""
         return len(self.devices)
 
-    def with_settings(self, settings: Settings, choice: Choice | None = None) -> "World":
+    def with_settings(self, settings: Settings, choice: ModeChoice | None = None) -> "World":
         """Return the same ranks with other settings, before any further group is made; `choice` is `mode="auto"`'s."""
         return World(
             settings,

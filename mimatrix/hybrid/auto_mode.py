@@ -5,7 +5,6 @@ Why this waits for `prepare`: docs/decisions/0014-a-run-that-decides.md.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,15 +31,16 @@ from mimatrix.engine.world import World
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.hybrid.groups import Groups, locate_rank
 from mimatrix.hybrid.mode import Hybrid, is_rejoining, job_rank, job_store, launched_groups, rendezvous_file
-from mimatrix.planner.communication import simulated
-from mimatrix.planner.mode_choice import Apart, Choice, choose_mode
+from mimatrix.planner.communication import simulate_communication
+from mimatrix.planner.hybrid_price import HybridPrice
+from mimatrix.planner.mode_choice import ModeChoice, choose_mode
 from mimatrix.planner.model.plan import Plan
 from mimatrix.planner.model.profile import Communication, ModelSize
 from mimatrix.profiler.timing import measure_cpu_share
 
 _QUICK_S = 0.05
 """All-reduces that should take no longer are timed; others would take minutes to tune, and are simulated."""
-_VERSION = 1
+_VERSION = 2
 """Of the file with the chosen mode."""
 
 
@@ -88,16 +88,16 @@ class UndecidedMembership(Membership):
         world = self.world
         groups = Hybrid().resolve_groups(self.store, world.rank, world.world_size)
         choice = choose(inputs.open(world), groups)
-        if choice.mode == "sync" or choice.apart is None:
-            return world.with_settings(_with_plan(world.settings, choice.together, choice, inputs.model), choice)
-        plan = choice.apart.groups[locate_rank(groups, world.rank)[0]].plan
+        if choice.mode == "sync" or choice.hybrid is None:
+            return world.with_settings(_with_plan(world.settings, choice.sync, choice, inputs.model), choice)
+        plan = choice.hybrid.groups[locate_rank(groups, world.rank)[0]].plan
         settings = _with_plan(world.settings, plan, choice, inputs.model)
         self._leave(choice)
-        hybrid = hybrid_mode(choice.apart)
+        hybrid = hybrid_mode(choice.hybrid)
         joined = hybrid.join_group(settings, self.store, groups, world.rank, world.device, self.timeout.total_seconds())
         return joined.with_settings(joined.settings, choice)
 
-    def _leave(self, choice: Choice) -> None:
+    def _leave(self, choice: ModeChoice) -> None:
         """Leave the process group of all ranks."""
         rank, store = self.world.rank, self.store
         # No rank leaves while another still reads the last exchange.
@@ -114,7 +114,7 @@ class RejoinedMembership(Membership):
     """A place in a group that was lost and restarted; the mode was chosen when all groups were there."""
 
     plan: Plan
-    choice: Choice
+    choice: ModeChoice
 
     def settle(self, inputs: PrepareInputs) -> World:
         """Return the same place, with the plan that the group had."""
@@ -124,15 +124,15 @@ class RejoinedMembership(Membership):
 
 def _rejoin(settings: Settings, store: Store, device: torch.device, timeout_s: float) -> Membership:
     choice = _read_choice()
-    assert choice.apart
+    assert choice.hybrid
     rank, world_size = job_rank()
     groups = launched_groups(world_size)
-    plan = choice.apart.groups[locate_rank(groups, rank)[0]].plan
-    world = hybrid_mode(choice.apart).join_group(settings, store, groups, rank, device, timeout_s)
+    plan = choice.hybrid.groups[locate_rank(groups, rank)[0]].plan
+    world = hybrid_mode(choice.hybrid).join_group(settings, store, groups, rank, device, timeout_s)
     return RejoinedMembership(world.with_settings(world.settings, choice), plan, choice)
 
 
-def _read_choice() -> Choice:
+def _read_choice() -> ModeChoice:
     file = rendezvous_file()
     assert file, "a group that rejoins has this file"
     try:
@@ -141,14 +141,14 @@ def _read_choice() -> Choice:
         raise UserError(f"the chosen mode cannot be read ({error}); start all groups again") from None
     if stored["version"] != _VERSION:
         raise UserError("the chosen mode was written by another version of MiMatrix; start all groups again")
-    return Choice.from_json(stored["choice"])
+    return ModeChoice.from_json(stored["choice"])
 
 
 def _choice_file(rendezvous: Path) -> Path:
     return rendezvous.with_name(f"{rendezvous.name}-choice")
 
 
-def _with_plan(settings: Settings, plan: Plan, choice: Choice, model: nn.Module) -> Settings:
+def _with_plan(settings: Settings, plan: Plan, choice: ModeChoice, model: nn.Module) -> Settings:
     """Return settings with a plan whose first reason is the choice; batches follow speeds as with "profile"."""
     rebalance = settings.rebalance
     if rebalance is None:
@@ -158,11 +158,11 @@ def _with_plan(settings: Settings, plan: Plan, choice: Choice, model: nn.Module)
     return replace(settings, plan=explained, micro_batch=None, rebalance=rebalance)
 
 
-def hybrid_mode(apart: Apart) -> Hybrid:
+def hybrid_mode(price: HybridPrice) -> Hybrid:
     """Return the hybrid mode that was priced."""
-    if apart.local_steps:
-        return Hybrid(policy="local", options={"local_steps": apart.local_steps})
-    return Hybrid(overlaps=apart.overlaps)
+    if price.local_steps:
+        return Hybrid(policy="local", options={"local_steps": price.local_steps})
+    return Hybrid(overlaps=price.overlaps)
 
 
 def _check(settings: Settings) -> None:
@@ -178,39 +178,47 @@ def _check(settings: Settings) -> None:
         raise UserError('mode="auto" makes its own process group; leave out torch.distributed.init_process_group')
 
 
-def choose(context: PrepareContext, groups: Groups) -> Choice:
+def choose(context: PrepareContext, groups: Groups) -> ModeChoice:
     """Choose the mode for these groups, the same on every rank. A collective."""
     cluster = load_described_cluster(context) or discover_cluster(context, [Device(name) for name in context.devices])
     measured = measure_ranks(context, lambda context, size: _communication(context, size, cluster))
-    network = _network(cluster, measured.model.gradient_bytes, context.world_size, measured.communication)
-    problem = replace(build_problem(context, measured), network=network)
+    communication = _JobCommunication(
+        cluster, measured.model.gradient_bytes, context.world_size, measured.communication
+    )
+    problem = replace(build_problem(context, measured), communication=communication)
     objection = _objection(context)
     processors = gather_or_raise(context.exchange, measure_cpu_share)
     choices = gather_or_raise(
         context.exchange,
         lambda: choose_mode(problem, groups, cluster, objection, processors).to_json() if context.rank == 0 else None,
     )
-    choice = Choice.from_json(choices[0])
+    choice = ModeChoice.from_json(choices[0])
     log_rank0(context, choice.reason)
     return choice
 
 
 def _communication(context: PrepareContext, size: ModelSize, cluster: Cluster) -> Communication:
     """Return what all ranks together pay: timed if that is quick, otherwise simulated on the cluster's links."""
-    expected = simulated(cluster, size.gradient_bytes, tuple(range(context.world_size)))
+    expected = simulate_communication(cluster, size.gradient_bytes, tuple(range(context.world_size)))
     if expected.once_s[0] <= _QUICK_S:
         return time_communication(context, size)
     exchange_s = measure_exchange_s(context.exchange)
     return replace(expected, once_s=tuple(seconds + exchange_s for seconds in expected.once_s))
 
 
-def _network(
-    cluster: Cluster, model_bytes: int, ranks: int, measured: Communication
-) -> Callable[[tuple[int, ...]], Communication]:
-    def network(members: tuple[int, ...]) -> Communication:
-        return measured if len(members) == ranks else simulated(cluster, model_bytes, members)
+@dataclass(frozen=True, slots=True)
+class _JobCommunication:
+    """What sets of ranks pay: all of them as measured, fewer as simulated on the cluster's links."""
 
-    return network
+    cluster: Cluster
+    model_bytes: int
+    ranks: int
+    measured: Communication
+
+    def cost(self, members: tuple[int, ...]) -> Communication:
+        if len(members) == self.ranks:
+            return self.measured
+        return simulate_communication(self.cluster, self.model_bytes, members)
 
 
 def _objection(context: PrepareContext) -> str:

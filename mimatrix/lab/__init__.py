@@ -3,7 +3,7 @@
 from mimatrix.lab.counters import channel_bytes, link_bytes
 from mimatrix.lab.gpu import GpuPart, RankOutput, collect_gpu, gpu_environment, mps_daemon, parse_parts, run_gpu
 from mimatrix.lab.ip_commands import namespace
-from mimatrix.lab.layout import ByAddress, Layout, Seat, lay_out
+from mimatrix.lab.layout import ByAddress, LabLayout, Seat, lay_out
 from mimatrix.lab.lifecycle import Removed, down, up
 from mimatrix.lab.run import run
 from mimatrix.lab.state import Lab, recall
@@ -12,7 +12,7 @@ __all__ = [
     "ByAddress",
     "GpuPart",
     "Lab",
-    "Layout",
+    "LabLayout",
     "RankOutput",
     "Removed",
     "Seat",

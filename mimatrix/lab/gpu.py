@@ -21,8 +21,10 @@ from typing import IO
 from mimatrix.api.torchrun_env import Place, torchrun_variables
 from mimatrix.core.environment import HOST, JOB_SECRET
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.exit_codes import TIMED_OUT
 from mimatrix.core.units import parse_bytes
-from mimatrix.processes.group import TIMED_OUT, Command, Ending, run_together, signal_group, start_guard
+from mimatrix.processes.group import Command, run_process_group, signal_group, start_guard
+from mimatrix.processes.group_exit import GroupExit
 from mimatrix.processes.ports import free_port
 
 _ADDRESS = "127.0.0.1"
@@ -204,7 +206,7 @@ def run_gpu(
     daemon: Mapping[str, str] | None = None,
     grace_s: float = 10.0,
     timeout_s: float | None = None,
-) -> Ending:
+) -> GroupExit:
     """Run `words` once for every part, pass on what ranks print with their labels, and wait for all.
 
     Args:
@@ -221,7 +223,7 @@ def run_gpu(
             Command(f"{rank} {part.host}", tuple(words), environment)
             for rank, (part, environment) in enumerate(zip(parts, environments, strict=True))
         ]
-        return run_together(commands, sys.stdout.buffer, sys.stderr.buffer, grace_s=grace_s, timeout_s=timeout_s)
+        return run_process_group(commands, sys.stdout.buffer, sys.stderr.buffer, grace_s=grace_s, timeout_s=timeout_s)
 
 
 def collect_gpu(

@@ -1,4 +1,4 @@
-"""A layout as orders for `ip`, `tc` and `sh`: pure text, applied elsewhere.
+"""A layout as commands for `ip`, `tc` and `sh`: pure text, run elsewhere.
 
 **How links are shaped.** Each end of a cable sends through a token bucket (`tbf`), so that both directions have the
 link's rate. Frames are 9,000 bytes long, of which TCP carries 8,948; the bucket runs faster by that ratio, so that the
@@ -6,7 +6,7 @@ link's rate. Frames are 9,000 bytes long, of which TCP carries 8,948; the bucket
 few frames: what fits in it passes at once. The queue before it takes `QUEUE_S` of traffic, at least `QUEUE_BYTES`.
 
 **How TCP is set.** The control is reno: every kernel allows it in namespaces, and streams that meet end sooner than
-under bbr. What was idle goes on at its old speed. Senders hand over a millisecond of data at a time, not 64 KiB (which
+under bbr. An idle stream resumes at its old speed. Senders hand over a millisecond of data at a time, not 64 KiB (which
 `tcp_tso_rtt_log` makes of short round trips), so that slow links are shared in small pieces. Windows stay unlimited:
 where acknowledgements wait in the queues of other streams, a limited window would leave its link idle.
 """
@@ -14,7 +14,7 @@ where acknowledgements wait in the queues of other streams, a limited window wou
 from collections.abc import Iterator
 from math import ceil
 
-from mimatrix.lab.layout import Layout, Space
+from mimatrix.lab.layout import LabLayout, Space
 
 MTU = 9_000
 PAYLOAD = (MTU - 52) / (MTU + 14)
@@ -37,22 +37,22 @@ set_all reno /proc/sys/net/ipv4/tcp_congestion_control
 
 
 def namespace(lab: str, space: str) -> str:
-    """The network namespace, and the control group, of a node or switch. Names of labs have no hyphen."""
+    """Return the name of the network namespace and of the control group of a node or switch."""
     return f"{prefix(lab)}{space}"
 
 
 def prefix(lab: str) -> str:
-    """What the names of everything that belongs to a lab start with."""
+    """Return the prefix of the names of everything that belongs to a lab; names of labs have no hyphen."""
     return f"mmx-{lab}-"
 
 
-def add_namespaces(layout: Layout, lab: str) -> str:
-    """A batch for `ip`."""
+def add_namespaces(layout: LabLayout, lab: str) -> str:
+    """Return a batch for `ip` that makes the namespaces."""
     return "".join(f"netns add {namespace(lab, space.name)}\n" for space in layout.spaces)
 
 
-def add_cables(layout: Layout, lab: str) -> str:
-    """A batch for `ip`: each cable a pair of interfaces, made in place."""
+def add_cables(layout: LabLayout, lab: str) -> str:
+    """Return a batch for `ip` that makes each cable, a pair of interfaces in their namespaces."""
     return "".join(
         f"link add name {cable.near.interface} mtu {MTU} netns {namespace(lab, cable.near.space)} type veth "
         f"peer name {cable.far.interface} mtu {MTU} netns {namespace(lab, cable.far.space)}\n"
@@ -60,14 +60,14 @@ def add_cables(layout: Layout, lab: str) -> str:
     )
 
 
-def furnish(space: Space) -> str:
-    """A script for `sh -e` inside of the namespace: settings, shapes, addresses, routes."""
+def configure_space(space: Space) -> str:
+    """Return a script for `sh -e` within the namespace: settings, shapes, addresses, routes."""
     forward = f"set_all {int(space.forwards)} /proc/sys/net/ipv4/ip_forward\n"
     return _SETTINGS + forward + _batch("tc", _shapes(space)) + _batch("ip", [*_addresses(space), *_routes(space)])
 
 
 def shape(rate_bytes_per_s: float) -> str:
-    """The token bucket of a link, in the words of `tc`."""
+    """Return the token bucket of a link as arguments for `tc`."""
     wire = rate_bytes_per_s / PAYLOAD
     burst = max(ceil(wire * BURST_S), BURST_BYTES)
     queue = max(ceil(wire * QUEUE_S), QUEUE_BYTES)

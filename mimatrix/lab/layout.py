@@ -1,4 +1,4 @@
-"""What a lab is made of, as a value: a pure function of the cluster, so that it can be looked at before it exists.
+"""The parts of a lab as a value: a pure function of the cluster, so that it can be examined before it exists.
 
 Every node and every switch is a `Space` (a network namespace); every cable is a pair of `Port`s, one in each of two
 spaces, and a port sends exactly one channel of `Fabric.channels`. Each rank has a `Seat`: its space and its address.
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One end of a cable. It sends the channel of that number, and hears the one that its peer sends."""
+    """One end of a cable. It sends the channel of this number and receives the one that its peer sends."""
 
     space: str
     interface: str
@@ -39,7 +39,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """Two ports that hear one another."""
+    """Two ports that are connected."""
 
     near: Port
     far: Port
@@ -84,22 +84,22 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class ByAddress:
-    """The lab's rule among equally short ways: routers see addresses, so ranks that share one share their ways.
+    """The lab's rule among equally short paths: routers see addresses, so ranks that share one share their paths.
 
-    Hand it to the simulator to predict what the lab does. `leader[device]` is the first device with its address.
+    Give it to the simulator to predict what the lab does. `leader[device]` is the first device with its address.
     """
 
     leader: tuple[int, ...]
     rule: Routes
 
     def keys(self, sources: Ints, targets: Ints, hop: int) -> Ints:
-        """What `rule` says for the leaders."""
+        """Return the keys of `rule` for the leaders."""
         leaders = np.asarray(self.leader, dtype=np.int64)
         return self.rule.keys(leaders[sources], leaders[targets], hop)
 
 
 @dataclass(frozen=True)
-class Layout:
+class LabLayout:
     """Everything that `up` makes."""
 
     fabric: Fabric
@@ -110,19 +110,19 @@ class Layout:
 
     @cached_property
     def ports(self) -> dict[int, Port]:
-        """The port that sends each channel. Channels of a bus have none: they stay inside of a node."""
+        """The port that sends each channel. Channels of a bus have none: they stay within a node."""
         return {port.channel: port for cable in self.cables for port in (cable.near, cable.far)}
 
     def path(self, source: int, target: int) -> tuple[str, ...]:
-        """The channels that packets between two ranks cross, by name; none within a node, whose bus is no cable."""
+        """Return the names of the channels that packets between two ranks cross; none within a node."""
         if self.seats[source].node == self.seats[target].node:
             return ()
         row = find_paths(self.fabric, np.array([source]), np.array([target]), self.rule)[0]
         return tuple(self.fabric.channels[channel].name for channel in row if channel in self.ports)
 
 
-def lay_out(cluster: Cluster, rule: Routes | None = None) -> Layout:
-    """The lab of a cluster; `rule` picks among equally short ways, by hash if there is none, as in the simulator."""
+def lay_out(cluster: Cluster, rule: Routes | None = None) -> LabLayout:
+    """Return the layout of a cluster's lab; `rule` picks among equally short paths, by hash if it is omitted."""
     _check_names(cluster)
     fabric = Fabric(cluster)
     cables = tuple(_lay_cables(fabric))
@@ -134,7 +134,7 @@ def lay_out(cluster: Cluster, rule: Routes | None = None) -> Layout:
     spaces = tuple(
         Space(name, forwards[name], tuple(ports.get(name, ())), tuple(routes.get(name, ()))) for name in forwards
     )
-    return Layout(fabric, spaces, cables, seats, by_address)
+    return LabLayout(fabric, spaces, cables, seats, by_address)
 
 
 def _check_names(cluster: Cluster) -> None:
@@ -150,7 +150,7 @@ def _check_names(cluster: Cluster) -> None:
 
 
 def _lay_cables(fabric: Fabric) -> Iterator[Cable]:
-    """The fabric lays two channels for each cable, out and back, before those of the buses."""
+    """Yield the cables: the fabric has two channels for each, out and back, before those of the buses."""
     used: Counter[str] = Counter()
     for number in range(sum(link.parallel for link in fabric.cluster.links)):
         out = fabric.channels[2 * number]
@@ -192,7 +192,7 @@ def _leaders(seats: Sequence[Seat]) -> tuple[int, ...]:
 
 
 def _routes(fabric: Fabric, cables: Sequence[Cable], seats: Sequence[Seat], rule: ByAddress) -> dict[str, list[Route]]:
-    """For each space the routes that carry every pair of addresses along the path that the fabric gives it."""
+    """Return for each space the routes that carry every pair of addresses along its path in the fabric."""
     ways = _ways(fabric, cables, seats, rule)
     homes: dict[str, list[Seat]] = defaultdict(list)
     for seat in seats:
@@ -206,7 +206,7 @@ _Way = tuple[Port, Port]
 def _ways(
     fabric: Fabric, cables: Sequence[Cable], seats: Sequence[Seat], rule: ByAddress
 ) -> dict[str, dict[tuple[str, str], _Way]]:
-    """For each space and each (source, target) address that passes through it: the port it leaves by, and the next."""
+    """Return for each space and each (source, target) that passes through it the port it leaves by, and its peer."""
     sends = {way[0].channel: way for cable in cables for way in ((cable.near, cable.far), (cable.far, cable.near))}
     leaders = sorted(set(rule.leader))
     pairs = [(a, b) for a, b in permutations(leaders, 2) if seats[a].node != seats[b].node]
@@ -222,9 +222,9 @@ def _ways(
 
 
 def _compress(table: Mapping[tuple[str, str], _Way], residents: Sequence[Seat]) -> Iterator[Route]:
-    """One route for each target, and one more for every source that goes another way.
+    """Yield one route for each target, and another for every source that takes another path.
 
-    Where ranks live, the first of them that sends to the target sets the route for all who name no source.
+    In a space with ranks, the first of them that sends to the target sets the route for sockets without a source.
     """
     by_target: dict[str, dict[str, _Way]] = defaultdict(dict)
     for (source, target), way in table.items():

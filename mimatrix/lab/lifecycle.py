@@ -1,4 +1,4 @@
-"""Up and down. What goes up is written down first, and what is there is found by name: so `down` needs no memory."""
+"""Make and remove labs. A lab is stored before it is made, and its parts are found by name, so `down` always works."""
 
 import signal
 import time
@@ -11,15 +11,15 @@ from mimatrix.cluster.model import Cluster
 from mimatrix.core.errors import UserError
 from mimatrix.lab import ip_commands, state
 from mimatrix.lab.state import Lab, check_name, down_command
-from mimatrix.lab.system import check_machine, inhabitants, kill, namespaces, order, within
-from mimatrix.processes.cgroups import add_quotas, this_machine
+from mimatrix.lab.system import check_machine, inhabitants, kill, namespaces, run_tool, within
+from mimatrix.processes.cgroups import add_quotas, cpu_cgroups
 
 _TERM_S, _KILL_S = 2.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What `down` found and removed."""
+    """How much `down` removed."""
 
     namespaces: int
     groups: int
@@ -28,28 +28,28 @@ class Removed:
 
     @property
     def nothing(self) -> bool:
-        """There was no lab of that name."""
+        """Whether there was no lab of this name."""
         return not (self.namespaces or self.groups or self.written)
 
 
 def up(
     cluster: Cluster, name: str = "lab", cpus: tuple[float, ...] = (), show: Callable[[float], None] = lambda _: None
 ) -> Lab:
-    """Make the lab of a cluster, or nothing: what fails midway is removed. `show` gets the part that is done."""
+    """Make the lab of a cluster, or nothing: what fails midway is removed. `show` gets the completed part."""
     check_name(name)
     check_machine()
     lab = Lab(name, cluster, cpus)
-    # Before anything exists: a cluster that no lab can be is refused here.
+    # Before anything exists, since a cluster that cannot be a lab is refused here.
     layout = lab.layout
     if namespaces(ip_commands.prefix(name)):
         _refuse_remains(lab)
     state.claim(lab)
     try:
-        order(["ip", "-batch", "-"], ip_commands.add_namespaces(layout, name))
-        order(["ip", "-batch", "-"], ip_commands.add_cables(layout, name))
+        run_tool(["ip", "-batch", "-"], ip_commands.add_namespaces(layout, name))
+        run_tool(["ip", "-batch", "-"], ip_commands.add_cables(layout, name))
         for done, space in enumerate(layout.spaces):
             show(done / len(layout.spaces))
-            order(within(ip_commands.namespace(name, space.name), "sh", "-e"), ip_commands.furnish(space))
+            run_tool(within(ip_commands.namespace(name, space.name), "sh", "-e"), ip_commands.configure_space(space))
         if cpus:
             add_quotas([ip_commands.namespace(name, node.name) for node in cluster.nodes], cpus)
         return state.finish(lab)
@@ -59,12 +59,12 @@ def up(
 
 
 def down(name: str = "lab") -> Removed:
-    """Remove everything of a lab: its processes, namespaces, control groups, what is written. Twice does no harm."""
+    """Remove everything of a lab: its processes, namespaces, control groups and files. Doing it twice is harmless."""
     check_name(name)
     check_machine()
     killed = _end_processes(name)
     spaces = namespaces(ip_commands.prefix(name))
-    order(["ip", "-batch", "-"], "".join(f"netns delete {space}\n" for space in spaces))
+    run_tool(["ip", "-batch", "-"], "".join(f"netns delete {space}\n" for space in spaces))
     groups = _groups(name)
     for group in groups:
         _until(partial(_removed, group), _KILL_S, f"the control group {group} is still in use; end what runs in it")
@@ -82,7 +82,7 @@ def _refuse_remains(lab: Lab) -> None:
 
 
 def _end_processes(name: str) -> int:
-    """Ask those that run in the lab to end, then make them; how many there were."""
+    """Terminate the processes in the lab, then kill them, and return how many there were."""
     seen = running = _running(name)
     kill(running, signal.SIGTERM)
     deadline = time.monotonic() + _TERM_S
@@ -105,8 +105,8 @@ def _running(name: str) -> set[int]:
 
 
 def _groups(name: str) -> list[Path]:
-    groups = this_machine()
-    return groups.named(ip_commands.prefix(name)) if groups else []
+    groups = cpu_cgroups()
+    return groups.find(ip_commands.prefix(name)) if groups else []
 
 
 def _removed(group: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks in their seats: what each process is told, and how all are run."""
+"""Run a command for every rank of a lab, with its environment."""
 
 import os
 import secrets
@@ -11,37 +11,38 @@ from mimatrix.core.errors import UserError
 from mimatrix.lab.ip_commands import namespace
 from mimatrix.lab.layout import Seat
 from mimatrix.lab.state import Lab
-from mimatrix.lab.system import check_machine, order, within
-from mimatrix.processes.cgroups import this_machine
-from mimatrix.processes.group import Command, Ending, run_together
+from mimatrix.lab.system import check_machine, run_tool, within
+from mimatrix.processes.cgroups import cpu_cgroups
+from mimatrix.processes.group import Command, run_process_group
+from mimatrix.processes.group_exit import GroupExit
 
 _FREE_PORT = "import socket, sys; s = socket.socket(); s.bind((sys.argv[1], 0)); print(s.getsockname()[1])"
 
 
-def run(lab: Lab, words: Sequence[str], *, grace_s: float = 10.0, timeout_s: float | None = None) -> Ending:
+def run(lab: Lab, words: Sequence[str], *, grace_s: float = 10.0, timeout_s: float | None = None) -> GroupExit:
     """Run `words` once for every rank, each in its node's namespace and quota, and wait for all."""
     check_machine()
     if not shutil.which(words[0]):
         raise UserError(f'there is no command "{words[0]}"; write it as `mimatrix lab run -- python train.py`')
     port = _free_port(lab)
-    groups = this_machine() if lab.cpus else None
+    groups = cpu_cgroups() if lab.cpus else None
     commands, secret = [], secrets.token_hex(32)
     for seat in lab.layout.seats:
         space = namespace(lab.name, seat.node)
-        told = dict(os.environ) | environment(lab, seat, port, os.environ) | {env.JOB_SECRET.name: secret}
+        variables = dict(os.environ) | environment(lab, seat, port, os.environ) | {env.JOB_SECRET.name: secret}
         commands.append(
             Command(
                 f"{seat.rank} {seat.node}",
                 tuple(within(space, *words)),
-                told,
-                groups.members(space) if groups else None,
+                variables,
+                groups.join_file(space) if groups else None,
             )
         )
-    return run_together(commands, sys.stdout.buffer, sys.stderr.buffer, grace_s=grace_s, timeout_s=timeout_s)
+    return run_process_group(commands, sys.stdout.buffer, sys.stderr.buffer, grace_s=grace_s, timeout_s=timeout_s)
 
 
 def environment(lab: Lab, seat: Seat, port: int, outside: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun, the interface to use, and where this rank is."""
+    """Return the variables of torchrun, the interface to use, and the location of this rank."""
     first = lab.layout.seats[0]
     return {
         "RANK": str(seat.rank),
@@ -63,7 +64,7 @@ def environment(lab: Lab, seat: Seat, port: int, outside: Mapping[str, str]) -> 
 
 
 def _free_port(lab: Lab) -> int:
-    """One that nobody listens on at rank 0's address."""
+    """Return a port that is free at rank 0's address."""
     first = lab.layout.seats[0]
     space = namespace(lab.name, first.node)
-    return int(order(within(space, sys.executable, "-I", "-S", "-c", _FREE_PORT, first.address)))
+    return int(run_tool(within(space, sys.executable, "-I", "-S", "-c", _FREE_PORT, first.address)))

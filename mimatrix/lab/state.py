@@ -1,4 +1,4 @@
-"""What is written down of a lab: its name, its cluster, its quotas, and whether it was finished. All else follows."""
+"""The state file of a lab: its name, its cluster, its quotas, and whether it is complete. All else follows."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from mimatrix.cluster.toml_files import read_cluster, write_cluster
 from mimatrix.core.errors import UserError
 from mimatrix.core.files import create_atomic, write_atomic
 from mimatrix.lab.ip_commands import namespace, prefix
-from mimatrix.lab.layout import Layout, lay_out
+from mimatrix.lab.layout import LabLayout, lay_out
 from mimatrix.lab.system import namespaces
 
 FOLDER = Path("/run/mimatrix/lab")
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[a-z0-9_]{1,32}")
 
 @dataclass(frozen=True)
 class Lab:
-    """A lab that is up, or on the way there. `cpus` has one number for each node, or none."""
+    """A lab that is up or being made. `cpus` has one number for each node, or none."""
 
     name: str
     cluster: Cluster
@@ -29,13 +29,13 @@ class Lab:
     ready: bool = False
 
     @cached_property
-    def layout(self) -> Layout:
-        """Its spaces, cables and seats."""
+    def layout(self) -> LabLayout:
+        """The spaces, cables and seats of the lab."""
         return lay_out(self.cluster)
 
     @property
     def cluster_file(self) -> Path:
-        """The cluster as TOML, for those who run inside."""
+        """The cluster as TOML, for processes in the lab."""
         return FOLDER / f"{self.name}.toml"
 
 
@@ -47,13 +47,13 @@ class _Written:
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot name a lab."""
+    """Refuse an invalid name of a lab."""
     if not _NAME.fullmatch(name):
         raise UserError(f'"{name}" cannot name a lab; use up to 32 small letters, digits and underscores')
 
 
 def claim(lab: Lab) -> None:
-    """Write the lab down before anything of it exists; of two who try, one is refused."""
+    """Store the lab before anything of it exists; of two processes that try, one is refused."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
         create_atomic(_path(lab.name), _text(lab))
@@ -63,14 +63,14 @@ def claim(lab: Lab) -> None:
 
 
 def finish(lab: Lab) -> Lab:
-    """Write down that everything is there."""
+    """Store that the lab is complete."""
     done = replace(lab, ready=True)
     write_atomic(_path(lab.name), _text(done))
     return done
 
 
 def recall(name: str) -> Lab:
-    """The lab of that name, which must be up."""
+    """Return the lab of this name, which must be up."""
     check_name(name)
     try:
         written = _Written(**json.loads(_path(name).read_text(encoding="utf-8")))
@@ -87,7 +87,7 @@ def recall(name: str) -> Lab:
 
 
 def forget(name: str) -> bool:
-    """Remove what is written; whether there was anything."""
+    """Remove the files of a lab and tell whether there were any."""
     known = _path(name).exists()
     for path in (*FOLDER.glob(f".{name}.*"), FOLDER / f"{name}.toml", _path(name)):
         path.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def forget(name: str) -> bool:
 
 
 def down_command(name: str) -> str:
-    """What to type to remove the lab."""
+    """Return the command that removes the lab."""
     return _command("down", name)
 
 

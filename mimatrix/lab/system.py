@@ -1,4 +1,4 @@
-"""What the lab asks of the machine: orders for `ip` and `sh`, and what of a lab is there, found by its prefix."""
+"""Run `ip` and `sh` on this machine, and find the namespaces and processes of a lab by their prefix."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _PATIENCE_S = 60.0
 
 
 def check_machine() -> None:
-    """One sentence on what is missing here, if anything is."""
+    """Refuse a machine that lacks a tool or root."""
     missing = [tool for tool in ("ip", "tc", "sh") if not shutil.which(tool)]
     if missing:
         raise UserError(f"the lab needs {' and '.join(missing)}, not found here; install iproute2 (Linux only)")
@@ -23,8 +23,8 @@ def check_machine() -> None:
         raise UserError("the lab makes network namespaces, which needs root; run it with sudo")
 
 
-def order(words: list[str], text: str = "") -> str:
-    """Run a tool with `text` as its input; what it printed. If it fails, so does the lab, in its words."""
+def run_tool(words: list[str], text: str = "") -> str:
+    """Run a tool with `text` as its input and return what it printed; a failure is raised with its message."""
     try:
         done = subprocess.run(  # noqa: S603 (the words are ours)
             words, input=text, capture_output=True, text=True, timeout=_PATIENCE_S, preexec_fn=die_with_parent
@@ -38,24 +38,24 @@ def order(words: list[str], text: str = "") -> str:
 
 
 def within(namespace: str, *words: str) -> list[str]:
-    """The command that runs `words` inside of a namespace."""
+    """Return the command that runs `words` in a namespace."""
     return ["ip", "netns", "exec", namespace, *words]
 
 
 def namespaces(prefix: str) -> list[str]:
-    """The names of those that start like that."""
+    """Return the namespaces whose names start with `prefix`."""
     return sorted(path.name for path in NAMESPACES.glob(f"{prefix}*"))
 
 
 def inhabitants(names: Iterable[str]) -> set[int]:
-    """The processes that run in these namespaces, ourselves left out."""
+    """Return the processes that run in these namespaces, except this one."""
     inside = {_identity(NAMESPACES / name) for name in names} - {None}
     found = {pid for pid in _processes() if _identity(Path(f"/proc/{pid}/ns/net")) in inside} if inside else set()
     return found - {os.getpid()}
 
 
 def kill(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to all that still live."""
+    """Send a signal to those that are still alive."""
     for pid in pids:
         try:
             os.kill(pid, number)

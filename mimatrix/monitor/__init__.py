@@ -1,1 +1,1 @@
-"""What is to be made of figures that ranks report: who is slow, who does not come, what is kept. Pure."""
+"""Judge the metrics that ranks report: stragglers, hangs, and what is kept over time. Pure functions."""

@@ -1,4 +1,4 @@
-"""What is kept of figures over time: all of them for a while, then means over longer and longer times."""
+"""What is kept of metrics over time: all points for a while, then means over longer and longer periods."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Points so far apart are kept for so long."""
+    """Points at this distance, kept for this time."""
 
     every_s: float
     kept_s: float
@@ -20,7 +20,7 @@ TIERS = (Tier(5.0, 2 * HOUR_S), Tier(60.0, 3 * DAY_S), Tier(600.0, 62 * DAY_S))
 
 
 def tier_for(since_s: float, until_s: float, now_s: float, points: int) -> int:
-    """The finest that is still kept from `since_s` on, with about so many points until `until_s`."""
+    """Return the finest tier that is still kept from `since_s` on, with about this number of points until `until_s`."""
     for number, tier in enumerate(TIERS):
         if tier.kept_s >= now_s - since_s and (until_s - since_s) / tier.every_s <= 2 * points:
             return number
@@ -28,12 +28,12 @@ def tier_for(since_s: float, until_s: float, now_s: float, points: int) -> int:
 
 
 def short(value: float | None) -> float | None:
-    """Four digits are enough for a picture."""
+    """Round to four digits, which are enough for a picture."""
     return None if value is None else float(f"{value:.4g}")
 
 
 def mean(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One point for several: means of numbers, by name and by rank; of whatever is no number, the last."""
+    """Return one point for several: means of numbers, by name and by rank; the last of everything else."""
     keys = dict.fromkeys(key for point in points for key in point)
     return {key: _joined([point[key] for point in points if point.get(key) is not None], key) for key in keys}
 

@@ -1,16 +1,16 @@
-"""What one rank said last, as the rest of this package reads it."""
+"""The last report of one rank, as the rest of this package reads it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """In which collective a rank waits, for whom, and for how long already."""
+    """The collective in which a rank waits, the peer that it waits for, and for how long."""
 
     call: str
     round: int
     peer: int | None
-    """None: for anybody."""
+    """None: unknown, any of them."""
     seconds: float
 
 
@@ -19,10 +19,10 @@ class RankFigures:
     """Means over its last steps."""
 
     rank: int
-    place: str
-    """Its device, for people: `host/0`."""
+    device: str
+    """Its name, for people: `host/0`."""
     at_s: float
-    """When it was said."""
+    """When it was reported."""
     step: int
     step_s: float
     compute_s: float
@@ -39,5 +39,5 @@ class RankFigures:
 
     @property
     def busy_s(self) -> float:
-        """What others wait for."""
+        """Return the time that others wait for."""
         return self.compute_s + self.data_s

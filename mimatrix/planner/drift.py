@@ -17,9 +17,11 @@ import numpy as np
 from mimatrix.collectives.shares import Shares
 from mimatrix.planner.model.curve import Curve, Floats
 from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.problem import FixedCommunication, Problem
 from mimatrix.planner.model.profile import Communication, ModelSize, Profile
 from mimatrix.planner.model.split import Split
-from mimatrix.planner.planner import Problem, make_plan, predicted
+from mimatrix.planner.planner import make_plan
+from mimatrix.planner.pricing import predict_step_s
 
 _INTERVAL_S = 0.1
 """Short steps are summarised by their median until they have lasted this long; a longer step counts by itself."""
@@ -96,7 +98,7 @@ class _Evidence:
 
 
 class Drift:
-    """What is known of the ranks' speeds besides what was measured before, as factors on that.
+    """The ranks' speeds while training, as factors on what was measured before.
 
     Args:
         problem: What the plan was made from.
@@ -106,9 +108,13 @@ class Drift:
 
     def __init__(self, problem: Problem, plan: Plan, *, is_measured: bool = True) -> None:
         # States stay where they are: another stage or other shares would move them.
-        for_everyone = _EVERY_RANK if all(plan.split.batches) else problem.for_everyone
+        min_one_sample_slack = _EVERY_RANK if all(plan.split.batches) else problem.min_one_sample_slack
         self._problem = replace(
-            problem, stages=(plan.stage,), shares=plan.shares, may_leave_out=False, for_everyone=for_everyone
+            problem,
+            stages=(plan.stage,),
+            shares=plan.shares,
+            may_leave_out=False,
+            min_one_sample_slack=min_one_sample_slack,
         )
         self.plan = plan
         self.factors = [1.0] * len(plan.parts)
@@ -172,7 +178,7 @@ class Drift:
     def predict_best(self) -> tuple[float, float]:
         """Return the seconds of a step with the plan, and with the best split, by the speeds that ranks have shown."""
         now = self._problem_now()
-        return predicted(now, self.plan.stage, self.plan.split, self.plan.shares), make_plan(now).step_s
+        return predict_step_s(now, self.plan.stage, self.plan.split, self.plan.shares), make_plan(now).step_s
 
     def changed(self, plan: Plan) -> None:
         """Note that another plan holds from now on."""
@@ -188,9 +194,9 @@ class Drift:
 
     def _search(self, least_gain: float, steps_left: int | None) -> Keep | Change:
         now = self._problem_now()
-        found = make_plan(now)
-        before_s = predicted(now, self.plan.stage, self.plan.split, self.plan.shares)
-        gain = 1 - found.step_s / before_s
+        best = make_plan(now)
+        before_s = predict_step_s(now, self.plan.stage, self.plan.split, self.plan.shares)
+        gain = 1 - best.step_s / before_s
         self._since_search_s, self._searched_factors = 0.0, list(self.factors)
         pays = steps_left is None or gain * steps_left >= _CHANGE_STEPS
         if gain < least_gain or not pays:
@@ -198,7 +204,7 @@ class Drift:
             in_vain = gain < _LEAST_GAIN or not pays
             self._patience_s = min(_MAX_VAIN_S, max(_VAIN_S, 2 * self._patience_s)) if in_vain else _SEARCH_S
             return Keep(f"another split would gain {gain:.1%} of a step")
-        return Change(found.following(self.plan.version + 1), self._because(before_s, found.step_s))
+        return Change(best.with_version(self.plan.version + 1), self._because(before_s, best.step_s))
 
     def _may_search(self) -> bool:
         has_jumped = any(
@@ -270,8 +276,8 @@ class Drift:
         return f"{why} step would take {before_s * 1e3:.0f} ms and takes {after_s * 1e3:.0f} ms with another split"
 
 
-def learned(busy_s: Sequence[float], split: Split, most: Sequence[int], stage: int, shares: Shares) -> Drift:
-    """Begin without measurements, from the seconds that each rank was busy with its part of one split.
+def estimate_drift(busy_s: Sequence[float], split: Split, most: Sequence[int], stage: int, shares: Shares) -> Drift:
+    """Start without measurements, from the seconds that each rank was busy with its part of one split.
 
     Time is taken to grow almost in proportion to samples; the factors correct what is wrong with that. No rank gets
     larger micro-batches than `most`, since nothing is known of memory.
@@ -282,9 +288,17 @@ def learned(busy_s: Sequence[float], split: Split, most: Sequence[int], stage: i
     size = ModelSize("", "", 0, 0, 0, 0, 0)
     names = ("as seen",) * split.ranks
     free = Communication((0.0,) * 4)
-    problem = Problem(split.total, size, profiles, names, lambda _: free, stages=(stage,), shares=shares)
-    parts = make_plan(problem)
-    return Drift(problem, replace(parts, split=split), is_measured=False)
+    problem = Problem(
+        global_batch=split.total,
+        model=size,
+        profiles=profiles,
+        names=names,
+        communication=FixedCommunication(free),
+        stages=(stage,),
+        shares=shares,
+    )
+    plan = make_plan(problem)
+    return Drift(problem, replace(plan, split=split), is_measured=False)
 
 
 def _straight(rate_s: float, most: int) -> Profile:

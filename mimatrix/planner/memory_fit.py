@@ -1,24 +1,62 @@
-"""Whether a stage fits, and if not, who lacks how much."""
+"""Whether the memory of the ranks suffices for a stage, and if not, which rank lacks how much."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from math import ceil
 
 import numpy as np
 
 from mimatrix.collectives.shares import Shares
+from mimatrix.core.text import join_names, spell_bytes
 from mimatrix.planner.model.problem import Problem
 from mimatrix.planner.model.profile import STAGES, ModelSize, Profile
 from mimatrix.planner.model.split import Split
-from mimatrix.planner.search.cost_tables import SLACK, Floats, Tables
+from mimatrix.planner.search.cost_tables import CostTables, Floats
+from mimatrix.planner.search.limits import SHARE_SLACK
 
 
-def lacks(
-    stage: int, model: ModelSize, profiles: Sequence[Profile], names: Sequence[str], shares: Shares | None
-) -> str:
-    """Who lacks how many bytes to train in `stage`, with one sample at a time; empty where it fits.
+class ShortageKind(StrEnum):
+    """What there is too little memory for."""
 
-    Micro-batches may be as small as one sample, so what must have room is every rank's states, and one sample
-    somewhere.
+    GIVEN_STATES = "given_states"
+    """The states that a rank keeps, with the shares that are given or with everything unsharded."""
+    MINIMUM_STATES = "minimum_states"
+    """The states that a rank keeps even if its share is empty."""
+    SHARED_STATES = "shared_states"
+    """The states that are cut over all ranks."""
+    ONE_SAMPLE = "one_sample"
+    """A micro-batch of one sample next to the states, on the rank with most room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What keeps a stage from fitting."""
+
+    kind: ShortageKind
+    lacking_bytes: float
+    rank: int | None = None
+    """None if all ranks together lack it."""
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return a clause such as `rank 1 (node/1) lacks 4 MB`."""
+        size = spell_bytes(self.lacking_bytes)
+        if self.rank is None:
+            return f"all ranks together lack {size}"
+        purpose = {
+            ShortageKind.MINIMUM_STATES: " even if it owns nothing",
+            ShortageKind.ONE_SAMPLE: " for one sample at a time",
+        }
+        return f"{label_rank(self.rank, names)} lacks {size}{purpose.get(self.kind, '')}"
+
+
+def find_shortage(
+    stage: int, model: ModelSize, profiles: Sequence[Profile], shares: Shares | None = None
+) -> Shortage | None:
+    """Return what is missing to train in `stage` with one sample at a time, or None if it fits.
+
+    Micro-batches may be as small as one sample, so there must be room for every rank's states, and for one sample on
+    one rank.
     """
     whole, cut = model.kept_bytes(stage, 0.0), model.whole_and_cut_bytes(stage)[1]
     free = np.array([profile.room_bytes for profile in profiles], np.float64) - whole
@@ -26,106 +64,92 @@ def lacks(
         free -= np.array([model.kept_bytes(stage, share) for share in shares.fractions]) - whole
     worst = int(np.argmin(free))
     if free[worst] < 0:
-        more = " even if it owns nothing" if cut and shares is None else ""
-        return f"{named(worst, names)} lacks {bytes_shown(-free[worst])}{more}"
-    one = np.array([float(profile.memory.table[1]) for profile in profiles])
+        kind = ShortageKind.MINIMUM_STATES if cut and shares is None else ShortageKind.GIVEN_STATES
+        return Shortage(kind, float(-free[worst]), worst)
+    one_sample = np.array([float(profile.memory.table[1]) for profile in profiles])
     # What each rank would have left after one sample there, and after all that the others can hold of the rest.
-    left = free - one
+    left = free - one_sample
     if shares is None and cut:
         room = np.minimum(free, cut)
-        if room.sum() < cut * (1 - SLACK):
-            return f"all ranks together lack {bytes_shown(cut - room.sum())}"
+        if room.sum() < cut * (1 - SHARE_SLACK):
+            return Shortage(ShortageKind.SHARED_STATES, float(cut - room.sum()))
         left = np.minimum(left, left + room.sum() - room - cut)
     best = int(np.argmax(left))
-    return f"{named(best, names)} lacks {bytes_shown(-left[best])} for one sample at a time" if left[best] < 0 else ""
+    return Shortage(ShortageKind.ONE_SAMPLE, float(-left[best]), best) if left[best] < 0 else None
 
 
-def fits(tables: Tables, shares: Floats | None) -> bool:
-    """Whether there is room for the states and for one sample somewhere."""
+def fits(tables: CostTables, shares: Floats | None) -> bool:
+    """Tell whether there is room for the states and for one sample on one rank."""
     if shares is not None:
-        caps = tables.caps_beside(shares)
-        return bool((caps >= 0).all() and (caps > 0).any())
-    hold = tables.hold[tables.kind_of]
-    if hold.shape[1] < 2 or (hold[:, 0] < 0).any():
+        max_micro_batch = tables.max_micro_batch_beside(shares)
+        return bool((max_micro_batch >= 0).all() and (max_micro_batch > 0).any())
+    capacity = tables.shard_capacity[tables.kind_of]
+    if capacity.shape[1] < 2 or (capacity[:, 0] < 0).any():
         return False
-    beside = hold[:, 0].sum() - hold[:, 0]
-    return bool(((hold[:, 1] >= 0) & (hold[:, 1] + beside >= 1.0 - SLACK)).any())
+    others = capacity[:, 0].sum() - capacity[:, 0]
+    return bool(((capacity[:, 1] >= 0) & (capacity[:, 1] + others >= 1.0 - SHARE_SLACK)).any())
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """`a, b and c`; of many the first `most` and how many more."""
-    if len(names) > most + 1:
-        names = [*names[:most], f"{len(names) - most} more"]
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-def nothing_fits(problem: Problem) -> str:
-    """Who lacks how much in the highest stage, and what would help; a sentence for where no stage fits."""
+def describe_no_fit(problem: Problem) -> str:
+    """Return a sentence for a problem that fits in no stage: which rank lacks how much, and what would help."""
     stage = max(problem.stages)
-    said = _lacks(problem, stage)
+    shortage = _shortage(problem, stage)
+    assert shortage, f"stage {stage} fits"
     start = f"no stage fits: in stage {stage}" if len(set(problem.stages)) > 1 else f"stage {stage} does not fit:"
+    start = f"{start} {shortage.describe(problem.names)}"
     if problem.shares is not None:
-        return f"{start} {said}; cut the model into other shares, or use a smaller one"
-    higher = any(not _lacks(problem, each) for each in STAGES if each > stage)
-    remedy = _leaving_out(problem) or _enough(
-        problem, "add devices or" if "together" in said else "use devices with more"
-    )
-    return f"{start} {said}; {'allow a higher stage, ' if higher else ''}{remedy}, or use a smaller model"
+        return f"{start}; cut the model into other shares, or use a smaller one"
+    higher = any(_shortage(problem, each) is None for each in STAGES if each > stage)
+    remedy = _suggest_exclusion(problem) or _suggest_memory(problem, more_devices=shortage.rank is None)
+    return f"{start}; {'allow a higher stage, ' if higher else ''}{remedy}, or use a smaller model"
 
 
-def _lacks(problem: Problem, stage: int) -> str:
-    return lacks(stage, problem.model, problem.profiles, problem.names, problem.shares)
+def _shortage(problem: Problem, stage: int) -> Shortage | None:
+    return find_shortage(stage, problem.model, problem.profiles, problem.shares)
 
 
-def _leaving_out(problem: Problem) -> str:
-    """To do without those that have too little room, where the others have enough."""
+def _suggest_exclusion(problem: Problem) -> str:
+    """Return the advice to leave out the ranks with too little room, or nothing if the others have too little, too."""
     ranks = range(len(problem.profiles))
     for stage in sorted(set(problem.stages), reverse=True):
-        kept = able(problem.model, stage, problem.profiles, ranks)
-        out = [str(rank) for rank in ranks if rank not in kept]
+        kept = ranks_with_room(problem.model, stage, problem.profiles, ranks)
+        excluded = [str(rank) for rank in ranks if rank not in kept]
         profiles = [problem.profiles[rank] for rank in kept]
-        if kept and out and not lacks(stage, problem.model, profiles, problem.names, None):
-            alone = "leave it out" if stage == max(problem.stages) else f"leave out rank {out[0]}"
-            return alone if len(out) == 1 else f"leave out ranks {listed(out)}"
+        if kept and excluded and find_shortage(stage, problem.model, profiles) is None:
+            single = "leave it out" if stage == max(problem.stages) else f"leave out rank {excluded[0]}"
+            return single if len(excluded) == 1 else f"leave out ranks {join_names(excluded)}"
     return ""
 
 
-def _enough(problem: Problem, what: str) -> str:
-    """How much room would be enough, if as many devices had it."""
+def _suggest_memory(problem: Problem, *, more_devices: bool) -> str:
+    """Return how much room would be enough, if as many devices had it."""
     count = len(problem.profiles)
-    least = min(enough_bytes(stage, problem.model, problem.profiles) for stage in set(problem.stages))
-    room = f"room for {_rounded_up(least)}"
-    return f"{what} memory ({f'{count} with {room} each' if count > 1 else f'one with {room}'} would fit)"
+    least = min(sufficient_bytes(stage, problem.model, problem.profiles) for stage in set(problem.stages))
+    room = f"room for {_round_up(least)}"
+    action = "add devices or" if more_devices else "use devices with more"
+    return f"{action} memory ({f'{count} with {room} each' if count > 1 else f'one with {room}'} would fit)"
 
 
-def able(model: ModelSize, stage: int, profiles: Sequence[Profile], ranks: Sequence[int]) -> tuple[int, ...]:
-    """Those of `ranks` that have room for what a rank keeps that owns nothing."""
+def ranks_with_room(model: ModelSize, stage: int, profiles: Sequence[Profile], ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return those of `ranks` that have room for what a rank keeps even if its share is empty."""
     return tuple(rank for rank in ranks if profiles[rank].room_bytes >= model.kept_bytes(stage, 0.0))
 
 
-def enough_bytes(stage: int, model: ModelSize, profiles: Sequence[Profile]) -> int:
-    """The least room with which as many devices, if each had it, would fit a stage: one of them does a sample."""
+def sufficient_bytes(stage: int, model: ModelSize, profiles: Sequence[Profile]) -> int:
+    """Return the least room with which as many devices, if each had it, would fit a stage with one sample at a time."""
     whole, cut = model.kept_bytes(stage, 0.0), model.whole_and_cut_bytes(stage)[1]
-    one = max(float(profile.memory.table[1]) for profile in profiles)
-    return whole + ceil(max(one, (cut + one) / len(profiles)))
+    one_sample = max(float(profile.memory.table[1]) for profile in profiles)
+    return whole + ceil(max(one_sample, (cut + one_sample) / len(profiles)))
 
 
-def bytes_shown(count: float) -> str:
-    """As in a sentence: `120 MB`."""
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {prefix}B"
-    return f"{count:.0f} bytes"
-
-
-def _rounded_up(count: int) -> str:
-    """With three digits, and never less than `count`."""
+def _round_up(count: int) -> str:
+    """Return a size with three digits that is never less than `count`."""
     step = 10 ** max(0, len(str(count)) - 3)
-    return bytes_shown(-(-count // step) * step)
+    return spell_bytes(-(-count // step) * step)
 
 
-def by_room(stage: int, split: Split, model: ModelSize, profiles: Sequence[Profile]) -> Shares:
-    """Shares in the proportion of what is left on each rank beside its micro-batches and what nobody cuts."""
+def shares_by_room(stage: int, split: Split, model: ModelSize, profiles: Sequence[Profile]) -> Shares:
+    """Return shares in the proportion of what is left on each rank after its micro-batches and unsharded states."""
     left = [
         max(0.0, profile.room_bytes - model.kept_bytes(stage, 0.0) - profile.memory.at(max(sizes, default=0)))
         for sizes, profile in zip(split.micro, profiles, strict=True)
@@ -133,6 +157,6 @@ def by_room(stage: int, split: Split, model: ModelSize, profiles: Sequence[Profi
     return Shares.of(left) if any(left) else Shares.equal(len(left))
 
 
-def named(rank: int, names: Sequence[str]) -> str:
-    """As in a sentence."""
+def label_rank(rank: int, names: Sequence[str]) -> str:
+    """Return a rank as sentences name it: `rank 1 (node/1)`."""
     return f"rank {rank} ({names[rank]})"

@@ -1,1 +1,1 @@
-"""What the launcher and the lab need of the kernel: processes, process groups, control groups, signals."""
+"""Processes of this machine: groups that end together, signals, control groups, ports. Launchers and the lab use it."""

@@ -1,4 +1,4 @@
-"""How much of the processors and of the memory others may use: control groups, of version 1 or 2."""
+"""Limit the CPUs and the memory of processes by control groups, of version 1 or 2."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,35 +17,35 @@ _LEAST_QUOTA_US = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """Where this machine keeps control groups of one kind."""
+class Cgroups:
+    """The control groups of one controller on this machine."""
 
     root: Path
     version: int
 
-    def made(self, name: str, controller: str) -> Path:
-        """The folder of a group, which is there then."""
+    def create(self, name: str, controller: str) -> Path:
+        """Create a group if there is none of this name, and return its directory."""
         if self.version == 2:
             (self.root / "cgroup.subtree_control").write_text(f"+{controller}")
         group = self.root / name
         group.mkdir(exist_ok=True)
         return group
 
-    def members(self, name: str) -> Path:
-        """The file that a process writes `0` into to join."""
+    def join_file(self, name: str) -> Path:
+        """Return the file that a process writes `0` into to join a group."""
         return self.root / name / "cgroup.procs"
 
-    def named(self, prefix: str) -> list[Path]:
-        """The groups whose name starts like that."""
+    def find(self, prefix: str) -> list[Path]:
+        """Return the directories of the groups whose names start with `prefix`."""
         return sorted(path for path in self.root.glob(f"{prefix}*") if path.is_dir())
 
 
-class CpuGroups(Groups):
-    """Where this machine keeps control groups for processors."""
+class CpuCgroups(Cgroups):
+    """The control groups for CPUs."""
 
     def add(self, name: str, cpus: float) -> None:
-        """A group that may use `cpus` processors."""
-        group = self.made(name, "cpu")
+        """Create a group that may use `cpus` CPUs, or change one."""
+        group = self.create(name, "cpu")
         period = period_us(cpus)
         quota = max(_LEAST_QUOTA_US, round(cpus * period))
         if self.version == 2:
@@ -55,12 +55,12 @@ class CpuGroups(Groups):
             (group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
-class MemoryGroups(Groups):
-    """Where this machine keeps control groups for memory."""
+class MemoryCgroups(Cgroups):
+    """The control groups for memory."""
 
     def add(self, name: str, size: int) -> None:
-        """A group that may use `size` bytes; who asks for more is killed, not swapped out."""
-        group = self.made(name, "memory")
+        """Create a group that may use `size` bytes; a process that needs more is killed, not swapped out."""
+        group = self.create(name, "memory")
         (group / ("memory.max" if self.version == 2 else "memory.limit_in_bytes")).write_text(str(size))
         limit, text = ("memory.swap.max", "0") if self.version == 2 else ("memory.memsw.limit_in_bytes", str(size))
         with suppress(OSError):
@@ -69,32 +69,31 @@ class MemoryGroups(Groups):
 
 
 def period_us(cpus: float) -> int:
-    """How often a quota of `cpus` processors is handed out: the least time in which it is not too small."""
+    """Return how often a quota of `cpus` CPUs is renewed: the shortest period in which it is not too small."""
     return max(PERIOD_US, ceil(_LEAST_QUOTA_US / cpus))
 
 
-def find_groups(mounts: Iterable[str]) -> CpuGroups | None:
-    """Those for processors, from the lines of /proc/mounts."""
-    found = _find(mounts, "cpu")
-    return CpuGroups(*found) if found else None
+def cpu_cgroups(mounts: Iterable[str] | None = None) -> CpuCgroups | None:
+    """Return the control groups for CPUs, or None if this machine has none.
+
+    Args:
+        mounts: Lines as in /proc/mounts; those of this machine if omitted.
+    """
+    found = _find(_mounts() if mounts is None else mounts, "cpu")
+    return CpuCgroups(*found) if found else None
 
 
-def this_machine() -> CpuGroups | None:
-    """Where this machine has them for processors, if it does."""
-    return find_groups(_mounts())
-
-
-def memory_groups() -> MemoryGroups | None:
-    """Where this machine has them for memory, if it does."""
+def memory_cgroups() -> MemoryCgroups | None:
+    """Return the control groups for memory, or None if this machine has none."""
     found = _find(_mounts(), "memory")
-    return MemoryGroups(*found) if found else None
+    return MemoryCgroups(*found) if found else None
 
 
 def add_quotas(names: Iterable[str], cpus: Iterable[float]) -> None:
-    """A group for each name, with its number of processors."""
-    groups = this_machine()
+    """Create a group for each name, with its number of CPUs."""
+    groups = cpu_cgroups()
     if groups is None:
-        raise UserError("this machine has no control groups for processors; leave --cpus out")
+        raise UserError("this machine has no control groups for CPUs; leave --cpus out")
     for name, share in zip(names, cpus, strict=True):
         try:
             groups.add(name, share)
@@ -103,11 +102,11 @@ def add_quotas(names: Iterable[str], cpus: Iterable[float]) -> None:
 
 
 def parse_cpus(text: str, nodes: int) -> tuple[float, ...]:
-    """`1,1,0.5,0.25`: one number for each node."""
+    """Parse `1,1,0.5,0.25`: one number for each node."""
     try:
         cpus = tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise UserError(f'"{text}" is no list of processors; write for example --cpus 1,1,0.5,0.25') from None
+        raise UserError(f'"{text}" is not a list of CPU counts; write for example --cpus 1,1,0.5,0.25') from None
     if len(cpus) != nodes:
         raise UserError(f"--cpus has {len(cpus)} numbers for {nodes} nodes; give one for each")
     if not all(LEAST_CPUS <= share <= 1024 for share in cpus):
@@ -120,7 +119,7 @@ def _mounts() -> list[str]:
 
 
 def _find(mounts: Iterable[str], controller: str) -> tuple[Path, int] | None:
-    """Version 1 where it has the controller, since then version 2 has it not."""
+    """Find the root and the version; version 1 comes first, since a controller that it has is not in version 2."""
     found = [line.split() for line in mounts]
     for _, path, kind, options, *_ in found:
         if kind == "cgroup" and controller in options.split(","):

@@ -1,24 +1,31 @@
-"""Who runs next: a pure function of the devices, the jobs and the time; and traces replayed through it."""
+"""Which jobs run next: a pure function of devices, jobs and time; and traces replayed through it."""
 
-from mimatrix.core.resources import Part, Wish
-from mimatrix.scheduler.scheduler import Reservation, decide, reservation, standings
-from mimatrix.scheduler.state import Decision, End, Policy, Preempt, Queued, Running, Seat, Start, State, Wait
+from mimatrix.core.resources import DeviceRequest, ResourceRequest
+from mimatrix.scheduler.reasons import StartKind, StartReason, StopKind, StopReason, WaitKind, WaitReason
+from mimatrix.scheduler.scheduler import Reservation, decide, effective_priorities, reservation
+from mimatrix.scheduler.state import Decision, DeviceSlot, Policy, Preempt, Queued, Running, Start, State, Stop, Wait
 
 __all__ = [
     "Decision",
-    "End",
-    "Part",
+    "DeviceRequest",
+    "DeviceSlot",
     "Policy",
     "Preempt",
     "Queued",
     "Reservation",
+    "ResourceRequest",
     "Running",
-    "Seat",
     "Start",
+    "StartKind",
+    "StartReason",
     "State",
+    "Stop",
+    "StopKind",
+    "StopReason",
     "Wait",
-    "Wish",
+    "WaitKind",
+    "WaitReason",
     "decide",
+    "effective_priorities",
     "reservation",
-    "standings",
 ]

@@ -1,11 +1,11 @@
-"""How fast devices are beside one another: as a job was seen to run on them, or else by their kind."""
+"""How fast devices are relative to one another: as measured in earlier runs of a job, or else by their kind."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from mimatrix.core.device_kinds import match_kind
 from mimatrix.core.errors import MiMatrixError
-from mimatrix.planner.device_matching import meant
 from mimatrix.planner.model.profile import Profile
 
 # Dense half precision in TFLOP/s, rounded, as data sheets have it. No job reaches it; it is good enough for an order.
@@ -28,35 +28,55 @@ _BY_KIND = {
     "cpu": 0.5,
 }
 
+_MAX_RANKS, _MAX_NAME = 65_536, 200
+_MIN_RATE, _MAX_RATE = 1e-9, 1e12
+"""Samples per second that a device may have; other figures are not believed."""
+_UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MiMatrixError)
+
 
 @lru_cache(maxsize=1024)
 def speed_of_kind(kind: str) -> float:
-    """Of a kind of device, beside others; one that is not known is as a middling GPU."""
-    found = [speed for name, speed in _BY_KIND.items() if meant(name, (kind,))]
+    """Return the speed of a kind of device relative to others; an unknown kind counts as a middling GPU."""
+    found = [speed for name, speed in _BY_KIND.items() if match_kind(name, (kind,))]
     return max(found, default=100.0)
 
 
 def speeds_measured(profile: Mapping[str, Any]) -> dict[str, float]:
-    """The most samples a second of each kind of device, by the curves of an earlier run; nothing where it has none."""
+    """Return the most samples per second of each kind of device, by the curves of an earlier run.
+
+    A worker sent `profile`: what is not understood, or out of bounds, counts for nothing.
+    """
     try:
-        profiles = [Profile.from_json(each) for each in profile["profiles"]]
-    except (KeyError, TypeError, ValueError, AttributeError, MiMatrixError):
+        profiles = [Profile.from_json(each) for each in profile["profiles"][:_MAX_RANKS]]
+        return _fastest(
+            (each.device, samples / seconds)
+            for each in profiles
+            for samples, seconds in each.seconds.points
+            if seconds > 0
+        )
+    except _UNUSABLE:
         return {}
-    found: dict[str, float] = {}
-    for each in profiles:
-        rate = max((samples / seconds for samples, seconds in each.seconds.points if seconds > 0), default=0.0)
-        found[each.device] = max(rate, found.get(each.device, 0.0))
-    return found
 
 
-def speeds_seen(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Samples a second of each kind of device, as the plan of an earlier run has it; nothing where it says nothing."""
-    found: dict[str, float] = {}
+def speeds_planned(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Return the samples per second of each kind of device, by the plan of an earlier run.
+
+    A worker sent `plan`: what is not understood, or out of bounds, counts for nothing.
+    """
     try:
-        for part, micro in zip(plan["ranks"], plan["micro"], strict=True):
-            if part["busy_s"] > 0 and micro:
-                rate = sum(micro) / part["busy_s"]
-                found[part["name"]] = max(rate, found.get(part["name"], 0.0))
-    except (KeyError, TypeError, ValueError):
+        ranks = list(zip(plan["parts"][:_MAX_RANKS], plan["split"][:_MAX_RANKS], strict=True))
+        return _fastest(
+            (part.get("device") or part["name"], sum(micro) / part["busy_s"])
+            for part, micro in ranks
+            if part["busy_s"] > 0 and micro
+        )
+    except _UNUSABLE:
         return {}
+
+
+def _fastest(rates: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kind, rate in rates:
+        if isinstance(kind, str) and len(kind) <= _MAX_NAME and _MIN_RATE <= rate <= _MAX_RATE:
+            found[kind] = max(rate, found.get(kind, 0.0))
     return found

@@ -1,44 +1,31 @@
-"""Which free devices a job gets: those that finish it best, the nearer to one another the better."""
+"""Which free devices a job gets: those that finish it soonest, the closer to one another the better."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
-from mimatrix.core.resources import ANY, Wish
-from mimatrix.planner.device_matching import meant
-from mimatrix.scheduler.state import Policy, Seat
+from mimatrix.scheduler.needs import Need, Needs
+from mimatrix.scheduler.state import DeviceSlot, Policy
 
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """So many devices of any of these kinds."""
-
-    kinds: tuple[str, ...]
-    least: int
-    most: int
-
-
-Needs = tuple[Need, ...]
-Counts = Mapping[str, int]
+KindCounts = Mapping[str, int]
 Shape = tuple[tuple[str, int], ...]
 SpeedOf = Callable[[str], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """So many devices of each kind, from one node, from nodes close to one another, or from anywhere."""
+    """Counts of each kind, from one node, from nodes close to one another, or from anywhere."""
 
     counts: dict[str, int]
     node: str | None
     near: str | None
 
 
-class Seating:
+class FreeDevices:
     """The devices that are free, counted so that thousands of jobs can ask."""
 
-    def __init__(self, free: Iterable[Seat]) -> None:
-        self._seats: dict[str, dict[str, list[Seat]]] = defaultdict(lambda: defaultdict(list))
+    def __init__(self, free: Iterable[DeviceSlot]) -> None:
+        self._devices: dict[str, dict[str, list[DeviceSlot]]] = defaultdict(lambda: defaultdict(list))
         self.counts: Counter[str] = Counter()
         """By kind."""
         self._near_of: dict[str, str] = {}
@@ -46,37 +33,37 @@ class Seating:
         self._by_shape: dict[Shape, dict[str, None]] = defaultdict(dict)
         self._shape_of: dict[str, Shape] = {}
         # Handed out from the end of each list, so that the first devices of a node go first.
-        for seat in sorted(free, reverse=True):
-            self._near_of[seat.node] = seat.near
-            self._seats[seat.node][seat.kind].append(seat)
-            self.counts[seat.kind] += 1
-            self._nearby[seat.near][seat.kind] += 1
-        for node in sorted(self._seats):
+        for device in sorted(free, reverse=True):
+            self._near_of[device.node] = device.near
+            self._devices[device.node][device.kind].append(device)
+            self.counts[device.kind] += 1
+            self._nearby[device.near][device.kind] += 1
+        for node in sorted(self._devices):
             self._reshape(node)
 
-    def __iter__(self) -> Iterator[Seat]:
-        return (seat for kinds in self._seats.values() for seats in kinds.values() for seat in seats)
+    def __iter__(self) -> Iterator[DeviceSlot]:
+        return (device for kinds in self._devices.values() for devices in kinds.values() for device in devices)
 
-    def add(self, seats: Iterable[Seat]) -> None:
-        """These are free now."""
-        for seat in seats:
-            self._near_of[seat.node] = seat.near
-            self._seats[seat.node][seat.kind].append(seat)
-            self._seats[seat.node][seat.kind].sort(reverse=True)
-            self.counts[seat.kind] += 1
-            self._nearby[seat.near][seat.kind] += 1
-            self._reshape(seat.node)
+    def add(self, devices: Iterable[DeviceSlot]) -> None:
+        """Take note that these are free now."""
+        for device in devices:
+            self._near_of[device.node] = device.near
+            self._devices[device.node][device.kind].append(device)
+            self._devices[device.node][device.kind].sort(reverse=True)
+            self.counts[device.kind] += 1
+            self._nearby[device.near][device.kind] += 1
+            self._reshape(device.node)
 
-    def take(self, seats: Iterable[Seat]) -> None:
-        """These are free no more."""
-        for seat in seats:
-            self._seats[seat.node][seat.kind].remove(seat)
-            self.counts[seat.kind] -= 1
-            self._nearby[seat.near][seat.kind] -= 1
-            self._reshape(seat.node)
+    def take(self, devices: Iterable[DeviceSlot]) -> None:
+        """Take note that these are no longer free."""
+        for device in devices:
+            self._devices[device.node][device.kind].remove(device)
+            self.counts[device.kind] -= 1
+            self._nearby[device.near][device.kind] -= 1
+            self._reshape(device.node)
 
-    def choose(self, needs: Needs, speed_of: SpeedOf, policy: Policy) -> tuple[Seat, ...] | None:
-        """The best devices, in the order of the job's ranks; None where there are too few."""
+    def choose(self, needs: Needs, speed_of: SpeedOf, policy: Policy) -> tuple[DeviceSlot, ...] | None:
+        """Return the best devices, in the order of the job's ranks; None if there are too few."""
         if chosen_of(needs, self.counts, speed_of) is None:
             return None
         best: tuple[float, int, str] | None = None
@@ -93,7 +80,7 @@ class Seating:
         assert found, "all nodes together are a region, too"
         return self._picked(found)
 
-    def _regions(self, policy: Policy) -> Iterable[tuple[float, Counts, str | None, str | None]]:
+    def _regions(self, policy: Policy) -> Iterable[tuple[float, KindCounts, str | None, str | None]]:
         # Nodes with the same devices free are as good as one another: the first of them speaks for all.
         for shape, nodes in self._by_shape.items():
             if shape:
@@ -103,31 +90,31 @@ class Seating:
                 yield policy.same_place, counts, None, near
         yield policy.same_place if len(self._nearby) == 1 else policy.anywhere, self.counts, None, None
 
-    def _picked(self, choice: Choice) -> tuple[Seat, ...]:
-        """Seats for it on few nodes, the fullest first; ranks of a node follow one another, and those of near nodes."""
+    def _picked(self, choice: Choice) -> tuple[DeviceSlot, ...]:
+        """Pick slots on few nodes, the fullest first; ranks of one node and of near nodes follow one another."""
         if choice.node is not None:
             nodes = [choice.node]
         else:
             wanted = choice.counts
             able = {
-                node: sum(min(len(seats), wanted.get(kind, 0)) for kind, seats in kinds.items())
-                for node, kinds in self._seats.items()
+                node: sum(min(len(devices), wanted.get(kind, 0)) for kind, devices in kinds.items())
+                for node, kinds in self._devices.items()
                 if choice.near is None or self._near_of[node] == choice.near
             }
             nodes = sorted((node for node in able if able[node]), key=lambda node: (-able[node], node))
         left, picked = dict(choice.counts), []
         for node in nodes:
-            for kind, seats in self._seats[node].items():
-                count = min(left.get(kind, 0), len(seats))
+            for kind, devices in self._devices[node].items():
+                count = min(left.get(kind, 0), len(devices))
                 if count:
-                    picked += seats[-count:]
+                    picked += devices[-count:]
                     left[kind] -= count
         assert not any(left.values()), "counted, and then not there"
-        return tuple(sorted(picked, key=lambda seat: (seat.near, seat.node, seat.number)))
+        return tuple(sorted(picked, key=lambda device: (device.near, device.node, device.number)))
 
     def _reshape(self, node: str) -> None:
         before = self._shape_of.get(node)
-        shape = tuple(sorted((kind, len(seats)) for kind, seats in self._seats[node].items() if seats))
+        shape = tuple(sorted((kind, len(devices)) for kind, devices in self._devices[node].items() if devices))
         if before == shape:
             return
         if before is not None:
@@ -138,8 +125,8 @@ class Seating:
         self._by_shape[shape][node] = None
 
 
-def chosen_of(needs: Needs, counts: Counts, speed_of: SpeedOf) -> dict[str, int] | None:
-    """How many of each kind are taken for these needs, the fastest first; None where there are too few."""
+def chosen_of(needs: Needs, counts: KindCounts, speed_of: SpeedOf) -> dict[str, int] | None:
+    """Return how many of each kind are taken for these needs, the fastest first; None if there are too few."""
     left, chosen = Counter(counts), Counter[str]()
 
     def missing(need: Need, wanted: int) -> int:
@@ -156,13 +143,3 @@ def chosen_of(needs: Needs, counts: Counts, speed_of: SpeedOf) -> dict[str, int]
     for need in needs:
         missing(need, need.most - need.least)
     return {kind: count for kind, count in chosen.items() if count}
-
-
-@lru_cache(maxsize=16_384)
-def needs_of(wish: Wish, kinds: tuple[str, ...], devices: int) -> Needs:
-    """A wish in a cluster of these kinds. Who names a kind comes first: who takes any takes what is left."""
-    found = (
-        Need(kinds if part.kind == ANY else tuple(meant(part.kind, kinds)), part.least, part.most)
-        for part in wish.within(devices).parts
-    )
-    return tuple(sorted(found, key=lambda need: len(need.kinds)))

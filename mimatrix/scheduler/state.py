@@ -1,27 +1,28 @@
-"""What the scheduler sees, and what it says: all of it plain values, so that a decision can be repeated."""
+"""What the scheduler sees, and what it decides: plain values, so that a decision can be repeated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mimatrix.core.resources import Wish
+from mimatrix.core.resources import ResourceRequest
+from mimatrix.scheduler.reasons import StartReason, StopReason, WaitReason
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Seat:
-    """One device, as it is given to a job."""
+class DeviceSlot:
+    """One device that can be given to a job."""
 
     node: str
     number: int
     """Among the devices of its node."""
     kind: str = "cpu"
     speed: float = 1.0
-    """Beside other kinds, for jobs of which nothing was measured."""
+    """Relative to other kinds, for jobs of which nothing was measured."""
     near: str = ""
     """Where in the network its node is: nodes with the same word are close to one another."""
 
     @property
     def name(self) -> str:
-        """As everywhere: `node/0`."""
+        """Return its name in every layer: `node/0`."""
         return f"{self.node}/{self.number}"
 
 
@@ -29,36 +30,36 @@ class Seat:
 class Queued:
     """A job that waits."""
 
-    job: str
-    wish: Wish
+    job: int
+    request: ResourceRequest
     user: str = ""
     priority: int = 50
     since_s: float = 0.0
-    """When it was submitted; a job that was preempted keeps that."""
+    """When it was submitted; a job that was preempted or restarted keeps that."""
     max_time_s: float | None = None
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """What it would do in a second on a device of each kind that it was measured on."""
+    """Samples per second on a device of each kind that it was measured on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
     """A job that has devices."""
 
-    job: str
-    seats: tuple[Seat, ...]
+    job: int
+    devices: tuple[DeviceSlot, ...]
     user: str = ""
     priority: int = 50
     started_s: float = 0.0
     max_time_s: float | None = None
     preemptible: bool = False
     is_leaving: bool = False
-    """It was told to save and go, or to end."""
+    """It was told to save and stop, or to end."""
     saves: bool = True
-    """Whether it saves before it leaves; not one that was cancelled, or that has had its time."""
+    """Whether it saves before it stops; not one that was cancelled, or that has reached its time limit."""
 
     @property
     def ends_s(self) -> float:
-        """The latest moment at which its devices are free."""
+        """Return the latest moment at which its devices are free."""
         if self.is_leaving:
             return self.started_s
         return float("inf") if self.max_time_s is None else self.started_s + self.max_time_s
@@ -66,51 +67,51 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that a decision depends on, but for the time."""
+    """All that a decision depends on, except the time."""
 
-    seats: tuple[Seat, ...]
-    """Those that answer."""
+    devices: tuple[DeviceSlot, ...]
+    """Those of nodes that answer."""
     queued: tuple[Queued, ...] = ()
     running: tuple[Running, ...] = ()
     used: Mapping[str, float] = field(default_factory=dict)
-    """By user, device-seconds of late, weighted by speed."""
+    """Recent device-seconds of each user, weighted by speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """Give a queued job these devices, in the order of its ranks."""
 
-    job: str
-    seats: tuple[Seat, ...]
-    reason: str
+    job: int
+    devices: tuple[DeviceSlot, ...]
+    reason: StartReason
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A queued job goes on waiting."""
+    """Let a queued job wait."""
 
-    job: str
-    reason: str
+    job: int
+    reason: WaitReason
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
     """Have a running job save and give its devices to another one."""
 
-    job: str
-    other: str
-    reason: str
+    job: int
+    other: int
+    reason: StopReason
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """A running job has had its time."""
+class Stop:
+    """End a running job that has reached its time limit."""
 
-    job: str
-    reason: str
+    job: int
+    reason: StopReason
 
 
-Decision = Start | Wait | Preempt | End
+Decision = Start | Wait | Preempt | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,9 @@ class Policy:
     """Whether jobs may start before others that cannot."""
     preempts: bool = True
     ageing_s: float | None = 600.0
-    """Waiting so long counts as much as one point of priority; None: it does not count."""
-    fair: float = 10.0
-    """Points of priority between a user who had everything of late and one who had nothing."""
+    """This much waiting counts as one point of priority; None: waiting does not count."""
+    fairshare_weight: float = 10.0
+    """Points of priority between a user who had everything recently and one who had nothing."""
     same_node: float = 1.0
     same_place: float = 0.95
     anywhere: float = 0.85

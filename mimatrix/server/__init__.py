@@ -1,5 +1,6 @@
-"""The job server: receives jobs, gives each its devices, watches them. No tensor ever comes here."""
+"""The job server: receives jobs, allocates devices to them, watches them. Tensors never come here."""
 
-from mimatrix.server.main import Settings, serve
+from mimatrix.server.main import serve
+from mimatrix.server.settings import Settings
 
 __all__ = ["Settings", "serve"]

@@ -1,6 +1,7 @@
-"""What the server answers when it says no: problem+json with one sentence and the fix."""
+"""Error answers: problem+json (RFC 9457) with one sentence and the fix."""
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,23 +12,9 @@ from starlette.exceptions import HTTPException
 from mimatrix.api.models import Problem
 from mimatrix.core.errors import UserError, WorldError
 
-_TITLES = {
-    400: "Bad request",
-    401: "Who are you?",
-    403: "Not allowed",
-    404: "Not found",
-    405: "Not possible here",
-    408: "Too slow",
-    409: "Not now",
-    413: "Too large",
-    422: "Not understood",
-    429: "Too often",
-    503: "Not ready",
-}
 
-
-class Refusal(UserError):  # noqa: N818 (it is an answer)
-    """Bad input, with the status that says so."""
+class ApiError(UserError):
+    """A request that is refused, with its HTTP status."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -35,22 +22,22 @@ class Refusal(UserError):  # noqa: N818 (it is an answer)
 
 
 def problem(status: int, detail: str) -> JSONResponse:
-    """The answer."""
-    body = Problem(title=_TITLES.get(status, "Trouble"), status=status, detail=detail)
+    """Return an error answer."""
+    body = Problem(title=HTTPStatus(status).phrase, status=status, detail=detail)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return JSONResponse(body.model_dump(), status, headers, media_type="application/problem+json")
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer so, whatever goes wrong."""
+    """Answer every error of the application as a problem."""
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
-        return problem(error.status if isinstance(error, Refusal) else 400, str(error))
+        return problem(error.status if isinstance(error, ApiError) else 400, str(error))
 
-    async def gave_way(_: Request, error: Exception) -> JSONResponse:
+    async def unavailable(_: Request, error: Exception) -> JSONResponse:
         return problem(503, str(error))
 
-    async def misread(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         return problem(422, _sentence(error.errors()))
 
@@ -59,17 +46,17 @@ def install(app: FastAPI) -> None:
         return problem(error.status_code, f"{error.detail}; see /docs for what there is")
 
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return problem(500, f"the server made a mistake ({type(error).__name__}); its log says more")
+        return problem(500, f"internal error ({type(error).__name__}); see the server's log")
 
     app.add_exception_handler(Exception, unexpected)
     app.add_exception_handler(UserError, refused)
-    app.add_exception_handler(WorldError, gave_way)
-    app.add_exception_handler(RequestValidationError, misread)
+    app.add_exception_handler(WorldError, unavailable)
+    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, other)
 
 
 def _sentence(errors: Sequence[Any]) -> str:
-    """The first thing that is wrong: where, and what was wanted."""
+    """Describe the first thing that is wrong: where it is, and what is valid."""
     first = errors[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
     said = str(first["msg"]).removeprefix("Value error, ")

@@ -1,19 +1,17 @@
-"""`mimatrix up`: one process that serves, and a thread of it that decides. It may be killed at any moment."""
+"""`mimatrix up`: one process that serves requests, and a controller thread in it. It may be killed at any moment."""
 
 import fcntl
 import gc
 import getpass
+import logging
 import os
 import pwd
-import shutil
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -24,18 +22,21 @@ from mimatrix.api.models import Role
 from mimatrix.core.errors import UserError
 from mimatrix.core.files import write_atomic
 from mimatrix.launch import Launcher
-from mimatrix.server.app import application
-from mimatrix.server.auth.tokens import Doorkeeper, issue
+from mimatrix.server.app import create_app
+from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
-from mimatrix.server.controller.reconcile import Loop, Serving
+from mimatrix.server.controller.job_environment import JobEnvironment
+from mimatrix.server.controller.reconcile import Controller
 from mimatrix.server.db.engine import DATABASE_FILE, address_in, opened
+from mimatrix.server.db.exclusive import check_local, exclusive_use
 from mimatrix.server.db.models import TokenRow
-from mimatrix.server.jobs.code_archives import Snapshots
-from mimatrix.server.web.addresses import is_any, is_loopback, own_address
-from mimatrix.server.web.header_timeout import PromptHeads
-from mimatrix.server.web.tls import check_certificate
+from mimatrix.server.jobs.code_archives import CodeArchives
+from mimatrix.server.settings import Settings, check_settings, warnings_for, with_reachable_address
+from mimatrix.server.web.header_timeout import HeaderTimeoutProtocol
+from mimatrix.server.web.limits import raise_file_limit
 
 _TURN_S = 0.5
+_ARCHIVES = "code-archives"
 _KEPT = (
     "PATH",
     "HOME",
@@ -49,174 +50,126 @@ _KEPT = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
-"""Of the server's environment, what jobs see: nothing that could be secret."""
+"""What jobs see of the server's environment: nothing that could be secret."""
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to serve."""
+def serve(settings: Settings, launcher_in: Callable[[Path], Launcher]) -> None:
+    """Serve until SIGTERM or SIGINT. Jobs continue, and the next server on the same data finds them again.
 
-    data: Path
-    host: str = "127.0.0.1"
-    port: int = 7700
-    database: str = ""
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    insecure: bool = False
-    python: str = sys.executable
-    run_as: str = ""
-    advertise: str = ""
-
-    @property
-    def address(self) -> str:
-        """As clients and workers write it."""
-        if self.advertise:
-            return self.advertise
-        scheme = "https" if self.tls_cert else "http"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port}"
-
-
-def check(settings: Settings) -> None:
-    """Refuse what cannot be served, before anything is made."""
-    if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise UserError("TLS needs a certificate and its key; give both --tls-cert and --tls-key")
-    if settings.tls_cert and settings.tls_key:
-        check_certificate(settings.tls_cert, settings.tls_key)
-    if settings.run_as and settings.run_as not in {entry.pw_name for entry in pwd.getpwall()}:
-        raise UserError(f'there is no user "{settings.run_as}" for --run-as; name one of this machine')
-    if not shutil.which(settings.python):
-        raise UserError(f'there is no Python "{settings.python}"; give --python the path of one')
-    if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
-        raise UserError(f'"{settings.advertise}" is no address; write --advertise http://name:7700')
-    if not is_loopback(settings.host) and not settings.tls_cert and not settings.insecure:
-        raise UserError(
-            f"{settings.host} can be reached from outside, where tokens could be read on the way; give --tls-cert and "
-            "--tls-key, or --insecure if the network is yours alone"
-        )
-
-
-def reachable(settings: Settings, own: Callable[[bool], str] = own_address) -> Settings:
-    """With an address that clients and workers can use, where it listens on all addresses of this machine."""
-    if settings.advertise or not is_any(settings.host):
-        return settings
-    if settings.tls_cert:
-        raise UserError(
-            f"{settings.host} is no address that a certificate is for; give --advertise https://NAME:{settings.port}, "
-            "with a name that the certificate has"
-        )
-    found = own(":" in settings.host)
-    if not found:
-        raise UserError(
-            f"{settings.host} is no address that workers could use, and this machine shows no other; give --advertise "
-            f"http://NAME:{settings.port}"
-        )
-    host = f"[{found}]" if ":" in found else found
-    return replace(settings, advertise=f"http://{host}:{settings.port}")
-
-
-def cautions(settings: Settings, asked: Settings) -> Iterator[str]:
-    """What whoever starts it should know: `settings` as it serves, `asked` as it was told to."""
-    if settings.advertise != asked.advertise:
-        yield f"clients and workers are told {settings.address}; give --advertise if they should use another address"
-    if settings.insecure and not settings.tls_cert and not is_loopback(settings.host):
-        yield (
-            f"insecure: {settings.host} is served without TLS, so whoever is on the way can read tokens and act with "
-            "them; give --tls-cert and --tls-key unless the network is yours alone"
-        )
-
-
-def serve(settings: Settings, launcher_in: Callable[[Path], Launcher], say: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. Jobs go on, and are found again by the next one on the same folder."""
-    check(settings)
-    asked, settings = settings, reachable(settings)
-    _make_folder(settings)
-    with _only_one(settings.data), _bound(settings) as listener:
+    Raises:
+        UserError: A setting is invalid, or another server uses the port, the data or the database.
+    """
+    check_settings(settings)
+    connections = raise_file_limit()
+    given, settings = settings, with_reachable_address(settings)
+    _make_folders(settings)
+    with ExitStack() as stack:
+        stack.enter_context(_lock(settings.data))
+        listener = stack.enter_context(bind(settings))
         engine, sessions = opened(settings.database or address_in(settings.data))
+        stack.callback(engine.dispose)
+        stack.enter_context(exclusive_use(engine))
         launcher = launcher_in(settings.data)
+        stack.callback(launcher.close)
         context = Context(
-            sessions, launcher, Snapshots(settings.data / "snapshots"), Doorkeeper(sessions, time.time), time.time
+            sessions,
+            launcher,
+            CodeArchives(settings.data / _ARCHIVES),
+            Authenticator(sessions, time.time),
+            time.time,
         )
-        loop = Loop(context, _serving(settings), say)
-        loop.recover()
-        _first_token(context, settings, say)
-        _leave(settings.data / ADDRESS_FILE, settings.address)
-        turning = _Turning(loop, context, say)
-        turning.start()
-        for caution in cautions(settings, asked):
-            say(caution)
-        say(f"serving on {settings.address}, data in {settings.data}; docs at {settings.address}/docs")
-        server = uvicorn.Server(_uvicorn(settings, context, loop))
-        # What is here now stays: looking through it again and again for what is not would make everybody wait.
+        controller = Controller(context, _job_environment(settings))
+        controller.recover()
+        _first_token(context, settings)
+        _store(settings.data / ADDRESS_FILE, settings.address)
+        thread = _ControllerThread(controller, context)
+        thread.start()
+        stack.callback(thread.stop)
+        for warning in warnings_for(settings, given):
+            logger.warning(warning)
+        logger.info("dashboard: %s, API: %s/docs, data: %s", settings.address, settings.address, settings.data)
+        server = uvicorn.Server(_uvicorn(settings, context, controller, connections))
+        # The objects made so far stay: searching them for garbage again and again would delay every request.
         gc.freeze()
-        try:
-            server.run([listener])
-        finally:
-            turning.stop()
-            launcher.close()
-            engine.dispose()
+        server.run([listener])
 
 
-def _make_folder(settings: Settings) -> None:
-    """For this user alone. Jobs of another user may pass through to their own folders, and see no more than those."""
+def _make_folders(settings: Settings) -> None:
+    """Create the directories, for this user alone. Jobs of another user may only pass through to their own."""
+    folders = (
+        (settings.data / _ARCHIVES, 0o700),
+        (settings.data / "launcher", 0o711),
+        (settings.checkpoint_folder, 0o711),
+    )
     try:
         settings.data.mkdir(parents=True, exist_ok=True)
+        if not settings.database:
+            check_local(settings.data)
         settings.data.chmod(0o711 if settings.run_as else 0o700)
-        for name, mode in (("snapshots", 0o700), ("launcher", 0o711), ("checkpoints", 0o711)):
-            (settings.data / name).mkdir(exist_ok=True)
-            (settings.data / name).chmod(mode)
+        for folder, mode in folders:
+            # A directory that was there before keeps the permissions that its owner chose.
+            if not folder.is_dir() or folder.parent == settings.data:
+                folder.mkdir(parents=True, exist_ok=True)
+                folder.chmod(mode)
         (settings.data / DATABASE_FILE).touch(mode=0o600)
         (settings.data / DATABASE_FILE).chmod(0o600)
     except OSError as error:
-        raise UserError(f'"{settings.data}" cannot be used ({error.strerror}); give another --data folder') from None
+        raise UserError(
+            f'"{error.filename or settings.data}" cannot be used ({error.strerror}); give another --data or '
+            "--checkpoints directory"
+        ) from None
 
 
-class _Turning(threading.Thread):
-    """Goes around, twice a second and whenever there is something to decide."""
+class _ControllerThread(threading.Thread):
+    """Runs the controller twice a second, and whenever there is something to decide."""
 
-    def __init__(self, loop: Loop, context: Context, say: Callable[[str], None]) -> None:
-        super().__init__(name="mimatrix-loop", daemon=True)
-        self._loop, self._context, self._say = loop, context, say
-        self._over = False
-        self._said = ""
+    def __init__(self, controller: Controller, context: Context) -> None:
+        super().__init__(name="mimatrix-controller", daemon=True)
+        self._controller, self._context = controller, context
+        self._is_stopped = False
 
     def run(self) -> None:
-        """Until it is stopped; a turn that fails is told, and followed by the next."""
-        while not self._over:
-            try:
-                self._loop.turn()
-                self._said = ""
-            except Exception as error:  # noqa: BLE001 (the next turn may do better)
-                if self._said != str(error):
-                    self._said = str(error)
-                    self._say("".join(traceback.format_exception(error)))
+        """Run until stopped. What fails within a turn is contained there."""
+        while not self._is_stopped:
+            self._controller.reconcile()
             self._context.wake.wait(_TURN_S)
             self._context.wake.clear()
 
     def stop(self) -> None:
-        """After the turn that it is in."""
-        self._over = True
+        """Stop after the current turn."""
+        self._is_stopped = True
         self._context.wake.set()
         self.join(timeout=10.0)
 
 
-def _serving(settings: Settings) -> Serving:
+def _job_environment(settings: Settings) -> JobEnvironment:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     if settings.run_as:
         account = pwd.getpwnam(settings.run_as)
         environment |= {"HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name}
-    checkpoints = str(settings.data / "checkpoints")
-    words = (settings.python, "-m", "mimatrix.worker")
-    return Serving(settings.address, words, environment, settings.run_as, checkpoints=checkpoints)
+    command = (settings.python, "-m", "mimatrix.worker")
+    checkpoints = str(settings.checkpoint_folder)
+    return JobEnvironment(
+        address=settings.address,
+        command=command,
+        variables=environment,
+        run_as=settings.run_as,
+        checkpoints=checkpoints,
+    )
 
 
-def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config:
+def _uvicorn(settings: Settings, context: Context, controller: Controller, connections: int) -> uvicorn.Config:
     return uvicorn.Config(
-        application(context, loop),
-        http=PromptHeads,
+        create_app(context, controller),
+        http=HeaderTimeoutProtocol,
         log_level="warning",
         access_log=False,
+        limit_concurrency=connections,
+        # Otherwise every client could choose the address that the audit log shows.
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies or None,
         timeout_keep_alive=65,
         timeout_graceful_shutdown=5,
         ssl_certfile=str(settings.tls_cert) if settings.tls_cert else None,
@@ -225,46 +178,60 @@ def _uvicorn(settings: Settings, context: Context, loop: Loop) -> uvicorn.Config
     )
 
 
-def _first_token(context: Context, settings: Settings, say: Callable[[str], None]) -> None:
-    """An admin's, if there is none or it was lost; it is shown once, and left where only this user can read it."""
+def _first_token(context: Context, settings: Settings) -> None:
+    """Create an admin token if there is none or its file was lost, and store it where only this user can read it."""
+    file, user = settings.data / TOKEN_FILE, getpass.getuser()
     with context.sessions.begin() as session:
         known = session.scalar(select(TokenRow).where(TokenRow.role == Role.ADMIN, TokenRow.ended_at.is_(None)))
-        # Whoever owns the folder owns the server: one who lost the file gets another token.
-        if known and (settings.data / TOKEN_FILE).is_file():
+        # The owner of the directory owns the server, and gets another token if the file was lost.
+        if known and file.is_file():
             return
-        _, secret = issue(session, getpass.getuser(), Role.ADMIN, context.clock())
-        _leave(settings.data / TOKEN_FILE, secret)
-    say(f"the token of {getpass.getuser()} (admin), shown this once: {secret}")
+        _, secret = issue(session, user, Role.ADMIN, context.clock())
+        _store(file, secret)
+    # Standard error may be a log that others read; a terminal is in front of the user alone.
+    if sys.stderr.isatty():
+        sys.stderr.write(f"mimatrix: the token of {user} (admin): {secret}\n")
+    logger.info("the token of %s (admin) is in %s", user, file)
 
 
-def _leave(file: Path, text: str) -> None:
-    """For the command of the same user."""
+def _store(file: Path, text: str) -> None:
+    """Write a file that only this user can read."""
     write_atomic(file, text + "\n", mode=0o600)
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Two servers on one folder would give devices twice."""
-    with (folder / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"a server runs on {folder} already; stop it, or give another --data folder") from None
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock the data directory: two servers on it would allocate devices twice."""
+    # Jobs of other users must not be able to open it, since they could hold the lock then.
+    handle = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(handle, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise UserError(f"another server uses {folder}; stop it, or give another --data directory") from None
+    try:
         yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager
-def _bound(settings: Settings) -> Iterator[socket.socket]:
-    """The port, taken before anything else is done."""
+def bind(settings: Settings) -> Iterator[socket.socket]:
+    """Bind the port, before anything else is done.
+
+    Raises:
+        UserError: The address is not one of this machine, or the port is in use.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Only where the protocol is named does asyncio turn Nagle's algorithm off; with it, answers come 40 ms late.
+    # asyncio disables Nagle's algorithm only if the protocol is named; otherwise answers are delayed by 40 ms.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((settings.host, settings.port))
         except OSError as error:
             raise UserError(
-                f"{settings.host} port {settings.port} cannot be listened on ({error.strerror}); give another --port"
+                f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); give another --port"
             ) from None
         listener.listen(1024)
         yield listener

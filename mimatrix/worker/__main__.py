@@ -13,7 +13,8 @@ from pathlib import Path
 from mimatrix.api.client import Client
 from mimatrix.comm.tcp_store import serve_store
 from mimatrix.core import environment
-from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, MiMatrixError, UserError
+from mimatrix.core.errors import MiMatrixError, UserError
+from mimatrix.core.exit_codes import BAD_INPUT, FAILED
 from mimatrix.core.logs import configure_logging
 from mimatrix.engine.excepthook import format_user_error
 from mimatrix.engine.run_hooks import observe_runs
@@ -64,7 +65,7 @@ if __name__ == "__main__":
     except UserError as error:
         logger.error("%s", format_user_error(error))
         sys.last_value = error  # as if it were uncaught: a failed checkpoint must not change the exit code
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(BAD_INPUT)
     except MiMatrixError as error:
         logger.error("%s", error)
-        sys.exit(EXIT_FAILED)
+        sys.exit(FAILED)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from mimatrix.api.models import Traffic, Use
+from mimatrix.api.models import DeviceUsage, LinkUsage
 
 T = TypeVar("T")
 _MILLI = 1000.0
@@ -16,7 +16,7 @@ _MAX_AGE_S = 5.0
 """To query a device or the kernel takes longer than the rest of a report."""
 
 
-def device_sampler() -> Callable[[], Use | None]:
+def device_sampler() -> Callable[[], DeviceUsage | None]:
     """Return a function that reports the use of this device, or None if it is unknown.
 
     Create it once, since it looks for libraries.
@@ -26,7 +26,7 @@ def device_sampler() -> Callable[[], Use | None]:
     return throttled(sample or _process_sampler() or (lambda: None))
 
 
-def link_sampler(address: str) -> Callable[[], Traffic | None]:
+def link_sampler(address: str) -> Callable[[], LinkUsage | None]:
     """Return a function that reports the mean traffic, since its last sample, of the NIC with this address."""
     psutil = _import_psutil()
     nic = _find_nic(psutil, address) if psutil else ""
@@ -34,13 +34,13 @@ def link_sampler(address: str) -> Callable[[], Traffic | None]:
         return lambda: None
     last, capacity = [time.monotonic(), *_count_bytes(psutil, nic)], _capacity(psutil, nic)
 
-    def sample() -> Traffic | None:
+    def sample() -> LinkUsage | None:
         now = [time.monotonic(), *_count_bytes(psutil, nic)]
         seconds, received, sent = (new - old for new, old in zip(now, last, strict=True))
         if seconds < _MIN_INTERVAL_S:
             return None
         last[:] = now
-        return Traffic(
+        return LinkUsage(
             nic=nic[:50],
             received_bytes_per_s=max(0.0, received) / seconds,
             sent_bytes_per_s=max(0.0, sent) / seconds,
@@ -65,7 +65,7 @@ def throttled(sample: Callable[[], T]) -> Callable[[], T | None]:
     return sample_or_repeat
 
 
-def _gpu_sampler(uuid: str) -> Callable[[], Use | None] | None:
+def _gpu_sampler(uuid: str) -> Callable[[], DeviceUsage | None] | None:
     try:
         nvml = import_module("pynvml")  # the module of nvidia-ml-py
         nvml.nvmlInit()
@@ -79,10 +79,10 @@ def _gpu_sampler(uuid: str) -> Callable[[], Use | None] | None:
         except nvml.NVMLError:
             return None
 
-    def sample() -> Use:
+    def sample() -> DeviceUsage:
         rates, memory = query("nvmlDeviceGetUtilizationRates"), query("nvmlDeviceGetMemoryInfo")
         power = query("nvmlDeviceGetPowerUsage")
-        return Use(
+        return DeviceUsage(
             busy=rates.gpu / 100 if rates else None,
             memory_bytes=int(memory.used) if memory else None,
             memory_total_bytes=int(memory.total) if memory else None,
@@ -93,15 +93,15 @@ def _gpu_sampler(uuid: str) -> Callable[[], Use | None] | None:
     return sample
 
 
-def _process_sampler() -> Callable[[], Use | None] | None:
+def _process_sampler() -> Callable[[], DeviceUsage | None] | None:
     psutil = _import_psutil()
     if psutil is None:
         return None
     process, total = psutil.Process(), psutil.virtual_memory().total
     process.cpu_percent()
 
-    def sample() -> Use:
-        return Use(
+    def sample() -> DeviceUsage:
+        return DeviceUsage(
             busy=min(1.0, process.cpu_percent() / 100),
             memory_bytes=process.memory_info().rss,
             memory_total_bytes=total,

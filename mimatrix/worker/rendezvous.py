@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from mimatrix.api.client import Client
-from mimatrix.api.models import PROTOCOL, Join, Joined
+from mimatrix.api.models import PROTOCOL, Rendezvous, RendezvousRequest
 from mimatrix.api.torchrun_env import Place, torchrun_variables
 from mimatrix.core import environment as env
 from mimatrix.core.addresses import local_address
@@ -79,7 +79,7 @@ def take_token(environ: Mapping[str, str]) -> dict[str, str]:
     return known
 
 
-def join(client: Client, identity: WorkerIdentity) -> Joined:
+def join(client: Client, identity: WorkerIdentity) -> Rendezvous:
     """Return where all ranks meet; retry until rank 0 has joined, also while the server does not answer.
 
     Raises:
@@ -88,7 +88,9 @@ def join(client: Client, identity: WorkerIdentity) -> Joined:
     address, port = own_address(identity.server), 0
     if identity.rank == 0:
         port = free_port(address)
-    request = Join(protocol=PROTOCOL, generation=identity.generation, rank=identity.rank, address=address, port=port)
+    request = RendezvousRequest(
+        protocol=PROTOCOL, generation=identity.generation, rank=identity.rank, address=address, port=port
+    )
     deadline, problem = time.monotonic() + _DEADLINE_S, "rank 0 has not joined"
     pause = _PAUSE_S
     while time.monotonic() < deadline:
@@ -107,7 +109,7 @@ def join(client: Client, identity: WorkerIdentity) -> Joined:
     )
 
 
-def set_environment(joined: Joined, identity: WorkerIdentity) -> None:
+def set_environment(joined: Rendezvous, identity: WorkerIdentity) -> None:
     """Set torchrun's variables, so that whatever runs in this process is one of the ranks."""
     address = joined.master_address or own_address(identity.server)
     place = Place(identity.rank, joined.ranks, joined.local_rank, joined.local_ranks, address, joined.master_port)

@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 
 from mimatrix.api.client import Client
 from mimatrix.api.models import (
-    MOST_LOGGED,
-    MOST_PROFILE_BYTES,
+    MAX_DOCUMENT_BYTES,
+    MAX_LOGGED,
     PROTOCOL,
     Checkpoint,
+    CheckpointList,
+    DocumentUpload,
     JobState,
+    LinkUsage,
     Logged,
-    Measured,
-    Orders,
-    Pushed,
+    PushStats,
     Report,
-    Saved,
-    Traffic,
+    ReportReply,
     Waiting,
 )
 from mimatrix.core.errors import WorldError
@@ -82,7 +82,7 @@ class Reporter:
         client: Client,
         identity: WorkerIdentity,
         checkpoints: Path,
-        sample_link: Callable[[], Traffic | None] = lambda: None,
+        sample_link: Callable[[], LinkUsage | None] = lambda: None,
     ) -> None:
         self._client, self._identity, self._checkpoints = client, identity, checkpoints
         self._sample_link, self._tensorboard = sample_link, TensorBoardWriter(checkpoints)
@@ -146,10 +146,10 @@ class Reporter:
         if orders is not None:
             self._follow(orders, report)
             if self._attempt("sending plan and checkpoints", self._send_documents):
-                return orders.again_s
+                return orders.report_interval_s
         return min(_MAX_RETRY_S, max(_RETRY_S, 2 * pause))
 
-    def _follow(self, orders: Orders, report: Report) -> None:
+    def _follow(self, orders: ReportReply, report: Report) -> None:
         """Do what the server has answered."""
         self._is_asked = self._is_asked or orders.leave
         self._feed.drop(len(report.logged))
@@ -201,7 +201,7 @@ class Reporter:
             values["planned_s"] = as_measured(plan.parts[run.rank].busy_s)
         values |= {"follows": run.settings.follows, "waiting": _waiting(status.waiting), "aside": status.is_excluded}
         values |= {"group": status.group, "pushed": _pushed(status.pushes)}
-        waiting = self._feed.waiting(MOST_LOGGED)
+        waiting = self._feed.waiting(MAX_LOGGED)
         logged = tuple(Logged(step=step, metrics=_bounded(metrics)) for step, metrics in waiting)
         return Report(**values, metrics=_bounded(self._feed.newest), logged=logged)
 
@@ -241,7 +241,7 @@ class Reporter:
         if measurements and not self._sent_profiles:
             self._sent_profiles = True  # also if they are too large to send; plans are sent anyway
             text = measurements.to_text()
-            if len(text) < MOST_PROFILE_BYTES // 2:
+            if len(text) < MAX_DOCUMENT_BYTES // 2:
                 self._store("profile", json.loads(text))
 
     def _send_plan(self) -> None:
@@ -263,12 +263,12 @@ class Reporter:
                 )
                 for saved in checkpoints
             )
-            message = Saved(protocol=PROTOCOL, generation=self._identity.generation, checkpoints=listed)
+            message = CheckpointList(protocol=PROTOCOL, generation=self._identity.generation, checkpoints=listed)
             self._client.store(self._identity.job, "checkpoints", message)
             self._sent_checkpoints = checkpoints
 
     def _store(self, what: str, content: dict[str, Any]) -> None:
-        message = Measured(protocol=PROTOCOL, generation=self._identity.generation, content=content)
+        message = DocumentUpload(protocol=PROTOCOL, generation=self._identity.generation, content=content)
         self._client.store(self._identity.job, what, message)
 
 
@@ -299,11 +299,11 @@ def _recent(stats: list[Any]) -> list[Any]:
     return recent[::-1]
 
 
-def _pushed(stats: Any) -> Pushed | None:
+def _pushed(stats: Any) -> PushStats | None:
     if stats is None:
         return None
     seconds = {name: as_measured(getattr(stats, name)) for name in ("staleness", "moved_s", "waited_s")}
-    return Pushed(pushes=as_count(stats.pushes), samples=as_count(stats.samples), **seconds)
+    return PushStats(pushes=as_count(stats.pushes), samples=as_count(stats.samples), **seconds)
 
 
 def _waiting(wait: Any) -> Waiting | None:

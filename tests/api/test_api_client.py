@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from mimatrix.api.client import Client
-from mimatrix.api.models import PROTOCOL, JobState, Report
+from mimatrix.api.models import PROTOCOL, JobState, Report, Submission
 from mimatrix.core.errors import UserError, WorldError
 
 pytestmark = pytest.mark.timeout(30)
@@ -22,7 +22,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers once on each connection if it is told so, and then lets the connection go without a word."""
 
     protocol_version = "HTTP/1.1"
-    status, content, closes = 200, b'{"leave":false,"again_s":1.0,"notice":""}', False
+    status, content, closes = 200, b'{"leave":false,"report_interval_s":1.0,"notice":""}', False
     heard: ClassVar[list[tuple[str, str, bytes]]] = []
     connections: ClassVar[set[object]] = set()
 
@@ -54,7 +54,7 @@ def served() -> Iterator[tuple[type[Handler], Client]]:
 def test_reports_keep_one_connection(served: tuple[type[Handler], Client]) -> None:
     handler, client = served
     for _ in range(3):
-        assert client.report(7, REPORT).again_s == 1.0
+        assert client.report(7, REPORT).report_interval_s == 1.0
     path, authorization, body = handler.heard[0]
     assert (path, authorization) == ("/api/jobs/7/report", "Bearer secret")
     assert Report.model_validate_json(body) == REPORT
@@ -92,3 +92,25 @@ def test_a_proxy_is_used_if_one_is_set(served: tuple[type[Handler], Client], mon
     with closing(Client("http://far.example:7700", "secret")) as far:
         far.report(7, REPORT)
     assert handler.heard[0][0] == "http://far.example:7700/api/jobs/7/report"
+
+
+def test_a_submission_whose_answer_was_lost_is_asked_for_again_with_its_key() -> None:
+    class Lost(Handler):
+        def do_POST(self) -> None:
+            self.heard.append(("", "", self.rfile.read(int(self.headers["Content-Length"]))))
+            self.connection.close()  # the job was queued, and the connection broke before the answer
+            self.close_connection = True
+
+        def finish(self) -> None:
+            """Nothing is left to be sent."""
+
+    Lost.heard = []
+    job = Submission(name="x", script="x.py", code_archive="0" * 64)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lost) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}", "secret")
+        with closing(client), pytest.raises(WorldError, match="does not answer"):
+            client.submit(job)
+        server.shutdown()
+    first, second = (Submission.model_validate_json(body) for _, _, body in Lost.heard)
+    assert first.key == second.key != ""

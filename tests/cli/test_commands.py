@@ -210,3 +210,13 @@ def test_devices_that_no_link_reaches_are_named(change: str, sentence: str, tmp_
     path = tmp_path / "cluster.toml"
     path.write_text(mimatrix("topology", "bigraph:2x2", "--toml").stdout + change)
     assert sentence in refused("simulate", "--cluster", str(path), "--algorithm", "gdraa")
+
+
+def test_waiting_times_have_the_names_and_units_that_people_use() -> None:
+    rows = json.loads(mimatrix("simulate-queue", "examples/queue.json", "--json").stdout)
+    assert all({"p50_waited_s", "p95_waited_s", "max_waited_s"} <= set(row) for row in rows)
+    table = mimatrix("simulate-queue", "examples/queue.json", "--jobs").stdout
+    assert "p95" in table
+    assert "submitted" in table
+    # No one reads 38915s: beyond two minutes times are in minutes, hours or days.
+    assert not re.search(r"\b\d{4,}s\b", table)

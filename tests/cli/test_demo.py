@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_commands import ROOT, refused
 
-from mimatrix.cli.train.demo.display import WARM_UP, Board, result
-from mimatrix.cli.train.demo.progress import Told, drawn, headline
+from mimatrix.cli.train.demo.display import WARM_UP, Board, summarize
+from mimatrix.cli.train.demo.progress import WorkerOutput, headline, render
 
 SPEEDS = (1.0, 0.5, 0.25)
 COMMAND = [sys.executable, "-m", "mimatrix.cli.main", "demo"]
@@ -26,7 +26,7 @@ def line(rank: int, phase: str, event: str, **fields: object) -> bytes:
 def heard(steps: int = WARM_UP + 10) -> Board:
     """A demo on paper: the even step takes 0.4 s, the planned one 0.2 s; alone the workers do 3,500 samples/s."""
     board = Board(3)
-    told = Told(board, lambda: None)
+    told = WorkerOutput(board, lambda: None)
     for rank, rate in enumerate((2000.0, 1000.0, 500.0)):
         told.write(line(rank, "alone", "ended", samples=rate * 4, seconds=4.0))
     for phase, seconds, batches in (("even", 0.4, [171, 171, 170]), ("planned", 0.2, [293, 146, 73])):
@@ -52,7 +52,7 @@ def test_a_file_where_the_folder_of_the_picture_should_be(tmp_path: Path) -> Non
 
 
 def test_figures() -> None:
-    found = result(heard(), SPEEDS, 60.0)
+    found = summarize(heard(), SPEEDS, 60.0)
     assert found.ideal_samples_per_s == pytest.approx(3500)
     assert found.even.samples_per_s == pytest.approx(512 / 0.4)
     assert found.planned.samples_per_s == pytest.approx(512 / 0.2)
@@ -69,12 +69,12 @@ def test_what_is_shown_while_it_goes_on(capsys: pytest.CaptureFixture[str]) -> N
 
     board = Board(3)
     assert headline(board) == "starting the workers"
-    told = Told(board, lambda: None)
+    told = WorkerOutput(board, lambda: None)
     told.write(line(0, "planned", "measuring") + b"[1] something else\n[x] y\n")
     assert "measuring every worker" in headline(board)
     assert capsys.readouterr().err == "[1] something else\n[x] y\n"
     console = Console(width=80, file=sys.stdout)
-    console.print(drawn(heard(), SPEEDS))
+    console.print(render(heard(), SPEEDS))
     shown = capsys.readouterr().out
     assert "step 13 of 13, 2560 samples/s, busy 90% / 90% / 90%" in shown
     assert "0 (1x)" in shown

@@ -43,7 +43,7 @@ def test_a_described_cluster_is_planned_drawn_and_stored(tmp_path: Path) -> None
     done = mimatrix(*LAB, "--global-batch", "512", "--picture", str(picture), "--output", str(output))
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for word in ("big/0 A40", "memory of room", "samples/s", "left out: old/0 2080 Ti", "would take"):
+    for word in ("big/0 A40", "memory used", "samples/s", "left out: old/0 2080 Ti", "would take"):
         assert word in done.stdout
     assert "communication" in picture.read_text()
     plan = Plan.from_text(output.read_text())
@@ -66,17 +66,17 @@ def test_what_if_there_were_two_more() -> None:
     done = mimatrix(*LAB, "--global-batch", "512", "--add", "RTX 3090:2")
     assert done.returncode == 0, done.stderr
     assert "2 x RTX 3090 added as node added on switch desk" in done.stdout.replace("\n", " ")
-    assert "Now and then" in done.stdout
+    assert "Before and after" in done.stdout
     fields = json.loads(mimatrix(*LAB, "--global-batch", "512", "--add", "RTX 3090:2", "--json").stdout)
-    assert len(fields["ranks"]) == len(fields["now"]["ranks"]) + 2
-    assert fields["samples_per_s"] > 1.2 * fields["now"]["samples_per_s"]
+    assert len(fields["parts"]) == len(fields["before"]["parts"]) + 2
+    assert fields["samples_per_s"] > 1.2 * fields["before"]["samples_per_s"]
 
 
 def test_measured_ranks_without_a_cluster(tmp_path: Path) -> None:
     """Four times as fast: about four times as many samples; and what a third one would bring."""
     file = stored(tmp_path, profile("cpu fast", 4000), profile("cpu slow", 1000))
     found = json.loads(mimatrix("plan", "--profiles", file, "--global-batch", "500", "--json").stdout)
-    batches = [sum(sizes) for sizes in found["micro"]]
+    batches = [sum(sizes) for sizes in found["split"]]
     assert sum(batches) == 500
     assert 3 < batches[0] / batches[1] < 5
     done = mimatrix("plan", "--profiles", file, "--global-batch", "500", "--add", "cpu fast:1")
@@ -90,7 +90,7 @@ def test_several_files_of_one_model(tmp_path: Path) -> None:
     )
     done = mimatrix("plan", "--profiles", one, "--profiles", other, "--global-batch", "128", "--json")
     fields = json.loads(done.stdout)
-    assert [part["name"] for part in fields["ranks"]] == ["rank 0 A", "rank 1 B"]
+    assert [part["name"] for part in fields["parts"]] == ["rank 0 A", "rank 1 B"]
     assert not fields["communication_known"]
     assert "(not measured: 2 files, each on its own)" in fields["reasons"][0]
 
@@ -110,7 +110,7 @@ def test_the_order_of_files_does_not_matter(tmp_path: Path) -> None:
 def test_communication_that_nobody_measured_is_said_to_be_unknown(tmp_path: Path) -> None:
     words = ("plan", "--profiles", "examples/lab_profiles.json", "--global-batch", "512", "--add", "3090:8")
     said = " ".join(mimatrix(*words).stdout.split())
-    assert "(without communication), 309 samples/s at the most" in said
+    assert "(without communication), 309 samples/s at most" in said
     assert "communication is unknown (not measured: one card at a time) and counted as nothing" in said
     assert "communication unknown unknown" in said
     assert "up to 4.12x" in said
@@ -119,7 +119,7 @@ def test_communication_that_nobody_measured_is_said_to_be_unknown(tmp_path: Path
     fields = json.loads(
         mimatrix("plan", "--profiles", alone, "--global-batch", "64", "--add", "cpu:3", "--json").stdout
     )
-    assert (fields["communication_known"], fields["now"]["communication_known"]) == (False, True)
+    assert (fields["communication_known"], fields["before"]["communication_known"]) == (False, True)
     assert "not measured: one rank alone" in fields["reasons"][0]
     assert fields["added"] == ["3 x cpu added to the measured rank, communication unknown"]
 
@@ -135,7 +135,7 @@ def test_communication_that_is_known_is_not_doubted(tmp_path: Path) -> None:
 def test_a_family_without_kinds_is_of_the_one_kind_measured(tmp_path: Path) -> None:
     file = stored(tmp_path, profile("NVIDIA A40", 3000))
     done = mimatrix("plan", "--cluster", "star:4", "--profiles", file, "--global-batch", "256", "--json")
-    assert [sum(sizes) for sizes in json.loads(done.stdout)["micro"]] == [64] * 4
+    assert [sum(sizes) for sizes in json.loads(done.stdout)["split"]] == [64] * 4
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_family_without_kinds_is_of_the_one_kind_measured(tmp_path: Path) -> N
         (("--global-batch", "8", "--picture", "x.gif"), "use .png or .svg"),
         (("--global-batch", "8", "--output", "x.txt"), "use .json"),
         (("--global-batch", "8", "--profiles", "nowhere.json"), 'there is no file "nowhere.json"; make it with'),
-        (("--global-batch", "8", "--profiles", "examples/lab.toml"), "is no profile; make one with"),
+        (("--global-batch", "8", "--profiles", "examples/lab.toml"), "is not a profile; make one with"),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:

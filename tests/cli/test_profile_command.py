@@ -103,6 +103,6 @@ def test_the_example_is_measured_and_not_trained(tmp_path: Path) -> None:
     for where in ((), ("--cluster", str(cluster))):
         planned = mimatrix("plan", "--profiles", str(stored), "--global-batch", "64", "--keep-all", "--json", *where)
         fields = json.loads(planned.stdout)
-        assert sum(map(sum, fields["micro"])) == 64
-        rooms.append([rank["room_bytes"] for rank in fields["ranks"]])
+        assert sum(map(sum, fields["split"])) == 64
+        rooms.append([rank["room_bytes"] for rank in fields["parts"]])
     assert rooms[0] == rooms[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.processes.cgroups import this_machine
+from mimatrix.processes.cgroups import cpu_cgroups
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "mimatrix.cli.main", "run"]
@@ -55,7 +55,7 @@ def test_arguments_are_the_scripts(folder: Path, words: tuple[str, ...], told: s
         (("-n", "0", "echo.py"), "use -n 1"),
         (("-n", "3", "--speeds", "1,0.5", "echo.py"), "--speeds has 2 numbers for 3 ranks"),
         (("-n", "2", "--speeds", "1,2", "echo.py"), "a speed of 2 is out of range"),
-        (("--speeds", "fast", "echo.py"), "is no list of speeds"),
+        (("--speeds", "fast", "echo.py"), "is not a list of speeds"),
         (("--slow-by", "sleep", "echo.py"), "unknown way to slow down"),
         (("--timeout", "soon", "echo.py"), "is not a time"),
         (("--max-restarts", "-1", "echo.py"), "use --max-restarts 0"),
@@ -84,6 +84,9 @@ def test_a_failure_is_named_and_json_is_the_last_line(folder: Path) -> None:
     assert 0 < found.pop("seconds") < 60
     assert found == {
         "code": 1,
+        "kind": "failed",
+        "rank": 1,
+        "signal": None,
         "reason": "rank 1 failed: lost my way after 1 restart",
         "restarts": 1,
         "ranks": 2,
@@ -204,8 +207,8 @@ def lives(pid: int) -> bool:
 
 
 def groups_of(pid: int) -> list[Path]:
-    groups = this_machine()
-    return groups.named(f"mimatrix-run-{pid}-") if groups else []
+    groups = cpu_cgroups()
+    return groups.find(f"mimatrix-run-{pid}-") if groups else []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mimatrix.core.errors import EXIT_PEER_LOST
+from mimatrix.core.exit_codes import PEER_LOST
 from mimatrix.lab import collect_gpu, mps_daemon, parse_parts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -61,7 +61,7 @@ def check(found: dict[str, Any]) -> None:
         # What the script saw, or if that was a fault of the GPU, what the process says at its end.
         assert "rank 2 on c was lost" in text + "".join(said), stderr
         assert after_s < DEADLINE_S, stderr
-        assert code == (1 if found["way"] == "between" else EXIT_PEER_LOST), stderr
+        assert code == (1 if found["way"] == "between" else PEER_LOST), stderr
 
 
 def used_mib() -> int:

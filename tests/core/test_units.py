@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import (
     format_bytes,
+    format_decimal_bytes,
+    format_duration,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -318,3 +320,24 @@ def test_what_is_not_a_number_shows(show: Callable[[float], str]) -> None:
 )
 def test_printed(found: str, wanted: str) -> None:
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0s"),
+        (0.5, "500ms"),
+        (90.0, "90s"),
+        (180.0, "3min"),
+        (38_915.0, "10.8h"),
+        (7200.0, "2h"),
+        (302_400.0, "3.5d"),
+    ],
+)
+def test_durations_are_in_the_unit_that_people_use(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+    assert parse_duration(text) == pytest.approx(seconds, rel=PRINTED)
+
+
+def test_decimal_sizes_can_be_compared() -> None:
+    assert [format_decimal_bytes(size) for size in (1 << 20, 24e9, 512)] == ["1.05MB", "24GB", "512B"]

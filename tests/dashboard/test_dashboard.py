@@ -14,7 +14,7 @@ from support.browsers import DESK, PHONE, browser, needs_browser, visit
 from support.clusters import node
 from support.servers import Server, server
 
-from mimatrix.api.models import ACTIVE, ENDED, JobState, Role, TokenWanted
+from mimatrix.api.models import ACTIVE, ENDED, JobState, Role, TokenCreate
 
 pytestmark = [needs_browser, pytest.mark.timeout(120)]
 OURS = Path(__file__).parent / "scripts"
@@ -45,7 +45,7 @@ def admin(up: Server) -> str:
 
 def token(up: Server, user: str, role: Role) -> str:
     with up.client() as client:
-        return client.make_token(TokenWanted(user=user, role=role)).secret
+        return client.create_token(TokenCreate(user=user, role=role)).secret
 
 
 @contextmanager
@@ -81,6 +81,21 @@ def test_signing_in_and_out(up: Server, chromium: Browser) -> None:
         assert "token" not in page.evaluate("JSON.stringify(history.state) + location.href")
 
 
+def test_a_link_with_another_token_asks_before_it_signs_in(up: Server, chromium: Browser) -> None:
+    other = token(up, "eve", Role.USER)
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        seen.sign_in(admin(up))
+        seen.go(f"#token={other}")
+        page.get_by_role("button", name="Stay signed in").click()
+        expect(page.locator("#name")).to_contain_text("admin")
+        assert page.evaluate("sessionStorage['mimatrix-token']") == admin(up)
+        assert other not in page.url
+        seen.go(f"#token={other}")
+        page.get_by_role("button", name="Use the other token").click()
+        expect(page.locator("#name")).to_have_text("eve · user")
+
+
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
     up: Server, chromium: Browser, tmp_path: Path, size: tuple[int, int]
@@ -97,7 +112,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
             page.get_by_label("Further files").set_input_files(tmp_path / "note.txt")
             page.get_by_label("Name").fill(name)
             page.get_by_label("Devices").fill("2")
-            page.get_by_role("button", name="What would happen?").click()
+            page.get_by_role("button", name="Dry run").click()
             expect(page.get_by_text("It would ")).to_be_visible()
             assert not seen.is_wider_than_the_screen()
             page.get_by_role("button", name="Submit", exact=True).click()
@@ -108,7 +123,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
         expect(page.get_by_role("region", name="Output", exact=True).last).to_contain_text("carried along in äöü")
         expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("A script saves with run.save()")
         second = hand_in("second")
-        expect(page.locator(".why")).to_contain_text("Why it waits: Needs 2 x cpu")
+        expect(page.locator(".why")).to_contain_text("Waiting: Needs 2 x cpu")
         page.get_by_role("button", name="Priority").click()
         page.get_by_label("From 0 to 100").fill("77")
         page.get_by_role("button", name="Change").click()
@@ -124,7 +139,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
         for number in (second, first):
             seen.go(f"#/jobs/{number}")
             _cancel(page)
-        expect(page.get_by_role("button", name="Try again")).to_be_visible()
+        expect(page.get_by_role("button", name="Requeue")).to_be_visible()
     assert up.until(first, lambda job: job.state in ENDED).state is JobState.CANCELLED
 
 
@@ -150,15 +165,15 @@ def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium
         expect(curve).not_to_have_attribute("aria-label", before)
 
         saved = page.get_by_role("region", name="Checkpoints")
-        expect(saved).to_contain_text(re.compile(r"it goes on from step \d+\."))
+        expect(saved).to_contain_text(re.compile(r"it resumes from step \d+\."))
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         saved.get_by_role("button", name="Copy").first.click()
-        expect(page.get_by_text("The path is copied.")).to_be_visible()
+        expect(page.get_by_text("Path copied.")).to_be_visible()
         copied = Path(page.evaluate("navigator.clipboard.readText()"))
         assert copied.parent == up.data / "checkpoints" / f"job-{number}"
 
         (copied.parent / "slow").touch()
-        expect(page.get_by_role("alert").filter(has_text="One rank is slow.")).to_contain_text("because of rank 1 on ")
+        expect(page.get_by_role("alert").filter(has_text="Straggler.")).to_contain_text("because of rank 1 on ")
         expect(page.locator("li.slow")).to_contain_text("slow: compute")
         page.get_by_text("Time", exact=True).click()
         expect(curve).to_be_visible()
@@ -168,7 +183,7 @@ def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium
         page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
         assert not seen.is_wider_than_the_screen()
         _cancel(page)
-        expect(saved).to_contain_text(re.compile(r"“Try again” goes on from step \d+\."))
+        expect(saved).to_contain_text(re.compile(r"“Requeue” resumes from step \d+\."))
 
 
 @pytest.mark.long
@@ -188,7 +203,7 @@ def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
         page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
         assert not seen.is_wider_than_the_screen()
         _cancel(page)
-        expect(groups).to_contain_text("2 groups that did not wait for each other.")
+        expect(groups).to_contain_text("2 groups, training asynchronously.")
         expect(groups.get_by_role("row")).to_have_count(2)  # a narrow screen has no heads
 
 
@@ -220,14 +235,14 @@ def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
                 assert seen.barriers() == [], f"{route} {scheme}"
         expect(page.get_by_text("There is no job 99999; see mimatrix jobs.")).to_be_visible()
         page.reload()
-        page.get_by_role("heading", name="That did not work").wait_for()
+        page.get_by_role("heading", name="Error").wait_for()
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
         assert page.evaluate("document.activeElement.id") == "main"
 
 
 def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, chromium: Browser) -> None:
-    hangs = "rank 1 on n/1 has not come to all_reduce"
+    hangs = "rank 1 on n/1 has not entered all_reduce"
     trouble = {"kind": "hang", "rank": 1, "seat": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
     elsewhere = {"path": "/elsewhere/step-320", "step": 320, "saved_at": "2026-01-01T00:00:00Z", "bytes": 5 << 20}
@@ -235,7 +250,7 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         page = seen.page
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url) if "/log?" in request.url else None)
-        page.route("**/api/jobs/*/ranks", lambda route: _answer(route, {"ranks": ranks, "troubles": [trouble]}))
+        page.route("**/api/jobs/*/ranks", lambda route: _answer(route, {"ranks": ranks, "stragglers": [trouble]}))
         page.route("**/api/jobs/*/checkpoints", lambda route: _answer(route, [elsewhere]))
         with up.client() as client:
             while "tick" not in client.log(number, 0, -100).text:
@@ -245,7 +260,7 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         seen.go(f"#/jobs/{number}")
         output = page.locator(".log")
         expect(output).to_contain_text(re.compile(r"tick \d+\n$"))
-        expect(output).to_contain_text(f"The end of it; all of it: mimatrix logs {number} --rank 0")
+        expect(output).to_contain_text(f"Only the end is shown. For all output: mimatrix logs {number} --rank 0")
         assert re.match(r"line \d+ ·{80}\nline", output.locator("pre").inner_text())
         assert len(asked) < 10
         assert "offset=-65536" in asked[0]
@@ -253,11 +268,11 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         expect(output.locator("pre")).not_to_have_text(last, use_inner_text=True)
 
         saved = page.get_by_role("region", name="Checkpoints")
-        expect(saved).to_contain_text("a new start goes on from them only with run.load(folder)")
+        expect(saved).to_contain_text("a restart resumes from them only with run.load(directory)")
         expect(saved.get_by_role("row").last).to_contain_text(
             re.compile(r"^320\d+ d \d+ h ago .*5.0 MiB/elsewhere/step-320Copy$")
         )
-        expect(page.get_by_role("alert").filter(has_text="Others wait.")).to_contain_text("R" + hangs[1:])
+        expect(page.get_by_role("alert").filter(has_text="Ranks are waiting.")).to_contain_text("R" + hangs[1:])
         expect(page.get_by_text("Rank 1 is busy longest, 30.0 ms")).to_be_visible()
         expect(page.get_by_role("button", name="Cancel")).to_have_count(0)
         page.context.set_offline(True)
@@ -266,7 +281,7 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         page.get_by_role("button", name="Try now").click()
         expect(page.get_by_text("The server does not answer.")).to_be_hidden()
         seen.go("#/submit")
-        expect(page.get_by_text("A viewer looks and hands nothing in")).to_be_visible()
+        expect(page.get_by_text("Viewers cannot submit jobs.")).to_be_visible()
 
 
 def test_the_rank_that_failed_is_read_first_and_none_into_another(up: Server, chromium: Browser) -> None:
@@ -284,7 +299,7 @@ def test_the_rank_that_failed_is_read_first_and_none_into_another(up: Server, ch
         rank.select_option("0")
         expect(output).to_have_text("rank 0 100%\nrank 0 is ready\n", use_inner_text=True)
         expect(page.locator(".figures")).to_contain_text("had 2 deviceson ")
-        expect(page.locator(".facts").last).to_contain_text(re.compile("Had devices.*/0 .*/1"))
+        expect(page.locator(".facts").last).to_contain_text(re.compile("Devices held.*/0 .*/1"))
         assert missed == []
 
 
@@ -305,7 +320,7 @@ def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) 
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         answers = {"": job, "/history*": {"every_s": 1, "points": points}, "/events": [], "/checkpoints": []}
-        answers |= {"/ranks": {"ranks": ranks, "troubles": [late]}, "/log*": LOG}
+        answers |= {"/ranks": {"ranks": ranks, "stragglers": [late]}, "/log*": LOG}
         for path, content in answers.items():
             page.route(f"**/api/jobs/1{path}", lambda route, _, content=content: _answer(route, content))
         seen.sign_in(admin(up))
@@ -315,12 +330,12 @@ def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) 
         expect(page.locator(".chart").first).to_have_text("lossnan", use_inner_text=False)
         expect(page.get_by_role("img", name="more-6: from 1.50e+12 to 1.50e+12")).to_be_visible()
         expect(page.locator(".charts .chart")).to_have_count(8 + 2)
-        curves = page.get_by_role("region", name="Curves")
-        expect(curves).to_contain_text("And 4 more curves.")
+        curves = page.get_by_role("region", name="Metrics")
+        expect(curves).to_contain_text("And 4 more metrics.")
         curves.get_by_role("button", name="Show all").click()
         expect(page.locator(".charts .chart")).to_have_count(12 + 2)
 
-        expect(page.get_by_role("alert").filter(has_text="It hangs.")).to_contain_text("Rank 60 is late.")
+        expect(page.get_by_role("alert").filter(has_text="Hang.")).to_contain_text("Rank 60 is late.")
         bars = page.locator(".ranks li")
         expect(bars).to_have_count(16)
         expect(bars.nth(0)).to_contain_text(re.compile(r"^Rank 60 n/60hangssaid \d+ d \d+ h ago"))
@@ -352,7 +367,7 @@ def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, ch
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         answers = {"": job, "/history*": {"every_s": 1, "points": points}, "/events": [], "/checkpoints": []}
-        answers |= {"/ranks": {"ranks": [], "troubles": []}, "/log*": LOG}
+        answers |= {"/ranks": {"ranks": [], "stragglers": []}, "/log*": LOG}
         for path, content in answers.items():
             page.route(f"**/api/jobs/1{path}", lambda route, _, content=content: _answer(route, content))
         seen.sign_in(admin(up))
@@ -432,7 +447,7 @@ def test_links_and_devices_are_drawn_with_what_they_carry(up: Server, chromium: 
 
 def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> None:
     # The higher the number, the sooner.
-    jobs = [_job(number) | {"place": 1001 - number} for number in range(1, 1001)]
+    jobs = [_job(number) | {"queue_position": 1001 - number} for number in range(1, 1001)]
 
     def answer(route: Route) -> None:
         live = "state=queued" in route.request.url
@@ -456,7 +471,7 @@ def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> N
         page.get_by_label("Search").fill("run-777")
         expect(rows).to_have_count(1)
         page.get_by_label("Search").fill("nobody has this")
-        expect(page.get_by_text("No job fits this.")).to_be_visible()
+        expect(page.get_by_text("No job matches the filter.")).to_be_visible()
 
 
 def _cancel(page: Page) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.core.errors import EXIT_PEER_LOST, UserError
+from mimatrix.core.errors import UserError
+from mimatrix.core.exit_codes import PEER_LOST
 from mimatrix.engine.excepthook import format_user_error
 
 
@@ -78,7 +79,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 
 def test_failure_of_a_gpu_after_a_lost_rank_names_the_rank(endings: dict[str, tuple[int, str]]) -> None:
     assert endings["GPU, after a lost rank"] == (
-        EXIT_PEER_LOST,
+        PEER_LOST,
         "mimatrix: rank 0 stopped, because rank 1 on b was lost in all_reduce of 10 float32: its connection closed\n",
     )
 

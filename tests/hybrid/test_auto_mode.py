@@ -13,8 +13,9 @@ import pytest
 import mimatrix
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
-from mimatrix.planner.mode_choice import Apart, Choice, Pushing
-from mimatrix.planner.model.plan import Part, Plan
+from mimatrix.planner.hybrid_price import GroupPrice, HybridPrice
+from mimatrix.planner.mode_choice import ModeChoice
+from mimatrix.planner.model.plan import Plan, RankPlan
 from mimatrix.planner.model.split import Split
 from mimatrix.processes.ports import free_port
 
@@ -74,11 +75,20 @@ def test_auto_mode_with_one_rank_is_sync() -> None:
 
 def test_a_lost_group_rejoins_in_the_chosen_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     word = tmp_path / "meeting"
-    plan = Plan(0, Split.of((16,)), Shares.equal(1), (Part("cpu", 0.1, 0.0, 1, 2),), 0.1, 0.0, ("why",))
-    groups = tuple(Pushing((rank,), plan, 0.01, 0.2, 1.0, steps=7) for rank in range(2))
-    choice = Choice("hybrid", "so it is", plan, Apart(groups, False, 1e6, local_steps=7))
+    part = RankPlan(name="cpu", busy_s=0.1, idle_s=0.0, memory_bytes=1, room_bytes=2)
+    plan = Plan(
+        stage=0,
+        split=Split.of((16,)),
+        shares=Shares.equal(1),
+        parts=(part,),
+        step_s=0.1,
+        communication_s=0.0,
+        reasons=("why",),
+    )
+    groups = tuple(GroupPrice((rank,), plan, 0.01, 0.2, 1.0, steps=7) for rank in range(2))
+    choice = ModeChoice("hybrid", "so it is", plan, HybridPrice(groups, False, 1e6, local_steps=7))
     word.touch()
-    (tmp_path / "meeting-choice").write_text(json.dumps({"version": 1, "choice": choice.to_json()}))
+    (tmp_path / "meeting-choice").write_text(json.dumps({"version": 2, "choice": choice.to_json()}))
     known = {"RANK": "1", "WORLD_SIZE": "2", "MIMATRIX_GROUPS": "[[0], [1]]", "MIMATRIX_RENDEZVOUS": str(word)}
     for name, value in known.items():
         monkeypatch.setenv(name, value)

@@ -194,7 +194,7 @@ def test_launcher_leaves_other_groups_running(tmp_path: Path) -> None:
     lost = _ranks()[2]
     os.kill(lost, signal.SIGKILL)
     said = json.loads(process.communicate(timeout=90)[0].splitlines()[-1])
-    assert (process.returncode, said["reason"]) == (0, "[2] ended by SIGKILL; the others went on")
+    assert (process.returncode, said["reason"]) == (0, "[2] was killed by SIGKILL; the others finished")
     assert told(tmp_path, 0)["steps"] > 20
 
 
@@ -219,8 +219,8 @@ def test_launcher_restarts_only_the_lost_group(tmp_path: Path) -> None:
         process.kill()
     said = json.loads(out.splitlines()[-1])
     assert (process.returncode, said["reason"], said["restarts"]) == (0, "", 2)
-    assert "rank 2 ended by SIGKILL; group 1 will be started again (restart 1 of 2)" in err
-    assert "rank 0 ended by SIGKILL; group 0 will be started again (restart 2 of 2)" in err
+    assert "rank 2 was killed by SIGKILL; group 1 will be started again (restart 1 of 2)" in err
+    assert "rank 0 was killed by SIGKILL; group 0 will be started again (restart 2 of 2)" in err
     for group in range(2):
         assert told(tmp_path, group)["losses"][0] < 1.0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.core.exit_codes import TIMED_OUT
 from mimatrix.lab import GpuPart, collect_gpu, gpu_environment, mps_daemon, parse_parts, run_gpu
-from mimatrix.processes.group import TIMED_OUT
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = """#!/bin/sh
@@ -270,7 +270,7 @@ def test_cpu_ranks_alone_need_no_daemon(mps: FakeMps) -> None:
 def test_a_rank_that_fails_ends_the_others_and_the_daemon(mps: FakeMps) -> None:
     script = "[ $RANK = 0 ] || exit 3; sleep 300"
     ending = run_gpu(parse_parts("60,25", "a,b"), ["sh", "-c", script], grace_s=0.1, timeout_s=60)
-    assert (ending.code, ending.reason) == (3, "[1 b] ended with exit code 3")
+    assert (ending.code, ending.describe()) == (3, "[1 b] ended with exit code 3")
     mps.assert_stopped()
 
 

@@ -10,10 +10,10 @@ import pytest
 from mimatrix.cluster import Bus, BySource, Cluster, Device, Fabric, Link, Node, Switch, load_cluster
 from mimatrix.cluster.routes import NO_CHANNEL, find_paths
 from mimatrix.core.errors import UserError
-from mimatrix.lab.ip_commands import PAYLOAD, add_cables, add_namespaces, furnish, namespace, shape
-from mimatrix.lab.layout import Layout, Route, lay_out
+from mimatrix.lab.ip_commands import PAYLOAD, add_cables, add_namespaces, configure_space, namespace, shape
+from mimatrix.lab.layout import LabLayout, Route, lay_out
 from mimatrix.lab.state import check_name
-from mimatrix.processes.cgroups import find_groups, parse_cpus
+from mimatrix.processes.cgroups import cpu_cgroups, parse_cpus
 
 OWN_AND_SHARED = Cluster(
     "mixed",
@@ -49,11 +49,11 @@ CLUSTERS = {
 
 
 @pytest.fixture(params=CLUSTERS)
-def layout(request: pytest.FixtureRequest) -> Layout:
+def layout(request: pytest.FixtureRequest) -> LabLayout:
     return lay_out(CLUSTERS[request.param])
 
 
-def follow(layout: Layout, source: str, target: str, start: str, end: str) -> Iterator[str]:
+def follow(layout: LabLayout, source: str, target: str, start: str, end: str) -> Iterator[str]:
     """The channels that a packet crosses, looking up one next hop after the other as a kernel would."""
     spaces = {space.name: space for space in layout.spaces}
     holders = {port.address: port for port in layout.ports.values()}
@@ -71,7 +71,7 @@ def follow(layout: Layout, source: str, target: str, start: str, end: str) -> It
     raise AssertionError("the packet goes round in circles")
 
 
-def test_addresses_and_interfaces_are_unique(layout: Layout) -> None:
+def test_addresses_and_interfaces_are_unique(layout: LabLayout) -> None:
     ports = list(layout.ports.values())
     assert len(ports) == 2 * len(layout.cables) == 2 * sum(link.parallel for link in layout.fabric.cluster.links)
     assert len({port.address for port in ports}) == len(ports)
@@ -79,7 +79,7 @@ def test_addresses_and_interfaces_are_unique(layout: Layout) -> None:
     assert all(port.address.startswith("10.") for port in ports)
 
 
-def test_every_pair_takes_the_path_of_the_simulator(layout: Layout) -> None:
+def test_every_pair_takes_the_path_of_the_simulator(layout: LabLayout) -> None:
     fabric = layout.fabric
     for a, b in permutations(layout.seats, 2):
         if a.node == b.node:
@@ -143,7 +143,7 @@ def test_orders_name_everything_after_the_lab() -> None:
     assert add_namespaces(layout, "x") == "netns add mmx-x-hub\nnetns add mmx-x-n0\nnetns add mmx-x-n1\n"
     first = "link add name eth0 mtu 9000 netns mmx-x-n0 type veth peer name eth0 mtu 9000 netns mmx-x-hub"
     assert add_cables(layout, "x").splitlines()[0] == first
-    script = furnish(layout.spaces[0])
+    script = configure_space(layout.spaces[0])
     assert "set_all 1 /proc/sys/net/ipv4/ip_forward" in script
     assert f"qdisc replace dev eth1 root {shape(50e6)}" in script
     assert namespace("x", "n0") == "mmx-x-n0"
@@ -195,12 +195,12 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
     two = f"cgroup2 {tmp_path} cgroup2 rw 0 0"
     one = "cgroup /x/cpu cgroup rw,relatime,cpu,cpuacct 0 0"
     none = "cgroup /x/memory cgroup rw,memory 0 0"
-    assert find_groups([none]) is None
-    found = find_groups([none, two, one])
+    assert cpu_cgroups([none]) is None
+    found = cpu_cgroups([none, two, one])
     assert found is not None
     assert (found.version, found.root) == (1, Path("/x/cpu"))
-    found = find_groups([two])
+    found = cpu_cgroups([two])
     assert found is not None
     found.add("mmx-x-n0", 0.25)
     assert (tmp_path / "mmx-x-n0" / "cpu.max").read_text() == "2500 10000"
-    assert found.named("mmx-x-") == [tmp_path / "mmx-x-n0"]
+    assert found.find("mmx-x-") == [tmp_path / "mmx-x-n0"]

@@ -18,7 +18,7 @@ from mimatrix.core.errors import UserError
 from mimatrix.lab import Lab, down, link_bytes, namespace, recall, run, up
 from mimatrix.lab.state import FOLDER
 from mimatrix.lab.system import namespaces
-from mimatrix.processes.cgroups import this_machine
+from mimatrix.processes.cgroups import cpu_cgroups
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two runs of the tests on one machine must not meet.
@@ -47,9 +47,9 @@ def mimatrix(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[st
 
 def remains() -> list[str]:
     """Everything of our lab that is still on this machine."""
-    groups = this_machine()
+    groups = cpu_cgroups()
     found = namespaces(f"mmx-{NAME}-") + [str(path) for path in FOLDER.glob(f"*{NAME}*")]
-    return found + [str(path) for path in groups.named(f"mmx-{NAME}-")] if groups else found
+    return found + [str(path) for path in groups.find(f"mmx-{NAME}-")] if groups else found
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_ranks_are_told_where_they_are() -> None:
 
 
 def test_quotas_slow_a_node_down() -> None:
-    if not this_machine():
+    if not cpu_cgroups():
         pytest.skip("needs control groups for processors")
     assert mimatrix("up", "star:2,rate=1Gbit", "--cpus", "1,0.2").returncode == 0
     spin = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
@@ -262,7 +262,7 @@ def counted(words, text=""):
         os.kill(os.getpid(), signal.SIGKILL)
     orders.append(words)
     return order(words, text)
-order, lifecycle.order = lifecycle.order, counted
+order, lifecycle.run_tool = lifecycle.run_tool, counted
 lifecycle.up(load_cluster("star:3"), "{NAME}", (1.0, 1.0, 1.0))
 """
     killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30)
@@ -286,7 +286,7 @@ def test_killed_at_any_moment(delay_s: float) -> None:
 
 
 def test_down_needs_no_memory_and_ends_what_runs() -> None:
-    quotas = (1.0, 1.0) if this_machine() else ()
+    quotas = (1.0, 1.0) if cpu_cgroups() else ()
     up(load_cluster("star:2,rate=1Gbit"), NAME, quotas)
     (FOLDER / f"{NAME}.json").unlink()
     inside = ["ip", "netns", "exec", namespace(NAME, "n0"), "sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.launcher_contract import POLITE, codes, eventually, pack, python, runs
 
+from mimatrix.launch.exit_causes import EndedFor
 from mimatrix.launch.launcher import Member, Phase, Team
 from mimatrix.launch.ray.launcher import RayLauncher
 
@@ -32,8 +33,8 @@ def main(folder: Path, address: str, cut: list[str]) -> None:
     # A member reaches another machine by the address that its node has.
     peers = {"n0": nodes["n1"], "n1": nodes["n0"], "n2": nodes["n0"]}
     members = tuple(Member(name, 0, {"PEER": peers[name]}) for name in ("n2", "n0", "n1"))
-    team = Team("job-1.g1", python(WHERE), members, archive, {}, grace_s=2.0)
-    ends_well(launcher, replace(team, name="polite", words=python(POLITE)))
+    team = Team(name="job-1.g1", command=python(WHERE), members=members, archive=archive, grace_s=2.0)
+    ends_well(launcher, replace(team, name="polite", command=python(POLITE)))
     pids = each_is_at_its_node(launcher, team, nodes)
     is_lost(launcher, team, pids, cut)
     launcher.close()
@@ -67,9 +68,12 @@ def is_lost(launcher: RayLauncher, team: Team, pids: list[int], cut: list[str]) 
     state = launcher.states()[team.name]
     assert state.first_failure == 0
     assert [member.phase for member in state.members] == [Phase.LOST, Phase.EXITED, Phase.EXITED]
-    assert state.members[0].reason.startswith("node n2 is gone")
-    assert state.members[1].reason == "killed by SIGTERM; ended because rank 0 failed"
-    say(f"lost after {time.monotonic() - began_s:.1f} s: {state.members[0].reason}")
+    lost, ended = state.members[0].cause, state.members[1].cause
+    assert lost
+    assert lost.detail.startswith("node n2 is gone")
+    assert ended
+    assert (ended.ended_for, ended.because_of) == (EndedFor.PEER, 0)
+    say(f"lost after {time.monotonic() - began_s:.1f} s: {lost.detail}")
     within(lambda: not any(map(runs, pids)), "the end of the member that was cut off")
     say(f"the one that was cut off has ended after {time.monotonic() - began_s:.1f} s")
 

@@ -13,37 +13,37 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.launch import Launch, run_local
-from mimatrix.launch.throttle.cpu_quota import PREFIX, memory_limits, quotas, remove_remains
+from mimatrix.launch import RunSpec, run_local
+from mimatrix.launch.throttle.cpu_quota import PREFIX, memory_limits, quotas, remove_leftovers
 from mimatrix.launch.throttle.memory_limit import limit_memory
-from mimatrix.processes.cgroups import PERIOD_US, CpuGroups, Groups, memory_groups, period_us, this_machine
+from mimatrix.processes.cgroups import PERIOD_US, Cgroups, CpuCgroups, cpu_cgroups, memory_cgroups, period_us
 
 
-def _groups() -> CpuGroups | None:
+def _groups() -> CpuCgroups | None:
     """Where quotas can be set here, if they can."""
     try:
         with quotas({0: 1.0}):
-            return this_machine()
+            return cpu_cgroups()
     except UserError:
         return None
 
 
-def _memory_groups() -> Groups | None:
+def _memory_cgroups() -> Cgroups | None:
     """The same for memory."""
     try:
         with memory_limits({0: 1 << 30}):
-            return memory_groups()
+            return memory_cgroups()
     except UserError:
         return None
 
 
-GROUPS, MEMORY = _groups(), _memory_groups()
+GROUPS, MEMORY = _groups(), _memory_cgroups()
 needs_groups = pytest.mark.skipif(GROUPS is None, reason="needs control groups for processors")
 needs_memory = pytest.mark.skipif(MEMORY is None, reason="needs control groups for memory")
 
 
 def named(pid: int) -> list[Path]:
-    return [path for groups in (GROUPS, MEMORY) if groups for path in groups.named(f"{PREFIX}{pid}-")]
+    return [path for groups in (GROUPS, MEMORY) if groups for path in groups.find(f"{PREFIX}{pid}-")]
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,8 @@ def test_groups_are_there_and_then_gone() -> None:
         assert list(joins) == [1, 2]
         assert [path.parent for path in joins.values()] == named(os.getpid())
         assert all(path.is_file() for path in joins.values())
-        remove_remains()
-        assert len(named(os.getpid())) == 2, "the groups of a launcher that lives stay"
+        remove_leftovers()
+        assert len(named(os.getpid())) == 2, "the groups of a launcher that is_alive stay"
 
 
 @needs_groups
@@ -89,14 +89,14 @@ def test_the_least_quota_can_be_set() -> None:
 
 
 @needs_memory
-def test_memory_groups_are_there_and_then_gone() -> None:
+def test_memory_cgroups_are_there_and_then_gone() -> None:
     with memory_limits({0: 256 << 20, 1: 1 << 30}) as joins:
         assert all(path.is_file() for path in joins.values())
         limits = [path.parent / "memory.limit_in_bytes" for path in joins.values()]
         limits = [path if path.exists() else path.with_name("memory.max") for path in limits]
         assert [int(path.read_text()) for path in limits] == [256 << 20, 1 << 30]
-        remove_remains()
-        assert len(named(os.getpid())) == 2, "the groups of a launcher that lives stay"
+        remove_leftovers()
+        assert len(named(os.getpid())) == 2, "the groups of a launcher that is_alive stay"
 
 
 EAT = "import os; print(len(bytearray(b'x') * (600 << 20)))"
@@ -106,14 +106,14 @@ EAT = "import os; print(len(bytearray(b'x') * (600 << 20)))"
 def test_who_takes_too_much_is_killed_and_named() -> None:
     words = (sys.executable, "-S", "-u", "-c", EAT)
     out, err = BytesIO(), BytesIO()
-    ended = run_local(Launch(words, memory=(256 << 20,), timeout_s=60), os.environ, out, err, lambda _: None)
-    assert (ended.code, ended.reason) == (128 + signal.SIGKILL, "rank 0 ended by SIGKILL")
-    enough = run_local(Launch(words, memory=(2 << 30,), timeout_s=60), os.environ, out, err, lambda _: None)
+    ended = run_local(RunSpec(words, memory=(256 << 20,), timeout_s=60), os.environ, out, err, lambda _: None)
+    assert (ended.code, ended.describe()) == (128 + signal.SIGKILL, "rank 0 ended by SIGKILL")
+    enough = run_local(RunSpec(words, memory=(2 << 30,), timeout_s=60), os.environ, out, err, lambda _: None)
     assert (enough.code, out.getvalue()) == (0, f"[0] {600 << 20}\n".encode())
 
 
 def test_without_groups_workers_are_told_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mimatrix.launch.throttle.cpu_quota.memory_groups", lambda: None)
+    monkeypatch.setattr("mimatrix.launch.throttle.cpu_quota.memory_cgroups", lambda: None)
     said: list[str] = []
     with limit_memory((1 << 30,), said.append) as joins:
         assert joins == {}
@@ -144,7 +144,7 @@ def test_the_next_launcher_removes_what_a_killed_one_left() -> None:
             time.sleep(0.01)
         assert len(named(launcher.pid)) == 2 + bool(MEMORY)
         # It is dead, though nobody has waited for it yet.
-        remove_remains()
+        remove_leftovers()
         assert named(launcher.pid) == []
 
 
@@ -152,5 +152,5 @@ def test_the_next_launcher_removes_what_a_killed_one_left() -> None:
 def test_a_number_that_came_back_does_not_protect() -> None:
     assert GROUPS is not None
     GROUPS.add(f"{PREFIX}{os.getpid()}-1-0", 0.5)
-    remove_remains()
+    remove_leftovers()
     assert named(os.getpid()) == []

@@ -1,7 +1,6 @@
 """The launcher of this machine: the contract, and what its keepers and guards promise on top of it."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,16 +28,18 @@ from support.launcher_contract import (
 )
 
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.launch.devices import find_devices
-from mimatrix.launch.launcher import DeviceFacts, MemberState, Phase, TeamState
+from mimatrix.launch.devices import DeviceInfo, find_devices
+from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
+from mimatrix.launch.launcher import MemberState, Phase, TeamState
 from mimatrix.launch.local import launcher as local_launcher
-from mimatrix.launch.local.launch_spec import make_order
+from mimatrix.launch.local.launch_spec import build_spec
 from mimatrix.launch.local.launcher import LocalLauncher
-from mimatrix.launch.local.store import Record, TeamFolder, judge
-from mimatrix.processes.proc import Identity, identify, lives, send
+from mimatrix.launch.local.store import SupervisorState, TeamFolder, judge
+from mimatrix.launch.start_failure import StartFailure, StartFailureKind
+from mimatrix.processes.proc import ProcessId, identify, is_alive, send
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICES = (DeviceFacts("cpu", 1 << 30, {"SEES": "first"}), DeviceFacts("cpu", 2 << 30, {"SEES": "second"}))
+DEVICES = (DeviceInfo("cpu", 1 << 30, {"SEES": "first"}), DeviceInfo("cpu", 2 << 30, {"SEES": "second"}))
 
 
 def local(folder: Path) -> LocalLauncher:
@@ -62,20 +63,20 @@ def folder_of(ground: Ground, name: str = "job-1.g0") -> TeamFolder:
     return TeamFolder(ground.folder / "place" / "teams" / name)
 
 
-def record_of(ground: Ground, name: str) -> Record:
-    record = folder_of(ground, name).read_record()
+def record_of(ground: Ground, name: str) -> SupervisorState:
+    record = folder_of(ground, name).read_state()
     assert record
     return record
 
 
 def keeper_of(ground: Ground, name: str) -> int:
-    keeper = record_of(ground, name).keeper
+    keeper = record_of(ground, name).supervisor
     assert keeper
     return keeper.pid
 
 
 def guard_of(ground: Ground, name: str, rank: int) -> int:
-    guard = record_of(ground, name).guards[rank]
+    guard = record_of(ground, name).reapers[rank]
     assert guard
     return guard.pid
 
@@ -91,7 +92,7 @@ def test_a_keeper_that_is_killed_takes_all_with_it(ground: Ground) -> None:
     state = ground.ended(name)
     assert not any(map(runs, pids))
     assert [member.phase for member in state.members] == [Phase.LOST] * 2
-    assert state.members[0].reason == f"its keeper (process {keeper}) is gone"
+    assert state.members[0].cause == ExitCause.lost(f"its supervisor (process {keeper}) is gone")
     ground.launcher.end(name)
     ground.launcher.forget(name)
     assert ground.launcher.states() == {}
@@ -105,7 +106,7 @@ def test_a_guard_that_is_killed_takes_its_tree_with_it(ground: Ground) -> None:
     state = ground.ended(name)
     assert not any(map(runs, pids))
     assert state.first_failure == 1
-    assert state.members[1] == MemberState(Phase.LOST, reason="its guard was killed")
+    assert state.members[1] == MemberState(Phase.LOST, ExitCause.lost("its reaper was killed"))
     assert state.members[0].code == -signal.SIGTERM
 
 
@@ -139,7 +140,7 @@ def test_a_keeper_has_nothing_of_who_started_it(ground: Ground) -> None:
     assert os.getsid(keeper) != os.getsid(0)
     for pid in (keeper, guard):
         standard = {number: str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)}
-        log = str(folder_of(ground, name).keeper_log)
+        log = str(folder_of(ground, name).supervisor_log)
         assert standard == {0: "/dev/null", 1: log, 2: log}
 
 
@@ -147,7 +148,7 @@ def test_no_keeper_stays_when_its_team_has_ended(ground: Ground) -> None:
     name = ground.start("")
     ground.ended(name)
     eventually(lambda: not runs(keeper_of(ground, name)), "the end of the keeper")
-    assert folder_of(ground, name).keeper_log.read_bytes() == b""
+    assert folder_of(ground, name).supervisor_log.read_bytes() == b""
 
 
 def test_a_number_that_came_back_is_not_signalled(ground: Ground) -> None:
@@ -157,8 +158,8 @@ def test_a_number_that_came_back_is_not_signalled(ground: Ground) -> None:
     with subprocess.Popen(["sleep", "60"]) as stranger:
         who = identify(stranger.pid)
         assert who
-        stale = Identity(who.pid, who.began - 1)
-        folder_of(ground, name).save(replace(record_of(ground, name), keeper=stale))
+        stale = ProcessId(who.pid, who.start_ticks - 1)
+        folder_of(ground, name).save(replace(record_of(ground, name), supervisor=stale))
         ground.launcher.end(name, now=True)
         ground.launcher.end(name)
         assert [member.phase for member in ground.state(name).members] == [Phase.LOST]
@@ -167,7 +168,7 @@ def test_a_number_that_came_back_is_not_signalled(ground: Ground) -> None:
         assert stranger.poll() is None
         assert send(who, signal.SIGKILL)
         stranger.wait(timeout=10)
-        assert not lives(who)
+        assert not is_alive(who)
         assert not send(who, signal.SIGKILL)
 
 
@@ -214,7 +215,7 @@ def commands(word: str) -> str:
 def leave_an_order(ground: Ground, code: str = "print('late')") -> TeamFolder:
     """As a launcher does that is killed before it starts a keeper."""
     folder = folder_of(ground)
-    local_launcher._write(folder, make_order(ground.team(code), ground.launcher.nodes()[0]))
+    local_launcher._write(folder, build_spec(ground.team(code), ground.launcher.nodes()[0]))
     return folder
 
 
@@ -229,8 +230,8 @@ def test_an_order_that_nobody_took_is_lost_after_a_while(ground: Ground) -> None
     grow_old(folder)
     state = ground.state("job-1.g0")
     assert state.members[0].phase == Phase.LOST
-    assert "before a keeper" in state.members[0].reason
-    local_launcher._start_keeper(folder)
+    assert state.members[0].cause == ExitCause.lost("its launcher was gone before a supervisor claimed it")
+    local_launcher._start_supervisor(folder)
     assert ground.state("job-1.g0") == state, "a keeper that comes late changes nothing"
     assert not folder.work.exists()
     ground.launcher.forget("job-1.g0")
@@ -254,17 +255,18 @@ def test_a_team_is_ended_while_its_archive_is_unpacked(ground: Ground) -> None:
     pipe = ground.folder / "pipe"
     os.mkfifo(pipe)
     folder = folder_of(ground)
-    order = make_order(ground.team("", ranks=2), ground.launcher.nodes()[0])
+    order = build_spec(ground.team("", ranks=2), ground.launcher.nodes()[0])
     local_launcher._write(folder, replace(order, archive=str(pipe)))
-    starter = threading.Thread(target=local_launcher._start_keeper, args=(folder,))
+    starter = threading.Thread(target=local_launcher._start_supervisor, args=(folder,))
     starter.start()
-    eventually(folder.read_record, "a keeper")
+    eventually(folder.read_state, "a keeper")
     assert ground.state("job-1.g0").members == (MemberState(Phase.STARTING),) * 2
     ground.launcher.end("job-1.g0")
     state = ground.ended("job-1.g0")
     starter.join(timeout=10)
     assert codes(state) == [-signal.SIGTERM] * 2
-    assert "before it was started" in state.members[0].reason
+    cancelled = ExitCause(kind=ExitKind.CANCELLED, ended_for=EndedFor.REQUEST)
+    assert [member.cause for member in state.members] == [cancelled] * 2
 
 
 def test_two_who_start_a_team_start_it_once(ground: Ground) -> None:
@@ -280,7 +282,7 @@ def test_two_who_start_a_team_start_it_once(ground: Ground) -> None:
 
 def test_a_keeper_that_cannot_start_is_an_error(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(WorldError, match="its keeper ended at once"):
+    with pytest.raises(WorldError, match="its supervisor ended at once"):
         ground.start("")
     monkeypatch.setattr(sys, "executable", "/no/python")
     with pytest.raises(WorldError, match="/no/python"):
@@ -293,7 +295,7 @@ def test_a_keeper_that_hangs_is_given_up(ground: Ground, monkeypatch: pytest.Mon
     lazy.write_text("#!/bin/sh\nexec sleep 60\n")
     lazy.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(lazy))
-    monkeypatch.setattr(local_launcher, "_TAKEN_S", 0.2)
+    monkeypatch.setattr(local_launcher, "_CLAIM_S", 0.2)
     with pytest.raises(WorldError, match=r"within 0\.2 s"):
         ground.start("")
     assert ground.launcher.states() == {}
@@ -358,12 +360,12 @@ def test_what_is_no_archive_is_refused(ground: Ground) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_members_run_as_another_user(ground: Ground) -> None:
-    words = (
+    command = (
         "sh",
         "-c",
         "id -u; id -g; id -G; stat -c %u:%g . data data/hello.txt; cat data/hello.txt; sleep 60",
     )
-    team = replace(ground.team(""), words=words, run_as="nobody")
+    team = replace(ground.team(""), command=command, run_as="nobody")
     ground.launcher.start(team)
     eventually(lambda: "hello" in ground.output(team.name), "its output")
     assert ground.output(team.name).split() == ["65534"] * 3 + ["65534:65534"] * 3 + ["hello"]
@@ -402,7 +404,7 @@ def test_signals_are_as_in_a_fresh_process(ground: Ground) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
     ignored = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        team = replace(ground.team(""), words=("grep", "^Sig[BI]", "/proc/self/status"))
+        team = replace(ground.team(""), command=("grep", "^Sig[BI]", "/proc/self/status"))
         ground.launcher.start(team)
     finally:
         signal.signal(signal.SIGCHLD, ignored)
@@ -432,28 +434,26 @@ def test_what_cannot_be_read_is_lost(ground: Ground) -> None:
 
 
 def test_members_are_lost_when_their_guards_are_gone_too() -> None:
-    keeper, alive, gone = Identity(1, 1), Identity(2, 2), Identity(3, 3)
-    running, done = MemberState(Phase.RUNNING), MemberState(Phase.EXITED, 0)
-    record = Record(TeamState((running, running, done, running), 2), keeper, (alive, gone, gone))
-    lost = MemberState(Phase.LOST, reason="its keeper (process 1) is gone")
+    keeper, alive, gone = ProcessId(1, 1), ProcessId(2, 2), ProcessId(3, 3)
+    running, done = MemberState(Phase.RUNNING), MemberState(Phase.EXITED, ExitCause.from_returncode(0))
+    record = SupervisorState(TeamState((running, running, done, running), 2), keeper, (alive, gone, gone))
+    lost = MemberState(Phase.LOST, ExitCause.lost("its supervisor (process 1) is gone"))
     assert judge(record, {alive}.__contains__) == TeamState((running, lost, done, lost), 2)
 
 
 def test_records_survive_the_disk(tmp_path: Path) -> None:
     folder = TeamFolder(tmp_path)
-    record = Record(TeamState((MemberState(Phase.EXITED, 3, "why"),), 0), Identity(1, 2), (None, Identity(3, 4)), "no")
-    assert folder.read_record() is None
+    failed = MemberState(Phase.EXITED, ExitCause.from_returncode(3))
+    record = SupervisorState(TeamState((failed,), 0), ProcessId(1, 2), (None, ProcessId(3, 4)))
+    assert folder.read_state() is None
     assert folder.claim(record)
-    assert not folder.claim(replace(record, refusal="another"))
-    assert folder.read_record() == record
-    folder.save(replace(record, refusal=""))
-    assert folder.read_record() == replace(record, refusal="")
+    assert not folder.claim(replace(record, supervisor=None))
+    assert folder.read_state() == record
+    failure = StartFailure(kind=StartFailureKind.COMMAND, rank=0, detail="no", is_transient=True)
+    later = replace(record, team=replace(record.team, start_failure=failure, is_restarting=True))
+    folder.save(later)
+    assert folder.read_state() == later
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
-    assert json.loads((tmp_path / "state.json").read_text()) == asdict(replace(record, refusal="")) | {
-        "guards": [None, {"pid": 3, "began": 4}],
-        "team": {"members": [{"phase": "exited", "code": 3, "reason": "why", "returns": 0}]}
-        | {"first_failure": 0, "returning": False},
-    }
 
 
 def test_cores_are_devices_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,8 +493,8 @@ def fake_nvml(count: int, works: bool = True) -> SimpleNamespace:
 def test_gpus_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(2))
     assert find_devices() == (
-        DeviceFacts("NVIDIA H200", 1 << 30, {"CUDA_VISIBLE_DEVICES": "GPU-0"}),
-        DeviceFacts("NVIDIA A40", 2 << 30, {"CUDA_VISIBLE_DEVICES": "GPU-1"}),
+        DeviceInfo("NVIDIA H200", 1 << 30, {"CUDA_VISIBLE_DEVICES": "GPU-0"}),
+        DeviceInfo("NVIDIA A40", 2 << 30, {"CUDA_VISIBLE_DEVICES": "GPU-1"}),
     )
     for none in (fake_nvml(0), fake_nvml(2, works=False)):
         monkeypatch.setitem(sys.modules, "pynvml", none)

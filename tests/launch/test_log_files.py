@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mimatrix.launch.launcher import LogPart
-from mimatrix.launch.local.log_files import Log, read_log
+from mimatrix.launch.local.log_files import RotatingLog, read_log
 
 
 def test_nothing_was_written_yet(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_nothing_was_written_yet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 10, 25])
 def test_the_last_parts_are_kept(tmp_path: Path, chunk: int) -> None:
-    log, whole = Log(tmp_path / "0", part_bytes=10), bytes(range(200))
+    log, whole = RotatingLog(tmp_path / "0", part_bytes=10), bytes(range(200))
     for at in range(0, len(whole), chunk):
         log.write(whole[at : at + chunk])
         end = min(len(whole), at + chunk)
@@ -29,7 +29,7 @@ def test_the_last_parts_are_kept(tmp_path: Path, chunk: int) -> None:
 
 
 def test_a_reader_goes_on_over_parts_and_jumps_over_what_was_dropped(tmp_path: Path) -> None:
-    log = Log(tmp_path / "0", part_bytes=4)
+    log = RotatingLog(tmp_path / "0", part_bytes=4)
     for text in (b"abcd", b"efgh", b"ij"):
         log.write(text)
     log.close()
@@ -43,11 +43,11 @@ def test_a_reader_goes_on_over_parts_and_jumps_over_what_was_dropped(tmp_path: P
 
 
 def test_a_full_disk_drops_output_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Log(tmp_path / "0")
+    log = RotatingLog(tmp_path / "0")
     log.write(b"before")
     log.close()
     with monkeypatch.context() as full:
-        full.setattr(Log, "_open_next", lambda _: FileIO("/dev/full", "wb"))
+        full.setattr(RotatingLog, "_open_next", lambda _: FileIO("/dev/full", "wb"))
         log.write(b"lost!")
         log.write(b"lost!")
     log.write(b"after")

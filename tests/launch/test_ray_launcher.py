@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.launcher_contract import (
     DEAF,
+    DONE,
     FOREVER,
     Ground,
     LauncherContract,
@@ -27,11 +28,13 @@ from support.launcher_contract import (
 from support.ray_clusters import RayCluster, ray_cluster
 
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import Member, MemberState, Phase, Team
 from mimatrix.launch.ray.auth import ray_environment
-from mimatrix.launch.ray.driver_client import Answer, Archive, Refused
+from mimatrix.launch.ray.driver_client import Answer, Refused
 from mimatrix.launch.ray.launcher import RayLauncher
-from mimatrix.launch.ray.split import Cause, PartState, split
+from mimatrix.launch.ray.messages import decode_part_state, encode_failure, encode_part
+from mimatrix.launch.ray.split import FirstFailure, PartState, split
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
@@ -117,10 +120,14 @@ def test_nodes_are_what_ray_and_labels_say(shared: RayLauncher) -> None:
     assert kinds == {"left": ["cpu"], "middle": ["cpu"], "right": ["a40"] * 2}
 
 
+def ended_for(rank: int) -> ExitCause:
+    return ExitCause(kind=ExitKind.SIGNALED, signal=signal.SIGTERM, ended_for=EndedFor.PEER, because_of=rank)
+
+
 def test_a_team_over_nodes_keeps_its_ranks(ground: Ground) -> None:
     team = spread(ground, "import os\nprint(os.environ['RANK'], os.environ['WHERE'])")
     ground.launcher.start(team)
-    assert ground.ended(team.name).members == (MemberState(Phase.EXITED, 0),) * 4
+    assert ground.ended(team.name).members == (DONE,) * 4
     assert [ground.output(team.name, rank) for rank in range(4)] == [f"{rank} {SPREAD[rank]}\n" for rank in range(4)]
 
 
@@ -134,8 +141,7 @@ def test_a_group_that_is_alone_on_its_node_returns(ground: Ground, tmp_path: Pat
         "time.sleep(600)"
     )
     team = spread(ground, code, ("left", "right"))
-    environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(tmp_path / "word")}
-    ground.launcher.start(replace(team, groups=((0,), (1,)), returns=9, environment=environment))
+    ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=9, restart_after=str(tmp_path / "word")))
     eventually(lambda: "life 2" in ground.output(team.name, 1), "the second return")
     ground.launcher.end(team.name)
     state = ground.ended(team.name)
@@ -153,10 +159,7 @@ def test_a_failure_on_one_node_ends_the_others(ground: Ground) -> None:
     state = ground.ended(team.name)
     assert state.first_failure == 3
     assert codes(state) == [-signal.SIGTERM, -signal.SIGTERM, -signal.SIGTERM, 7]
-    assert [member.reason for member in state.members] == [
-        *["killed by SIGTERM; ended because rank 3 failed"] * 3,
-        "exit code 7",
-    ]
+    assert [member.cause for member in state.members] == [*[ended_for(3)] * 3, ExitCause.from_returncode(7)]
 
 
 def test_a_failure_ends_the_others_while_nobody_looks(ground: Ground, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_a_failure_ends_the_others_while_nobody_looks(ground: Ground, tmp_path: 
     eventually(lambda: not any(map(runs, members)), "the end of all")
     state = ground.ended(team.name)
     assert (state.first_failure, codes(state)[2]) == (2, 4)
-    assert state.members[0].reason == "killed by SIGTERM; ended because rank 2 failed"
+    assert state.members[0].cause == ended_for(2)
 
 
 def test_what_one_node_cannot_start_no_node_starts(ground: Ground, cluster: RayCluster) -> None:
@@ -192,35 +195,36 @@ def test_what_one_node_cannot_start_no_node_starts(ground: Ground, cluster: RayC
 
 def test_a_start_that_was_given_up_does_not_begin_late(ground: Ground, shared: RayLauncher) -> None:
     team = spread(ground, FOREVER, nodes=("middle",))
-    nodes, own_names = shared._hear_nodes()
+    nodes, own_names = shared.find_nodes()
     parts = split(team, nodes, own_names, "order-1")
     (node,) = parts
-    shared._line.ask({node: (team.name, "order-1")}, "drop")
-    late = shared._line.ask({node: (parts[node], Archive(team.archive))}, "start")[node]
+    shared.driver.ask({node: {"team": team.name, "start_id": "order-1"}}, "drop")
+    late = shared.driver.ask({node: {"part": encode_part(parts[node])}}, "start", archive=team.archive)[node]
     assert isinstance(late, Refused)
-    assert "was given up before it came to middle" in str(late.error)
+    assert "was abandoned before it came to middle" in str(late.error)
     ground.launcher.start(team)
     assert ground.state(team.name).members == (MemberState(Phase.RUNNING),)
 
 
 def test_a_part_that_comes_after_the_failure_ends_while_nobody_looks(ground: Ground, shared: RayLauncher) -> None:
     team = spread(ground, FOREVER, nodes=("middle",))
-    nodes, own_names = shared._hear_nodes()
+    nodes, own_names = shared.find_nodes()
     parts = split(team, nodes, own_names, "order-2")
     (node,) = parts
-    cause = Cause(7, time.time())
-    shared._line.ask({node: (team.name, False, cause)}, "end")
-    shared._line.ask({node: (parts[node], Archive(team.archive))}, "start")
+    failure = FirstFailure(7, time.time())
+    shared.driver.ask({node: {"team": team.name, "now": False, "failure": encode_failure(failure)}}, "end")
+    shared.driver.ask({node: {"part": encode_part(parts[node])}}, "start", archive=team.archive)
 
     def part() -> PartState:
-        reply = shared._line.ask({node: ((team.name,),)}, "states")[node]
+        reply = shared.driver.ask({node: {"teams": [team.name]}}, "states")[node]
         assert isinstance(reply, Answer)
-        found: PartState = reply.value[team.name]
-        return found
+        state = decode_part_state(reply.value[team.name])
+        assert state
+        return state
 
     eventually(lambda: part().team.has_ended, "the end of the part")
-    assert (part().cause, codes(part().team)) == (cause, [-signal.SIGTERM])
-    shared._line.ask({node: (team.name, "order-2")}, "drop")
+    assert (part().failure, codes(part().team)) == (failure, [-signal.SIGTERM])
+    shared.driver.ask({node: {"team": team.name, "start_id": "order-2"}}, "drop")
 
 
 def test_ending_reaches_all_nodes(ground: Ground) -> None:
@@ -259,7 +263,9 @@ def test_places_do_not_see_one_another(ground: Ground, cluster: RayCluster) -> N
 
 def test_a_lost_connection_is_made_again(ground: Ground) -> None:
     ground.start(FOREVER)
-    drivers = [pid for pid in _children(os.getpid()) if b"ray_driver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    drivers = [
+        pid for pid in _children(os.getpid()) if b"launch.ray.driver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert drivers
     for pid in drivers:
         os.kill(pid, signal.SIGKILL)
@@ -320,7 +326,7 @@ def test_a_job_of_the_server_runs_on_all_nodes(served: dict[str, str]) -> None:
     for rank in range(3):
         assert _command(served, "logs", "1", "--rank", str(rank)) == f"rank {rank} of 3 --lr 0.1\n"
     (written,) = Path(served["MIMATRIX_DATA"]).glob("ray/teams/*.json")
-    assert {place["node"] for place in json.loads(written.read_text())["places"]} == {"left", "middle", "right"}
+    assert {place["node"] for place in json.loads(written.read_text())["locations"]} == {"left", "middle", "right"}
 
 
 def _mimatrix(*words: str) -> list[str]:
@@ -347,7 +353,7 @@ def test_a_keeper_that_is_killed_takes_its_part_with_it(ground: Ground, cluster:
     team = spread(ground, PID + DEAF, grace_s=0.5)
     ground.launcher.start(team)
     members = pids(ground, team)
-    for keeper in cluster.keepers("right"):
+    for keeper in cluster.agents("right"):
         os.kill(keeper, signal.SIGKILL)
     state = ground.ended(team.name)
     assert state.first_failure == 1
@@ -366,8 +372,11 @@ def test_a_node_that_is_lost_loses_its_members(ground: Ground, cluster: RayClust
     state = ground.ended(team.name)
     assert state.first_failure == 1
     assert [member.phase for member in state.members] == [Phase.EXITED, Phase.LOST, Phase.EXITED, Phase.LOST]
-    assert state.members[1].reason.startswith("node right is gone")
-    assert state.members[0].reason == "killed by SIGTERM; ended because rank 1 failed"
+    lost = state.members[1].cause
+    assert lost
+    assert lost.kind is ExitKind.LOST
+    assert lost.detail.startswith("node right is gone")
+    assert state.members[0].cause == ended_for(1)
     eventually(lambda: not any(map(runs, members)), "the end of those whom Ray did not start")
     assert {node.name for node in ground.launcher.nodes()} == {"left", "middle"}
     with pytest.raises(WorldError, match="node right does not answer"):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.launch import Launch, Outcome, run_local
-from mimatrix.launch.environment import Attempt, environment, threads_text
-from mimatrix.launch.run_local import Again, Over, decide
-from mimatrix.processes.group import TIMED_OUT, Ending
+from mimatrix.launch import RunResult, RunSpec, run_local
+from mimatrix.launch.environment import RunAttempt, build_environment, omp_num_threads
+from mimatrix.launch.local_run import Finish, Restart, decide
+from mimatrix.processes.group_exit import GroupExit
 from mimatrix.processes.ports import free_port
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -33,7 +33,7 @@ def python(code: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-u", "-c", code, *arguments)
 
 
-def run(launch: Launch, say: Callable[[str], None] = lambda _: None) -> tuple[Outcome, list[str], list[str]]:
+def run(launch: RunSpec, say: Callable[[str], None] = lambda _: None) -> tuple[RunResult, list[str], list[str]]:
     out, err = BytesIO(), BytesIO()
     outcome = run_local(launch, os.environ, out, err, say)
     return outcome, sorted(out.getvalue().decode().splitlines()), sorted(err.getvalue().decode().splitlines())
@@ -41,8 +41,8 @@ def run(launch: Launch, say: Callable[[str], None] = lambda _: None) -> tuple[Ou
 
 def test_workers_are_told_what_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    outcome, out, _ = run(Launch(python(TELL), ranks=3, timeout_s=30))
-    assert (outcome.code, outcome.reason, outcome.restarts, outcome.ranks, outcome.slowed_by) == (0, "", 0, 3, "")
+    outcome, out, _ = run(RunSpec(python(TELL), ranks=3, timeout_s=30))
+    assert (outcome.code, outcome.describe(), outcome.restarts, outcome.ranks, outcome.slowed_by) == (0, "", 0, 3, "")
     for rank, line in enumerate(out):
         assert line.startswith(f"[{rank}] ")
         told = json.loads(line.removeprefix(f"[{rank}] "))
@@ -56,7 +56,7 @@ def test_workers_are_told_what_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_of_one_launch_share_a_secret() -> None:
-    launch = Launch(python("import os; print(os.environ['MIMATRIX_JOB_SECRET'])"), ranks=2, timeout_s=30)
+    launch = RunSpec(python("import os; print(os.environ['MIMATRIX_JOB_SECRET'])"), ranks=2, timeout_s=30)
     seen = [{line.partition("] ")[2] for line in run(launch)[1]} for _ in range(2)]
     assert [len(secrets) for secrets in seen] == [1, 1], "all ranks have the same"
     assert seen[0] != seen[1]
@@ -65,7 +65,7 @@ def test_ranks_of_one_launch_share_a_secret() -> None:
 
 def test_what_a_torchrun_outside_left_is_not_passed_on() -> None:
     outside = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_ERROR_FILE": "/x", "RANK": "7", "MINE": "yes"}
-    told = environment(Attempt(2, 1234, "id", 1, 3, "1"), 0, outside)
+    told = build_environment(RunAttempt(2, 1234, "id", 1, 3, "1"), 0, outside)
     assert told["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert "TORCHELASTIC_ERROR_FILE" not in told
     assert (told["RANK"], told["MINE"], told["TORCHELASTIC_RESTART_COUNT"]) == ("0", "yes", "1")
@@ -74,19 +74,19 @@ def test_what_a_torchrun_outside_left_is_not_passed_on() -> None:
 def test_workers_are_told_what_they_play(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIMATRIX_SPEED", "0.7")
     monkeypatch.setenv("MIMATRIX_MEMORY", "77")
-    launch = Launch(python(TELL), ranks=2, speeds=(1.0, 0.5), slow_by="signals", timeout_s=30)
+    launch = RunSpec(python(TELL), ranks=2, speeds=(1.0, 0.5), slow_by="signals", timeout_s=30)
     told = [json.loads(line[4:]) for line in run(launch)[1]]
     assert [each.get("MIMATRIX_SPEED") for each in told] == [None, "0.5"]
     assert [each.get("MIMATRIX_MEMORY") for each in told] == ["77", "77"], "what the person set outside stays"
-    launch = Launch(python(TELL), ranks=2, memory=(1 << 30, 2 << 30), timeout_s=30)
+    launch = RunSpec(python(TELL), ranks=2, memory=(1 << 30, 2 << 30), timeout_s=30)
     told = [json.loads(line[4:]) for line in run(launch)[1]]
     assert [each["MIMATRIX_MEMORY"] for each in told] == [str(1 << 30), str(2 << 30)]
 
 
 def test_threads() -> None:
-    assert threads_text(None, {}) == "1"
-    assert threads_text(None, {"OMP_NUM_THREADS": "4"}) == "4"
-    assert threads_text(2, {"OMP_NUM_THREADS": "4"}) == "2"
+    assert omp_num_threads(None, {}) == "1"
+    assert omp_num_threads(None, {"OMP_NUM_THREADS": "4"}) == "4"
+    assert omp_num_threads(2, {"OMP_NUM_THREADS": "4"}) == "2"
 
 
 def test_ports_are_new() -> None:
@@ -102,38 +102,43 @@ def test_ports_are_none_that_the_kernel_gives_away_meanwhile() -> None:
         assert listener.getsockname()[1] not in range(first, last + 1)
 
 
-LOST = Ending(137, "[1] ended by SIGKILL", "1")
+LOST = GroupExit.failed("1", -9)
 
 
 @pytest.mark.parametrize(
-    ("ending", "restarts", "expected"),
+    ("ended", "restarts", "sentence"),
     [
-        (Ending(), 0, Over(0, "")),
-        (LOST, 0, Again("rank 1 ended by SIGKILL; all 4 ranks will be started again (restart 1 of 2)")),
-        (LOST, 1, Again("rank 1 ended by SIGKILL; all 4 ranks will be started again (restart 2 of 2)")),
-        (LOST, 2, Over(137, "rank 1 ended by SIGKILL after 2 restarts")),
-        (Ending(2, "[3] ended with exit code 2", "3"), 0, Over(2, "rank 3 ended with exit code 2")),
-        # A worker may choose the codes that we use when nobody was lost.
-        (
-            Ending(124, "[0] ended with exit code 124", "0"),
-            2,
-            Over(124, "rank 0 ended with exit code 124 after 2 restarts"),
-        ),
-        (Ending(TIMED_OUT, "not done after 0.1 s"), 0, Over(124, "not done after 9 s")),
-        (Ending(143, "ended by SIGTERM"), 0, Over(143, "ended by SIGTERM")),
+        (GroupExit(), 0, ""),
+        (LOST, 2, "rank 1 was killed by SIGKILL after 2 restarts"),
+        (GroupExit.failed("3", 2), 0, "rank 3 ended with exit code 2"),
+        # A worker may choose the codes that we use when no worker was lost.
+        (GroupExit.failed("0", 124), 2, "rank 0 ended with exit code 124 after 2 restarts"),
+        (GroupExit.timed_out(0.1), 0, "not done after 9 s"),
+        (GroupExit.interrupted(15), 0, "ended by SIGTERM"),
     ],
 )
-def test_who_is_started_again(ending: Ending, restarts: int, expected: Again | Over) -> None:
-    assert decide(ending, Launch(("true",), ranks=4, max_restarts=2, timeout_s=9), restarts) == expected
+def test_run_is_not_restarted(ended: GroupExit, restarts: int, sentence: str) -> None:
+    decision = decide(ended, RunSpec(("true",), ranks=4, max_restarts=2, timeout_s=9), restarts)
+    assert isinstance(decision, Finish)
+    result = RunResult(exit=decision.exit, restarts=restarts, seconds=1.0, ranks=4, slowed_by="")
+    assert (result.code, result.describe()) == (ended.code, sentence)
+
+
+@pytest.mark.parametrize(("restarts", "number"), [(0, 1), (1, 2)])
+def test_run_is_restarted_after_a_loss(restarts: int, number: int) -> None:
+    decision = decide(LOST, RunSpec(("true",), ranks=4, max_restarts=2, timeout_s=9), restarts)
+    assert decision == Restart(failure=LOST, number=number, limit=2, who="all 4 ranks")
+    again = f"all 4 ranks will be started again (restart {number} of 2)"
+    assert decision.describe() == f"rank 1 was killed by SIGKILL; {again}"
 
 
 @pytest.mark.parametrize("loss", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
 def test_a_lost_worker_is_started_again_with_all_others(loss: str) -> None:
     said: list[str] = []
     words = python(FAIL_ONCE.format(loss), "2")
-    outcome, out, _ = run(Launch(words, ranks=2, max_restarts=3, grace_s=0.2, timeout_s=60), said.append)
-    assert (outcome.code, outcome.reason, outcome.restarts) == (0, "", 2)
-    assert [sentence.startswith("rank 1 ended") for sentence in said] == [True, True]
+    outcome, out, _ = run(RunSpec(words, ranks=2, max_restarts=3, grace_s=0.2, timeout_s=60), said.append)
+    assert (outcome.code, outcome.describe(), outcome.restarts) == (0, "", 2)
+    assert [sentence.startswith("rank 1 ") for sentence in said] == [True, True]
     told = [line.split()[1:] for line in out]
     assert {count for count, *_ in told} == {"0", "1", "2"}
     assert len({port for _, port, *_ in told}) == 3
@@ -153,7 +158,7 @@ while rank == "0" and not os.path.exists(gate):
 """Rank 2 fails in so many of its lives with this code; rank 0 goes on until the gate is there."""
 
 
-def run_apart(gate: Path, lives: int, code: int, most: int, last: str) -> tuple[Outcome, list[str], list[str]]:
+def run_apart(gate: Path, lives: int, code: int, most: int, last: str) -> tuple[RunResult, list[str], list[str]]:
     """How it ended, what was printed and what was said; the gate opens once `last` is."""
     said: list[str] = []
 
@@ -163,7 +168,7 @@ def run_apart(gate: Path, lives: int, code: int, most: int, last: str) -> tuple[
             gate.touch()
 
     words = python(GROUPS, str(lives), str(code), str(gate))
-    apart = Launch(words, 3, max_restarts=most, grace_s=0.1, timeout_s=60, groups=((0,), (1, 2)))
+    apart = RunSpec(words, 3, max_restarts=most, grace_s=0.1, timeout_s=60, groups=((0,), (1, 2)))
     outcome, out, _ = run(apart, say)
     return outcome, out, said
 
@@ -171,7 +176,7 @@ def run_apart(gate: Path, lives: int, code: int, most: int, last: str) -> tuple[
 def test_a_lost_group_is_started_again_and_no_other(tmp_path: Path) -> None:
     told = "rank 2 ended with exit code 3; group 1 will be started again (restart {} of 5)"
     outcome, out, said = run_apart(tmp_path / "gate", 2, 3, 5, told.format(2))
-    assert (outcome.code, outcome.reason, outcome.restarts) == (0, "", 2)
+    assert (outcome.code, outcome.describe(), outcome.restarts) == (0, "", 2)
     assert said == [told.format(1), told.format(2)]
     began = [line.split() for line in out]
     assert [count for rank, _, count, *_ in began if rank == "[0]"] == ["0"]
@@ -182,29 +187,29 @@ def test_a_lost_group_is_started_again_and_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("most", "code"), [(1, 3), (5, 2)])
 def test_a_group_that_cannot_be_helped_leaves_the_others_running(tmp_path: Path, most: int, code: int) -> None:
-    lost = f"group 1 was lost, the others go on: rank 2 ended with exit code {code}"
+    lost = f"group 1 was lost, the others keep training: rank 2 ended with exit code {code}"
     outcome, _, said = run_apart(tmp_path / "gate", 9, code, most, lost)
     assert said[-1] == lost
-    assert outcome.reason == f"[2] ended with exit code {code}; the others went on"
+    assert outcome.describe() == f"[2] ended with exit code {code}; the others finished"
     assert (outcome.code, outcome.restarts) == (0, 1 if code == 3 else 0)
 
 
 def test_restarts_are_counted() -> None:
     words = python(FAIL_ONCE.format("sys.exit(3)"), "9")
-    outcome, _, _ = run(Launch(words, ranks=2, max_restarts=1, grace_s=0, timeout_s=60))
+    outcome, _, _ = run(RunSpec(words, ranks=2, max_restarts=1, grace_s=0, timeout_s=60))
     assert (outcome.code, outcome.restarts) == (3, 1)
-    assert outcome.reason == "rank 1 ended with exit code 3 after 1 restart"
+    assert outcome.describe() == "rank 1 ended with exit code 3 after 1 restart"
 
 
 def test_bad_input_is_final() -> None:
-    outcome, _, _ = run(Launch(python("raise SystemExit(2)"), max_restarts=5, timeout_s=30))
-    assert (outcome.code, outcome.restarts, outcome.reason) == (2, 0, "rank 0 ended with exit code 2")
+    outcome, _, _ = run(RunSpec(python("raise SystemExit(2)"), max_restarts=5, timeout_s=30))
+    assert (outcome.code, outcome.restarts, outcome.describe()) == (2, 0, "rank 0 ended with exit code 2")
 
 
 def test_the_timeout_holds_over_restarts() -> None:
     began = time.monotonic()
-    outcome, _, _ = run(Launch(python("raise SystemExit(1)"), max_restarts=1000, timeout_s=2.0))
-    assert (outcome.code, outcome.reason) == (124, "not done after 2 s")
+    outcome, _, _ = run(RunSpec(python("raise SystemExit(1)"), max_restarts=1000, timeout_s=2.0))
+    assert (outcome.code, outcome.describe()) == (124, "not done after 2 s")
     assert outcome.restarts > 0
     assert time.monotonic() - began < 20
 
@@ -213,9 +218,9 @@ def test_the_timeout_holds_over_restarts() -> None:
 def test_a_signal_between_two_attempts_is_heard(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     outcome, _, _ = run(
-        Launch(python("raise SystemExit(1)"), max_restarts=9, timeout_s=30), lambda _: os.kill(os.getpid(), number)
+        RunSpec(python("raise SystemExit(1)"), max_restarts=9, timeout_s=30), lambda _: os.kill(os.getpid(), number)
     )
-    assert (outcome.code, outcome.reason, outcome.restarts) == (128 + number, f"ended by {number.name}", 0)
+    assert (outcome.code, outcome.describe(), outcome.restarts) == (128 + number, f"ended by {number.name}", 0)
     assert signal.getsignal(number) == before
 
 
@@ -229,7 +234,7 @@ print(time.process_time() - began)
 
 
 def used(way: str) -> list[float]:
-    launch = Launch(python(SPIN), ranks=2, speeds=(1.0, 0.25), slow_by=way, threads=1, timeout_s=60)
+    launch = RunSpec(python(SPIN), ranks=2, speeds=(1.0, 0.25), slow_by=way, threads=1, timeout_s=60)
     outcome, out, _ = run(launch)
     assert (outcome.code, outcome.slowed_by) == (0, way), outcome
     return [float(line.split()[1]) for line in out]
@@ -251,10 +256,10 @@ def test_a_quarter_of_the_speed_is_a_quarter_of_the_processor(way: str) -> None:
 
 
 def test_a_speed_too_small_for_a_quota_goes_by_signals() -> None:
-    launch = Launch(python("print(1)"), speeds=(0.04,), threads=1, timeout_s=60)
+    launch = RunSpec(python("print(1)"), speeds=(0.04,), threads=1, timeout_s=60)
     assert run(launch)[0].slowed_by == "signals"
     with pytest.raises(UserError, match="signals"):
-        run(Launch(python("print(1)"), speeds=(0.04,), threads=1, slow_by="quota"))
+        run(RunSpec(python("print(1)"), speeds=(0.04,), threads=1, slow_by="quota"))
 
 
 STUBBORN = """
@@ -270,9 +275,9 @@ time.sleep(60)
 
 
 def test_a_slow_worker_can_say_what_it_misses_and_nobody_stays() -> None:
-    launch = Launch(python(STUBBORN), ranks=2, speeds=(1, 0.3), slow_by="signals", grace_s=0.3, timeout_s=30)
+    launch = RunSpec(python(STUBBORN), ranks=2, speeds=(1, 0.3), slow_by="signals", grace_s=0.3, timeout_s=30)
     outcome, out, _ = run(launch)
-    assert (outcome.code, outcome.reason) == (5, "rank 0 ended with exit code 5")
+    assert (outcome.code, outcome.describe()) == (5, "rank 0 ended with exit code 5")
     assert "[1] told" in out
     pids = [pid for line in out if "told" not in line for pid in line.split()[1:]]
     assert len(pids) == 4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.launch import Launch, check, module_words, parse_memory, parse_speeds, script_words
+from mimatrix.launch import RunSpec, module_command, parse_memory, parse_speeds, script_command, validate_run
 
 
 def test_speeds() -> None:
@@ -33,18 +33,21 @@ def test_bad_memory(text: str) -> None:
 @pytest.mark.parametrize(
     ("launch", "said"),
     [
-        (Launch(("x",), ranks=0), "use -n 1"),
-        (Launch(("x",), ranks=-3), "use -n 1"),
-        (Launch(("x",), ranks=3, speeds=(1, 1)), "--speeds has 2 numbers for 3 ranks; give one for each"),
-        (Launch(("x",), ranks=3, memory=(1, 1)), "--memory has 2 sizes for 3 ranks; give one for each, or one for all"),
-        (Launch(("x",), max_restarts=-1), "use --max-restarts 0"),
-        (Launch(("x",), threads=0), "use --threads 1"),
-        (Launch(("x",), slow_by="quotas"), 'did you mean "quota"'),
+        (RunSpec(("x",), ranks=0), "use -n 1"),
+        (RunSpec(("x",), ranks=-3), "use -n 1"),
+        (RunSpec(("x",), ranks=3, speeds=(1, 1)), "--speeds has 2 numbers for 3 ranks; give one for each"),
+        (
+            RunSpec(("x",), ranks=3, memory=(1, 1)),
+            "--memory has 2 sizes for 3 ranks; give one for each, or one for all",
+        ),
+        (RunSpec(("x",), max_restarts=-1), "use --max-restarts 0"),
+        (RunSpec(("x",), threads=0), "use --threads 1"),
+        (RunSpec(("x",), slow_by="quotas"), 'did you mean "quota"'),
     ],
 )
-def test_what_cannot_be_run(launch: Launch, said: str) -> None:
+def test_what_cannot_be_run(launch: RunSpec, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check(launch)
+        validate_run(launch)
 
 
 def test_scripts_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,15 +55,15 @@ def test_scripts_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "train.py").touch()
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "__main__.py").touch()
-    assert script_words("train.py", ["--lr", "1"]) == (sys.executable, "-u", "train.py", "--lr", "1")
-    assert script_words("job", []) == (sys.executable, "-u", "job")
-    assert module_words("job", ["a"]) == (sys.executable, "-u", "-m", "job", "a")
-    assert module_words("json.tool", []) == (sys.executable, "-u", "-m", "json.tool")
+    assert script_command("train.py", ["--lr", "1"]) == (sys.executable, "-u", "train.py", "--lr", "1")
+    assert script_command("job", []) == (sys.executable, "-u", "job")
+    assert module_command("job", ["a"]) == (sys.executable, "-u", "-m", "job", "a")
+    assert module_command("json.tool", []) == (sys.executable, "-u", "-m", "json.tool")
     for missing in ("nope.py", ".", str(tmp_path)):
         with pytest.raises(UserError, match="there is no script"):
-            script_words(missing, [])
+            script_command(missing, [])
     with pytest.raises(UserError, match="use -m"):
-        script_words("json.tool", [])
+        script_command("json.tool", [])
     for missing in ("nope", "nope.more", "", "./x"):
         with pytest.raises(UserError, match="there is no module"):
-            module_words(missing, [])
+            module_command(missing, [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.launch.throttle.signals import PERIOD_S, Pulse, pulsed
+from mimatrix.launch.throttle.signals import PERIOD_S, Pulse, pulse
 
 
 def share(speed: float, late_s: float, seconds: float = 20.0) -> float:
@@ -57,7 +57,7 @@ def test_a_stopped_group_runs_again_at_the_end() -> None:
     with subprocess.Popen(["sleep", "30"], start_new_session=True) as sleeper:
         try:
             seen = set()
-            with pulsed([sleeper.pid], {0: 0.1}):
+            with pulse([sleeper.pid], {0: 0.1}):
                 deadline = time.monotonic() + 10
                 while "T" not in seen and time.monotonic() < deadline:
                     seen.add(state(sleeper.pid))
@@ -72,6 +72,6 @@ def test_a_group_that_is_gone_is_left_alone() -> None:
     with subprocess.Popen(["true"], start_new_session=True) as gone:
         gone.wait(timeout=10)
     began = time.monotonic()
-    with pulsed([gone.pid], {0: 0.5}):
+    with pulse([gone.pid], {0: 0.5}):
         time.sleep(2 * PERIOD_S)
     assert time.monotonic() - began < 5

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mimatrix.monitor.rank_metrics import RankFigures
-from mimatrix.monitor.stragglers import PERSISTS_S, Slow, Slowness, slowest
+from mimatrix.monitor.stragglers import PERSISTS_S, Straggler, StragglerCause, StragglerTracker, find_straggler
 
 
 def ranks(*compute_s: float, **more: float) -> list[RankFigures]:
@@ -22,12 +22,12 @@ def at(second: float, figures: list[RankFigures]) -> list[RankFigures]:
 
 
 def test_the_slow_rank_and_what_it_costs() -> None:
-    found = slowest(ranks(0.1, 0.1, 0.2))
+    found = find_straggler(ranks(0.1, 0.1, 0.2))
     assert found is not None
-    assert (found.rank, found.place, found.cause) == (2, "host2/0", "compute")
+    assert (found.rank, found.device, found.cause) == (2, "host2/0", "compute")
     assert found.lost_s == pytest.approx(0.1)
-    assert str(found) == (
-        "the others are idle because of rank 2 on host2/0: 100ms (45%) of every step; it computes for so much longer; "
+    assert found.describe() == (
+        "the others are idle because of rank 2 on host2/0: 100ms (45%) of every step; its compute takes longer; "
         'plan="profile" or "online" would give it less'
     )
 
@@ -36,7 +36,7 @@ def test_the_slow_rank_and_what_it_costs() -> None:
     "compute_s", [(0.1, 0.1, 0.1), (0.1, 0.12, 0.11), (0.1,), (), (0.0, 0.1), (0.1, 0.2, 0.2, 0.2, 0.2, 0.2)]
 )
 def test_nobody_is_named_where_nobody_stands_out(compute_s: tuple[float, ...]) -> None:
-    assert slowest(ranks(*compute_s) if compute_s else []) is None
+    assert find_straggler(ranks(*compute_s) if compute_s else []) is None
 
 
 def test_causes() -> None:
@@ -48,12 +48,12 @@ def test_causes() -> None:
         RankFigures(1, "b/0", 0.0, 10, 1.0, 0.1, waiting_s=0.1, communication_s=0.8),
         RankFigures(2, "c/0", 0.0, 10, 1.0, 0.1, waiting_s=0.8, communication_s=0.1),
     ]
-    found = [slowest(each) for each in (loads, full, link)]
+    found = [find_straggler(each) for each in (loads, full, link)]
     assert [(each.rank, each.cause) for each in found if each] == [(2, "loader"), (2, "memory"), (1, "link")]
 
 
 def test_it_is_named_once_and_until_it_has_caught_up() -> None:
-    following, said = Slowness(), []
+    following, said = StragglerTracker(), []
     for second in range(20):
         slow = 5 <= second < 15
         said.append(following.observe(float(second), at(second, ranks(0.1, 0.1, 0.2 if slow else 0.1))))
@@ -63,7 +63,7 @@ def test_it_is_named_once_and_until_it_has_caught_up() -> None:
 
 @pytest.mark.parametrize(("slow", "of"), [(2, 3), (2, 4), (2, 8), (4, 8), (5, 8)])
 def test_several_slow_ranks_are_named_together_and_once(slow: int, of: int) -> None:
-    chance, following, said = random.Random(0), Slowness(), []
+    chance, following, said = random.Random(0), StragglerTracker(), []
     for second in range(120):
         times = [(0.2 if rank >= of - slow else 0.1) * chance.uniform(0.98, 1.02) for rank in range(of)]
         found = following.observe(float(second), at(second, ranks(*times)))
@@ -71,15 +71,15 @@ def test_several_slow_ranks_are_named_together_and_once(slow: int, of: int) -> N
         assert following.named or second < PERSISTS_S + 1
     assert len(said) == 1
     assert {said[0].rank, *said[0].also} == set(range(of - slow, of))
-    assert f" and {'rank' if slow == 2 else slow - 1}" in str(said[0])
+    assert f" and {'rank' if slow == 2 else slow - 1}" in said[0].describe()
 
 
 def test_the_first_steps_say_nothing() -> None:
-    assert slowest([replace(each, step=2) for each in ranks(0.1, 9.0)]) is None
+    assert find_straggler([replace(each, step=2) for each in ranks(0.1, 9.0)]) is None
 
 
 def test_one_slow_step_is_nothing_and_another_rank_begins_anew() -> None:
-    following = Slowness()
+    following = StragglerTracker()
     for second in range(40):
         slow = [0.1, 0.1, 0.1]
         slow[second // 2 % 3] = 0.2
@@ -87,17 +87,17 @@ def test_one_slow_step_is_nothing_and_another_rank_begins_anew() -> None:
 
 
 def test_no_false_alarm_in_an_hour_of_noise() -> None:
-    chance, following = random.Random(1), Slowness()
+    chance, following = random.Random(1), StragglerTracker()
     for second in range(3600):
         noisy = [0.1 * chance.lognormvariate(0, 0.08) for _ in range(4)]
         assert following.observe(float(second), at(second, ranks(*noisy))) is None
 
 
 def test_one_report_is_not_enough_however_long_it_is_the_last() -> None:
-    following = Slowness()
+    following = StragglerTracker()
     for second in range(10):
         assert following.observe(float(second), at(second // 5, ranks(0.1, 0.1, 0.2))) is None
 
 
 def test_what_will_be_done_about_it() -> None:
-    assert "its batch will shrink" in str(Slow(1, "a/1", 0.1, 0.5, "compute", follows=True))
+    assert "its batch will shrink" in Straggler(1, "a/1", 0.1, 0.5, StragglerCause.COMPUTE, follows=True).describe()

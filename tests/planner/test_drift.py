@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.collectives.shares import Shares
-from mimatrix.planner.drift import Change, Drift, Keep, learned
+from mimatrix.planner.drift import Change, Drift, Keep, estimate_drift
 from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.problem import FixedCommunication, Problem
 from mimatrix.planner.model.profile import Communication, ModelSize, Profile
 from mimatrix.planner.model.split import Split
-from mimatrix.planner.planner import Problem, make_plan
+from mimatrix.planner.planner import make_plan
 
 BATCH = 240
 
@@ -28,7 +29,14 @@ def problem(speeds: Sequence[float], sample_s: float = 0.001) -> Problem:
     free = Communication((0.001,) * 4)
     size = ModelSize("m", "m", 10, 40, 40, 80, 40)
     names = tuple(f"rank {rank}" for rank in range(len(speeds)))
-    return Problem(BATCH, size, tuple(profile(speed, sample_s) for speed in speeds), names, lambda _: free, stages=(0,))
+    return Problem(
+        global_batch=BATCH,
+        model=size,
+        profiles=tuple(profile(speed, sample_s) for speed in speeds),
+        names=names,
+        communication=FixedCommunication(free),
+        stages=(0,),
+    )
 
 
 def busy(split: Split, speeds: Sequence[float], noise: Callable[[], float]) -> list[float]:
@@ -169,7 +177,7 @@ def test_what_does_not_pay_before_the_end_is_left() -> None:
 
 def test_learning_needs_no_measurements() -> None:
     split = Split.of((BATCH // 2, BATCH // 2))
-    drift = learned(busy(split, (1.0, 0.25), lambda: 0.0), split, (120, 120), 0, Shares.equal(2))
+    drift = estimate_drift(busy(split, (1.0, 0.25), lambda: 0.0), split, (120, 120), 0, Shares.equal(2))
     world = World(drift)
     for _ in range(20):
         world.step((1.0, 0.25))
@@ -198,7 +206,7 @@ class NoisyWorld:
         self.drift = (
             Drift(self._problem, make_plan(self._problem))
             if is_measured
-            else learned((step_s,) * ranks, even, (BATCH // ranks,) * ranks, 0, Shares.equal(ranks))
+            else estimate_drift((step_s,) * ranks, even, (BATCH // ranks,) * ranks, 0, Shares.equal(ranks))
         )
         self.splits = list[Split]()
         self.seconds = 0.0

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mimatrix.planner.search.coarse_dp import Rough
-from mimatrix.planner.search.independent import Shortest, best_rates, shortest_of
-from mimatrix.planner.search.lockstep import fewest_seconds
+from mimatrix.planner.search.coarse_dp import CoarseDp
+from mimatrix.planner.search.independent import ExactDp, best_rates, least_times
+from mimatrix.planner.search.lockstep import shortest_rounds
 
 steps = st.lists(st.integers(0, 30), min_size=1, max_size=25)
 
@@ -26,7 +26,7 @@ def least_by_trying(times: list[float], samples: int) -> float:
 @given(steps, st.integers(1, 100), st.integers(1, 300))
 def test_small_numbers_are_exact(steps: list[int], first: int, samples: int) -> None:
     times = list(accumulate([float(first), *map(float, steps)]))
-    found = fewest_seconds(np.array(times), samples)
+    found = shortest_rounds(np.array(times), samples)
     taken = sum(times[size - 1] for size in found.sizes)
     assert sum(found.sizes) >= samples
     assert abs(taken - least_by_trying(times, samples)) < 1e-9 * taken
@@ -38,7 +38,7 @@ def test_small_numbers_are_exact(steps: list[int], first: int, samples: int) -> 
 def test_large_numbers_are_near_their_bound(seed: int, width: int, samples: int) -> None:
     draw = np.random.default_rng(seed)
     times = np.cumsum(draw.uniform(0, 1, width) ** 4) + draw.uniform(1, 2_000)
-    found = fewest_seconds(times, samples)
+    found = shortest_rounds(times, samples)
     taken = float(sum(times[size - 1] for size in found.sizes))
     assert sum(found.sizes) >= samples
     # So many micro-batches are a whole number: one more begins where the bound has a part of one.
@@ -50,7 +50,7 @@ def test_large_numbers_are_near_their_bound(seed: int, width: int, samples: int)
 def test_micro_batches_are_cut_to_the_time_that_was_promised(seed: int, width: int, samples: int) -> None:
     draw = np.random.default_rng(seed)
     seconds = np.concatenate((np.zeros((3, 1)), np.cumsum(draw.integers(0, 5, (3, width)) + 0.25, axis=1)), axis=1)
-    shortest = Shortest(seconds, np.full(3, samples))
+    shortest = ExactDp(seconds, np.full(3, samples))
     for row, cut in enumerate(shortest.cut(np.arange(3), np.full(3, samples))):
         assert sum(cut) == samples
         assert abs(seconds[row, list(cut)].sum() - shortest.times[samples, row]) < 1e-9 * samples
@@ -80,9 +80,9 @@ def test_wide_rows_are_bounded_from_both_sides(seed: int, width: int, most: int,
     exact, rough = _exact(seconds, most), _rough(seconds, most)
     goal = np.maximum(1, (part * exact.lengths).astype(np.int64))
     limits = exact.times[goal, rows]
-    known = np.minimum(exact.within(limits), most)
-    assert (rough.within(limits) <= known).all()
-    assert (known <= rough.at_most(limits)).all()
+    known = np.minimum(exact.samples_within(limits), most)
+    assert (rough.samples_within(limits) <= known).all()
+    assert (known <= rough.max_samples_within(limits)).all()
     for row, cut in enumerate(rough.cut(rows, goal)):
         assert sum(cut) == goal[row]
         assert list(cut) == sorted(cut, reverse=True)
@@ -97,18 +97,18 @@ def test_of_very_wide_rows_both_sides_are_within_a_percent(seed: int) -> None:
     exact, rough = _exact(seconds, most), _rough(seconds, most)
     goal = draw.integers(most // 2, most, 2)
     limits = exact.times[goal, np.arange(2)]
-    assert (goal <= rough.within(limits * 1.01)).all()
-    assert (rough.at_most(limits * 0.99) < np.maximum(goal, exact.within(limits * 0.99) + 1)).all()
+    assert (goal <= rough.samples_within(limits * 1.01)).all()
+    assert (rough.max_samples_within(limits * 0.99) < np.maximum(goal, exact.samples_within(limits * 0.99) + 1)).all()
     for row, cut in enumerate(rough.cut(np.arange(2), goal)):
         assert seconds[row, list(cut)].sum() <= limits[row] * 1.01
 
 
-def _exact(seconds: np.ndarray, most: int) -> Shortest:
-    return Shortest(seconds, np.full(len(seconds), most))
+def _exact(seconds: np.ndarray, most: int) -> ExactDp:
+    return ExactDp(seconds, np.full(len(seconds), most))
 
 
-def _rough(seconds: np.ndarray, most: int) -> Rough:
-    return Rough(seconds, np.full(len(seconds), most), *best_rates(seconds))
+def _rough(seconds: np.ndarray, most: int) -> CoarseDp:
+    return CoarseDp(seconds, np.full(len(seconds), most), *best_rates(seconds))
 
 
 def test_who_gets_no_samples_has_no_micro_batches() -> None:
@@ -119,5 +119,5 @@ def test_who_gets_no_samples_has_no_micro_batches() -> None:
 def test_only_what_is_too_much_work_is_not_exact() -> None:
     straight = np.arange(16_385.0)[None] + 5
     straight[:, 0] = 0.0
-    assert isinstance(shortest_of(straight, np.array([9_000])), Shortest)
-    assert isinstance(shortest_of(np.repeat(straight, 3, axis=0), np.full(3, 9_000)), Rough)
+    assert isinstance(least_times(straight, np.array([9_000])), ExactDp)
+    assert isinstance(least_times(np.repeat(straight, 3, axis=0), np.full(3, 9_000)), CoarseDp)

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.cluster import Cluster, Device, Link, Node, Switch
-from mimatrix.planner.communication import simulated
-from mimatrix.planner.mode_choice import MESSAGE_S, Choice, choose_mode, price_apart, worth
+from mimatrix.planner.communication import SimulatedCommunication
+from mimatrix.planner.hybrid_price import price_hybrid, sample_worth
+from mimatrix.planner.mode_choice import ModeChoice, choose_mode
 from mimatrix.planner.model.curve import Curve
-from mimatrix.planner.model.problem import Problem
+from mimatrix.planner.model.problem import FixedCommunication, Problem
 from mimatrix.planner.model.profile import Communication, ModelSize, Profile
+from mimatrix.planner.push_network import MESSAGE_S
 
 MBIT, MB = 1e6 / 8, 1_000_000
 BATCH = 64
@@ -32,10 +34,17 @@ def asked(cluster: Cluster, sample_s: list[float], size: int, room: int = 1 << 3
         Profile("cpu", "m", Curve(((1, each), (BATCH, BATCH * each))), flat, room, size * 1e-9) for each in sample_s
     )
     names = tuple(f"n{rank}" for rank in range(len(profiles)))
-    return Problem(BATCH, model, profiles, names, lambda members: simulated(cluster, size, members), stages=(0,))
+    return Problem(
+        global_batch=BATCH,
+        model=model,
+        profiles=profiles,
+        names=names,
+        communication=SimulatedCommunication(cluster, size),
+        stages=(0,),
+    )
 
 
-def chosen(rates: list[float], sample_s: list[float], size: int) -> Choice:
+def chosen(rates: list[float], sample_s: list[float], size: int) -> ModeChoice:
     cluster = star(rates)
     return choose_mode(asked(cluster, sample_s, size), [[rank] for rank in range(len(rates))], cluster)
 
@@ -49,15 +58,15 @@ def test_fast_links_between_like_devices_are_for_all_together() -> None:
 def test_slow_links_between_many_are_for_groups() -> None:
     found = chosen([20 * MBIT] * 24, [4e-3] * 24, MB)
     assert found.mode == "hybrid"
-    assert found.apart
-    assert found.apart.worth_per_s > found.together.samples_per_s
+    assert found.hybrid
+    assert found.hybrid.worth_per_s > found.sync.samples_per_s
     assert "since moving 1 MB at 20Mbit takes" in found.reason
 
 
 def test_the_network_is_not_blamed_for_what_meeting_takes() -> None:
     cluster = star([10_000 * MBIT] * 2)
     slow = Communication((0.05,) * 4)
-    problem = replace(asked(cluster, [1e-5] * 2, MB), network=lambda _: slow)
+    problem = replace(asked(cluster, [1e-5] * 2, MB), communication=FixedCommunication(slow))
     found = choose_mode(problem, [[0], [1]], cluster)
     assert found.mode == "hybrid"
     assert "since meeting to exchange 1 MB takes 50 ms of each" in found.reason
@@ -67,14 +76,14 @@ def test_the_network_is_not_blamed_for_what_meeting_takes() -> None:
 def test_faster_links_never_make_either_slower(hosts: int) -> None:
     found = [chosen([rate * MBIT] * hosts, [2e-3] * hosts, 4 * MB) for rate in (5, 10, 20, 50, 100, 200, 500, 1000)]
     for slow, fast in pairwise(found):
-        assert slow.apart
-        assert fast.apart
-        assert fast.together.samples_per_s >= slow.together.samples_per_s
-        assert fast.apart.samples_per_s >= slow.apart.samples_per_s * (1 - 1e-9) or (
-            fast.apart.overlaps,
-            fast.apart.local_steps,
-        ) != (slow.apart.overlaps, slow.apart.local_steps)
-        assert fast.apart.worth_per_s >= slow.apart.worth_per_s * (1 - 1e-9)
+        assert slow.hybrid
+        assert fast.hybrid
+        assert fast.sync.samples_per_s >= slow.sync.samples_per_s
+        assert fast.hybrid.samples_per_s >= slow.hybrid.samples_per_s * (1 - 1e-9) or (
+            fast.hybrid.overlaps,
+            fast.hybrid.local_steps,
+        ) != (slow.hybrid.overlaps, slow.hybrid.local_steps)
+        assert fast.hybrid.worth_per_s >= slow.hybrid.worth_per_s * (1 - 1e-9)
 
 
 def test_once_links_are_fast_enough_for_all_together_faster_ones_are_too() -> None:
@@ -87,17 +96,17 @@ def test_two_groups_on_a_slow_link_take_what_it_carries() -> None:
     """Each pushes half to the other's shard, mirrors both halves and pulls half: twice all parameters each way."""
     size, rate = 8 * MB, 10 * MBIT
     cluster = star([rate, rate])
-    apart = price_apart(asked(cluster, [1e-5] * 2, size), [[0], [1]], cluster)
-    for group in apart.groups:
+    hybrid = price_hybrid(asked(cluster, [1e-5] * 2, size), [[0], [1]], cluster)
+    for group in hybrid.groups:
         assert group.cycle_s == pytest.approx(2 * size / rate / 0.7, rel=0.01)
-    assert apart.local_steps == 10
-    assert apart.samples_per_s == pytest.approx(10 * 0.7 * BATCH * rate / size, rel=0.01)
-    assert apart.worth_per_s == apart.samples_per_s / 2
+    assert hybrid.local_steps == 10
+    assert hybrid.samples_per_s == pytest.approx(10 * 0.7 * BATCH * rate / size, rel=0.01)
+    assert hybrid.worth_per_s == hybrid.samples_per_s / 2
 
 
 def test_one_group_on_a_slow_link_slows_no_push_that_is_rarer_anyway() -> None:
-    even = price_apart(*_pair([100 * MBIT, 100 * MBIT], [1e-2, 1e-2]))
-    slow = price_apart(*_pair([100 * MBIT, 100 * MBIT], [1e-2, 1e-1]))
+    even = price_hybrid(*_pair([100 * MBIT, 100 * MBIT], [1e-2, 1e-2]))
+    slow = price_hybrid(*_pair([100 * MBIT, 100 * MBIT], [1e-2, 1e-1]))
     assert slow.groups[0].cycle_s == pytest.approx(even.groups[0].cycle_s)
     assert slow.groups[0].staleness < even.groups[0].staleness
     assert slow.groups[1].staleness > even.groups[1].staleness
@@ -110,46 +119,46 @@ def _pair(rates: list[float], sample_s: list[float]) -> tuple[Problem, list[list
 
 def test_who_has_a_part_of_a_processor_pays_for_serving() -> None:
     problem, groups, cluster = _pair([1000 * MBIT] * 2, [1e-4] * 2)
-    whole = price_apart(problem, groups, cluster, [1.0, 1.0])
-    assert whole == price_apart(problem, groups, cluster)
-    half = price_apart(problem, groups, cluster, [0.5, 0.5])
+    whole = price_hybrid(problem, groups, cluster, [1.0, 1.0])
+    assert whole == price_hybrid(problem, groups, cluster)
+    half = price_hybrid(problem, groups, cluster, [0.5, 0.5])
     computing_s = half.groups[0].plan.step_s * max(1, half.local_steps)
     pushed = half.groups[0].cycle_s - computing_s
     assert half.samples_per_s < whole.samples_per_s
     # A message to each shard, one on to a mirror, and what both groups have served here, all at half the speed.
     assert pushed > 2 * MESSAGE_S * (2 + 2 + 2 * 2)
-    slow = price_apart(problem, groups, cluster, [1.0, 0.05])
+    slow = price_hybrid(problem, groups, cluster, [1.0, 0.05])
     assert slow.groups[0].cycle_s < slow.groups[1].cycle_s
 
 
 def test_one_group_has_nobody_to_wait_for() -> None:
     cluster = star([MBIT] * 2)
-    assert choose_mode(asked(cluster, [1e-3] * 2, MB), [[0, 1]], cluster).apart is None
+    assert choose_mode(asked(cluster, [1e-3] * 2, MB), [[0, 1]], cluster).hybrid is None
 
 
 def test_what_does_not_fit_apart_stays_together() -> None:
     cluster = star([MBIT] * 4)
     problem = asked(cluster, [1e-3] * 4, MB, room=5 * MB // 2)
-    whole = Problem(BATCH, problem.model, problem.profiles, problem.names, problem.network, stages=(0, 1, 2, 3))
+    whole = replace(problem, stages=(0, 1, 2, 3))
     found = choose_mode(whole, [[0], [1], [2], [3]], cluster)
-    assert (found.mode, found.apart) == ("sync", None)
+    assert (found.mode, found.hybrid) == ("sync", None)
     assert "does not fit" in found.reason
 
 
 def test_a_known_obstacle_is_the_reason() -> None:
     cluster = star([MBIT] * 2)
-    found = choose_mode(asked(cluster, [1e-3] * 2, MB), [[0], [1]], cluster, against="it cannot be cut")
+    found = choose_mode(asked(cluster, [1e-3] * 2, MB), [[0], [1]], cluster, objection="it cannot be cut")
     assert found.reason == "sync: groups cannot train apart: it cannot be cut"
 
 
 def test_it_comes_back_from_json() -> None:
     found = chosen([20 * MBIT] * 3, [4e-3, 4e-3, 8e-3], MB)
-    assert Choice.from_json(found.to_json()) == found
+    assert ModeChoice.from_json(found.to_json()) == found
 
 
 def test_later_is_worth_less() -> None:
-    assert worth(0) == 1
-    assert all(worth(late) > worth(late + 1) > 0 for late in range(20))
+    assert sample_worth(0) == 1
+    assert all(sample_worth(late) > sample_worth(late + 1) > 0 for late in range(20))
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,19 +171,19 @@ def test_later_is_worth_less() -> None:
 def test_prices_hold_together(rates: list[float], factors: list[float], sample_s: float, size: int) -> None:
     samples = [sample_s * factor for factor in factors[: len(rates)]]
     found = chosen([rate * MBIT for rate in rates], samples, size)
-    apart = found.apart
-    assert apart
-    assert (found.mode == "hybrid") == (apart.worth_per_s > 1.05 * found.together.samples_per_s)
-    assert 0 < apart.worth_per_s <= apart.samples_per_s < inf
-    for group in apart.groups:
-        computing_s = max(1, apart.local_steps) * group.plan.step_s
-        alone = max(computing_s, group.moving_s) if apart.overlaps else computing_s + group.moving_s
+    hybrid = found.hybrid
+    assert hybrid
+    assert (found.mode == "hybrid") == (hybrid.worth_per_s > 1.05 * found.sync.samples_per_s)
+    assert 0 < hybrid.worth_per_s <= hybrid.samples_per_s < inf
+    for group in hybrid.groups:
+        computing_s = max(1, hybrid.local_steps) * group.plan.step_s
+        alone = max(computing_s, group.push_s) if hybrid.overlaps else computing_s + group.push_s
         assert group.cycle_s >= alone * (1 - 1e-9)
-        assert group.moving_s >= MESSAGE_S * (len(rates) + 2)
-        assert group.staleness >= float(apart.overlaps)
+        assert group.push_s >= MESSAGE_S * (len(rates) + 2)
+        assert group.staleness >= float(hybrid.overlaps)
     # No NIC sends more than it can: its pushes, its shard to the mirror, and what others pull.
     part = size / len(rates)
-    per_s = [1 / group.cycle_s for group in apart.groups]
+    per_s = [1 / group.cycle_s for group in hybrid.groups]
     for number, rate in enumerate(rates):
         sent = per_s[number] * part * (len(rates) - 1) + sum(per_s) * part + (sum(per_s) - per_s[number]) * part
         assert sent <= 0.7 * rate * MBIT * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""Plans as rows and as lanes: what is drawn adds up to what is promised."""
+"""Plans as rows and as trace_step: what is drawn adds up to what is promised."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from mimatrix.planner.model.curve import Curve
+from mimatrix.planner.model.problem import FixedCommunication, Problem
 from mimatrix.planner.model.profile import Communication, Measurements, ModelSize, Profile
-from mimatrix.planner.planner import Problem, make_plan
+from mimatrix.planner.planner import make_plan
 from mimatrix.planner.present.drawing import draw_measurements, draw_plan
-from mimatrix.planner.present.rows import lanes, plan_rows, profile_rows, size_rows, steps_text
+from mimatrix.planner.present.rows import format_micro_steps, plan_rows, profile_rows, size_rows, trace_step
 
 MB = 10**6
 MODEL = ModelSize("m", "small", MB, 4 * MB, 4 * MB, 8 * MB, MB)
@@ -29,14 +30,22 @@ PROFILES = (profile(1000), profile(400), profile(150))
 def problem(stage: int, equal_counts: bool) -> Problem:
     paid = Communication.of(0.02, 0.01, 0.01)
     names = ("a", "b", "c")
-    return Problem(200, MODEL, PROFILES, names, lambda _: paid, stages=(stage,), equal_counts=equal_counts)
+    return Problem(
+        global_batch=200,
+        model=MODEL,
+        profiles=PROFILES,
+        names=names,
+        communication=FixedCommunication(paid),
+        stages=(stage,),
+        equal_counts=equal_counts,
+    )
 
 
 @pytest.mark.parametrize("equal_counts", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lanes_are_the_step_that_was_promised(stage: int, equal_counts: bool) -> None:
     plan = make_plan(problem(stage, equal_counts))
-    found = lanes(plan, PROFILES, equal_counts)
+    found = trace_step(plan, PROFILES, equal_counts)
     for part, spans in zip(plan.parts, found, strict=True):
         assert spans[0].began_s == 0
         assert all(one.ended_s == other.began_s for one, other in pairwise(spans))
@@ -57,7 +66,7 @@ def test_lanes_are_the_step_that_was_promised(stage: int, equal_counts: bool) ->
     [((32,) * 4, "4 x 32"), ((32, 32, 31), "2 x 32 + 31"), ((7,), "7"), ((), "-"), ((3, 2, 2), "3 + 2 x 2")],
 )
 def test_micro_steps_as_text(sizes: tuple[int, ...], text: str) -> None:
-    assert steps_text(sizes) == text
+    assert format_micro_steps(sizes) == text
 
 
 def test_rows_and_pictures() -> None:

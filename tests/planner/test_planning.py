@@ -4,7 +4,7 @@ import os
 import random
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -16,11 +16,13 @@ from support.brute_force import Case, random_case
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
+from mimatrix.core.text import spell_seconds
 from mimatrix.planner.model.curve import Curve
 from mimatrix.planner.model.plan import Plan
+from mimatrix.planner.model.problem import CommunicationModel, FixedCommunication, Problem
 from mimatrix.planner.model.profile import Communication, ModelSize, Profile
-from mimatrix.planner.planner import Problem, make_plan, predicted
-from mimatrix.planner.reasons import seconds_shown
+from mimatrix.planner.planner import make_plan
+from mimatrix.planner.pricing import predict_step_s
 
 CASES = int(os.environ.get("MIMATRIX_CASES", "60"))
 MB = 1_000_000
@@ -36,7 +38,13 @@ def asked(case: Case, **more: Any) -> Problem:
     paid = Communication(case.once_s, case.round_s)
     names = tuple("abc"[: len(profiles)])
     return Problem(
-        case.global_batch, model, profiles, names, lambda _members: paid, equal_counts=case.equal_counts, **more
+        global_batch=case.global_batch,
+        model=model,
+        profiles=profiles,
+        names=names,
+        communication=FixedCommunication(paid),
+        equal_counts=case.equal_counts,
+        **more,
     )
 
 
@@ -59,11 +67,11 @@ def test_a_sample_for_everyone_costs_what_it_may(stages: tuple[int, ...]) -> Non
         case = random_case(seed)
         if not (plain := plan_or_none(asked(case, stages=stages))) or case.global_batch < len(case.ranks):
             continue
-        found = make_plan(asked(case, stages=stages, for_everyone=0.5))
+        found = make_plan(asked(case, stages=stages, min_one_sample_slack=0.5))
         assert found.global_batch == case.global_batch
         assert found.step_s <= plain.step_s * 1.5 * (1 + 1e-9)
         assert all(part.memory_bytes <= part.room_bytes for part in found.parts)
-        generous = make_plan(asked(case, stages=stages, for_everyone=1e9))
+        generous = make_plan(asked(case, stages=stages, min_one_sample_slack=1e9))
         assert all(
             # In other stages who has no room for a sample may come to own less.
             batch or generous.stage or part.room_bytes < part.memory_bytes + rank.memory[1]
@@ -119,7 +127,8 @@ def device(
 def problem(*profiles: Profile, batch: int = 64, **more: Any) -> Problem:
     paid = Communication.of(0.02, 0.01, 0.01)
     names = tuple(f"node/{rank}" for rank in range(len(profiles)))
-    return Problem(batch, MODEL, profiles, names, **{"network": lambda _members: paid, **more})
+    given = {"communication": FixedCommunication(paid), **more}
+    return Problem(global_batch=batch, model=MODEL, profiles=profiles, names=names, **given)
 
 
 def check(asked: Problem, plan: Plan) -> None:
@@ -136,7 +145,7 @@ def check(asked: Problem, plan: Plan) -> None:
         assert part.memory_bytes == pytest.approx(needed, abs=1)
         assert list(sizes) == sorted(sizes, reverse=True)
         assert part.busy_s + part.idle_s <= plan.step_s - plan.communication_s + 1e-9
-    assert plan.step_s == pytest.approx(predicted(asked, plan.stage, plan.split, plan.shares), rel=1e-12)
+    assert plan.step_s == pytest.approx(predict_step_s(asked, plan.stage, plan.split, plan.shares), rel=1e-12)
     assert plan.within >= 0
 
 
@@ -248,8 +257,8 @@ def test_speeds_are_compared_at_the_same_size() -> None:
     faster = found[1].seconds.at(size) / found[0].seconds.at(size)
     assert said_of_samples(plan) == (
         f"rank 0 (node/0) gets {most / fewest:.1f} times the samples of rank 1 (node/1): it is {faster:.1f} times as "
-        f"fast with micro-batches of {size}, and it computes for {seconds_shown(plan.parts[0].busy_s)}, optimizer "
-        f"included, rank 1 (node/1) for {seconds_shown(plan.parts[1].busy_s)}"
+        f"fast with micro-batches of {size}, and it computes for {spell_seconds(plan.parts[0].busy_s)}, optimizer "
+        f"included, rank 1 (node/1) for {spell_seconds(plan.parts[1].busy_s)}"
     )
 
 
@@ -259,7 +268,7 @@ def test_only_what_is_fastest_by_the_sample_is_said_to_be(seed: int) -> None:
     low = device(fixed=draw.uniform(0, 1), slope=draw.uniform(0.02, 0.05), most=draw.randint(2, 12))
     steep = replace(low, seconds=Curve.of([(1, 0.03), (4, 0.06), (8, 0.5), (16, 2.0)])) if seed % 2 else low
     plan = make_plan(problem(device(), steep, batch=draw.randint(20, 90), stages=(draw.choice((0, 1)),)))
-    said = [reason for reason in plan.reasons if "fastest by the sample" in reason]
+    said = [reason for reason in plan.reasons if "fastest per sample" in reason]
     rates = [float(time) / size for size, time in enumerate(steep.seconds.table) if size]
     for each in said:
         assert set(plan.split.micro[1]) == {rates.index(min(rates)) + 1}
@@ -271,7 +280,7 @@ def test_states_go_where_there_is_room() -> None:
     plan = make_plan(problem(device(room=400), device(room=60), stages=(3,), batch=64))
     assert plan.shares.fractions[1] < plan.shares.fractions[0]
     assert max(plan.split.micro[1]) < max(plan.split.micro[0])
-    assert any("rank 1 (node/1) owns" in reason and "less is left" in reason for reason in plan.reasons)
+    assert any("rank 1 (node/1) owns" in reason and "less of its" in reason for reason in plan.reasons)
 
 
 def test_the_stage_rises_where_a_lower_one_does_not_fit() -> None:
@@ -294,13 +303,15 @@ def test_a_higher_stage_is_chosen_only_for_the_gain_that_was_asked_for() -> None
     found = [device(most=64, optimizer_s=0.04)] * 2
     free = Communication((0.0,) * 4)
     gained = [
-        make_plan(problem(*found, stages=(0, 1), network=lambda _: free, stage_gain=gain))
+        make_plan(problem(*found, stages=(0, 1), communication=FixedCommunication(free), stage_gain=gain))
         for gain in (1e-3, 0.05, 0.06)
     ]
     assert [plan.stage for plan in gained] == [1, 1, 0]
     assert "no higher one is more than 6 % shorter" in gained[-1].reasons[0]
     cramped = [device(most=64, optimizer_s=0.04, room=470)] * 2  # stage 0 fits only in more micro-steps
-    assert make_plan(problem(*cramped, stages=(0, 1), network=lambda _: free, stage_gain=0.06)).stage == 1
+    assert (
+        make_plan(problem(*cramped, stages=(0, 1), communication=FixedCommunication(free), stage_gain=0.06)).stage == 1
+    )
 
 
 def test_one_micro_step_is_kept_where_memory_allows() -> None:
@@ -397,6 +408,17 @@ def test_bad_questions_get_a_sentence() -> None:
         make_plan(problem(device(), shares=Shares((0.5, 0.5))))
 
 
+@dataclass(frozen=True)
+class CommunicationBy:
+    """What a function says that ranks pay."""
+
+    function: Callable[[tuple[int, ...]], Communication]
+
+    def cost(self, members: tuple[int, ...]) -> Communication:
+        return self.function(members)
+
+
+@CommunicationBy
 def slow_link(members: tuple[int, ...]) -> Communication:
     """Rank 2 hangs on a link that is a hundred times slower."""
     seconds = 1.0 if 2 in members else 0.01
@@ -404,7 +426,7 @@ def slow_link(members: tuple[int, ...]) -> Communication:
 
 
 def test_a_device_on_a_slow_link_is_left_out_with_the_figure() -> None:
-    wanted = problem(device(), device(), device(), network=slow_link)
+    wanted = problem(device(), device(), device(), communication=slow_link)
     advised = make_plan(wanted)
     assert len(advised.parts) == 3
     assert not advised.left_out
@@ -417,20 +439,22 @@ def test_a_device_on_a_slow_link_is_left_out_with_the_figure() -> None:
     assert plan.split.total == 64
 
 
-def unlike_links(slow: frozenset[int]) -> Callable[[tuple[int, ...]], Communication]:
+def unlike_links(slow: frozenset[int]) -> CommunicationModel:
     """A step pays for its slowest link."""
-    return lambda members: Communication.of(*((2.0, 1.0, 1.0) if slow & set(members) else (0.02, 0.01, 0.01)))
+    return CommunicationBy(
+        lambda members: Communication.of(*((2.0, 1.0, 1.0) if slow & set(members) else (0.02, 0.01, 0.01)))
+    )
 
 
 @pytest.mark.parametrize(("count", "slow"), [(6, {0, 1}), (6, {1, 4}), (7, {2, 3, 6}), (30, {3, 4, 17, 29})], ids=str)
-def test_brakes_that_hide_one_another_are_left_out_together(count: int, slow: set[int]) -> None:
+def test_slow_ranks_that_hide_one_another_are_left_out_together(count: int, slow: set[int]) -> None:
     """Without one of them the step still waits for the others."""
-    wanted = problem(*[device()] * count, network=unlike_links(frozenset(slow)), batch=512)
+    wanted = problem(*[device()] * count, communication=unlike_links(frozenset(slow)), batch=512)
     plan = make_plan(replace(wanted, may_leave_out=True))
     assert {each.name for each in plan.left_out} == {f"node/{rank}" for rank in slow}
     kept = make_plan(wanted)
     assert len(kept.parts) == count
-    with_s, without_s = seconds_shown(kept.step_s), seconds_shown(plan.step_s)
+    with_s, without_s = spell_seconds(kept.step_s), spell_seconds(plan.step_s)
     figure = f"the step takes {with_s} with these {len(slow)} and {without_s} without: moving data takes"
     assert all(each.reason.startswith(figure) for each in plan.left_out)
     (advice,) = (reason for reason in kept.reasons if reason.startswith("advice"))
@@ -441,7 +465,7 @@ def test_brakes_that_hide_one_another_are_left_out_together(count: int, slow: se
 def test_who_does_no_harm_is_not_left_out_with_those_that_do() -> None:
     """The kind has two on slow links and one on a fast one."""
     kinds = [device(slope=0.02 if rank < 3 else 0.01) for rank in range(6)]
-    plan = make_plan(problem(*kinds, network=unlike_links(frozenset({0, 1})), batch=512, may_leave_out=True))
+    plan = make_plan(problem(*kinds, communication=unlike_links(frozenset({0, 1})), batch=512, may_leave_out=True))
     assert [each.name for each in plan.left_out] == ["node/0", "node/1"]
 
 
@@ -456,12 +480,13 @@ def test_islands_with_a_slow_link_between_them() -> None:
     """Either is better than both, and the faster one is best."""
     east = {0, 2, 4}
 
+    @CommunicationBy
     def network(members: tuple[int, ...]) -> Communication:
         both = bool(east & set(members)) and bool(set(members) - east)
         return Communication.of(*((20.0, 10.0, 10.0) if both else (0.02, 0.01, 0.01)))
 
     kinds = [device(slope=0.02 if rank in east else 0.01) for rank in range(6)]
-    plan = make_plan(problem(*kinds, network=network, batch=512, may_leave_out=True))
+    plan = make_plan(problem(*kinds, communication=network, batch=512, may_leave_out=True))
     assert [part.name for part in plan.parts] == ["node/1", "node/3", "node/5"]
 
 
@@ -471,11 +496,12 @@ def test_whom_to_leave_out_is_near_to_what_trying_every_set_finds(seed: int) -> 
     kinds = [device(draw.choice((0.01, 0.03)), optimizer_s=draw.choice((0.004, 1.0))) for _ in range(5)]
     slow_s = [draw.choice((0.01, 0.01, 1.0, 2.0)) for _ in kinds]
 
+    @CommunicationBy
     def network(members: tuple[int, ...]) -> Communication:
         paid = max(slow_s[rank] for rank in members) if len(members) > 1 else 0.0
         return Communication.of(2 * paid, paid, paid)
 
-    wanted = problem(*kinds, network=network, batch=400)
+    wanted = problem(*kinds, communication=network, batch=400)
     every = (kept for size in range(1, 6) for kept in combinations(range(5), size))
     best_s = min(make_plan(_only(wanted, kept)).step_s for kept in every)
     assert make_plan(replace(wanted, may_leave_out=True)).step_s <= best_s * 1.03
@@ -486,7 +512,7 @@ def _only(asked: Problem, kept: tuple[int, ...]) -> Problem:
         asked,
         profiles=tuple(asked.profiles[rank] for rank in kept),
         names=tuple(asked.names[rank] for rank in kept),
-        network=lambda members: asked.network(tuple(kept[each] for each in members)),
+        communication=CommunicationBy(lambda members: asked.communication.cost(tuple(kept[each] for each in members))),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.planner.model.curve import Curve
-from mimatrix.planner.model.plan import LeftOut, Part, Plan, misfit
+from mimatrix.planner.model.plan import LeftOut, Plan, RankPlan, explain_misfit
 from mimatrix.planner.model.profile import Communication, Measurements, ModelSize, Profile
 from mimatrix.planner.model.split import Split
 
@@ -20,17 +20,20 @@ PROFILE = Profile(
 )
 MEASURED = Measurements(MODEL, (PROFILE, PROFILE.slowed(2)), Communication.of(0.3, 0.1, 0.2, "tuned"), True)
 PLAN = Plan(
-    1,
-    Split(((3, 2), ())),
-    Shares((0.75, 0.25)),
-    (Part("a", 0.4, 0.0, 900, 5000), Part("b", 0.1, 0.3, 700, 5000)),
-    0.7,
-    0.3,
-    ("because",),
-    (LeftOut("c", "slow"),),
-    0.001,
-    "abc",
-    3,
+    stage=1,
+    split=Split(((3, 2), ())),
+    shares=Shares((0.75, 0.25)),
+    parts=(
+        RankPlan(name="a", busy_s=0.4, idle_s=0.0, memory_bytes=900, room_bytes=5000),
+        RankPlan(name="b", busy_s=0.1, idle_s=0.3, memory_bytes=700, room_bytes=5000),
+    ),
+    step_s=0.7,
+    communication_s=0.3,
+    reasons=("because",),
+    left_out=(LeftOut("c", "slow"),),
+    within=0.001,
+    model="abc",
+    version=3,
 )
 
 
@@ -43,14 +46,14 @@ def test_plans_come_back() -> None:
     assert PLAN.global_batch == 5
     assert PLAN.samples_per_s == pytest.approx(5 / 0.7)
     assert PLAN.idle == pytest.approx(0.3 / (2 * 0.7))
-    assert PLAN.following(4).version == 4
+    assert PLAN.with_version(4).version == 4
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '"x"', "3"])
 def test_other_text_is_no_profile_and_no_plan(text: str) -> None:
-    with pytest.raises(UserError, match=r"p\.json is no profile; make one with `mimatrix profile script\.py`"):
+    with pytest.raises(UserError, match=r"p\.json is not a profile; make one with `mimatrix profile script\.py`"):
         Measurements.from_text(text, "p.json")
-    with pytest.raises(UserError, match=r"p\.json is no plan; make one with `mimatrix plan --output plan\.json`"):
+    with pytest.raises(UserError, match=r"p\.json is not a plan; make one with `mimatrix plan --output plan\.json`"):
         Plan.from_text(text, "p.json")
 
 
@@ -64,7 +67,7 @@ def test_a_damaged_profile_gets_a_sentence(lost: str) -> None:
         Measurements.from_text(json.dumps(fields | {"mimatrix_profile": 99}))
 
 
-@pytest.mark.parametrize("lost", ["stage", "micro", "shares", "ranks"])
+@pytest.mark.parametrize("lost", ["stage", "split", "shares", "parts"])
 def test_a_damaged_plan_gets_a_sentence(lost: str) -> None:
     fields = PLAN.to_json()
     del fields[lost]
@@ -77,17 +80,17 @@ def test_a_damaged_plan_gets_a_sentence(lost: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"micro": [[3.0, 2.0], []]}, "micro[0] is 3.0, wanted a whole number from 1"),
-        ({"micro": [[4, True], []]}, "micro[0] is true, wanted a whole number from 1"),
-        ({"micro": [[6, -1], []]}, "micro[0] is -1, wanted a whole number from 1"),
-        ({"micro": [[5]]}, "micro has 1 entries and ranks has 2"),
-        ({"micro": [[], []]}, "global_batch is 5 and micro has 0 samples"),
-        ({"micro": 5}, "micro is 5, wanted a list"),
-        ({"global_batch": 6}, "global_batch is 6 and micro has 5 samples"),
+        ({"split": [[3.0, 2.0], []]}, "split[0] is 3.0, wanted a whole number from 1"),
+        ({"split": [[4, True], []]}, "split[0] is true, wanted a whole number from 1"),
+        ({"split": [[6, -1], []]}, "split[0] is -1, wanted a whole number from 1"),
+        ({"split": [[5]]}, "split has 1 entries and parts has 2"),
+        ({"split": [[], []]}, "global_batch is 5 and split has 0 samples"),
+        ({"split": 5}, "split is 5, wanted a list"),
+        ({"global_batch": 6}, "global_batch is 6 and split has 5 samples"),
         ({"step_s": 0}, "step_s is 0, wanted a number from 1e-12"),
         ({"step_s": float("nan")}, "step_s is NaN, wanted a number from 1e-12"),
-        ({"ranks": []}, "ranks is empty"),
-        ({"ranks": [5, 6]}, "ranks[0] is 5, wanted an object in braces"),
+        ({"parts": []}, "parts is empty"),
+        ({"parts": [5, 6]}, "parts[0] is 5, wanted an object in braces"),
         ({"stage": float("inf")}, "stage is Infinity, wanted a whole number from 0"),
         ({"stage": 4}, "stage is 4, wanted 0 to 3"),
         ({"shares": [1.0]}, "shares has 1 entries, wanted 2"),
@@ -154,7 +157,7 @@ def test_sizes_may_be_written_short() -> None:
 @pytest.mark.parametrize("depth", [900, 100_000])
 def test_deeply_nested_text_gets_a_sentence(depth: int) -> None:
     nested = "[" * depth + "]" * depth
-    for text in (nested, f'{{"mimatrix_profile": 1, "mimatrix_plan": 1, "model": {nested}, "ranks": {nested}}}'):
+    for text in (nested, f'{{"mimatrix_profile": 1, "mimatrix_plan": 1, "model": {nested}, "parts": {nested}}}'):
         with pytest.raises(UserError, match="profile"):
             Measurements.from_text(text)
         with pytest.raises(UserError, match="plan"):
@@ -162,31 +165,31 @@ def test_deeply_nested_text_gets_a_sentence(depth: int) -> None:
 
 
 def test_whoever_was_left_out_is_named() -> None:
-    assert misfit(PLAN, ["x", "y"]) == ""
-    assert misfit(PLAN, ["x", "y", "z"]) == (
+    assert explain_misfit(PLAN, ["x", "y"]) == ""
+    assert explain_misfit(PLAN, ["x", "y", "z"]) == (
         "is for 2 ranks and there are 3, since it leaves out c; start only a and b (-n 2), or plan with all: "
         "mimatrix plan --keep-all"
     )
     for plan, here in ((replace(PLAN, left_out=()), 3), (PLAN, 1), (PLAN, 5)):
         said = f"is for 2 ranks and there are {here}; make another with mimatrix plan"
-        assert misfit(plan, ["x"] * here) == said
+        assert explain_misfit(plan, ["x"] * here) == said
     many = replace(PLAN, left_out=tuple(LeftOut(str(rank), "") for rank in range(12)))
-    assert "leaves out 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;" in misfit(many, ["x"] * 14)
+    assert "leaves out 0, 1, 2, 3, 4, 5, 6, 7 and 4 more;" in explain_misfit(many, ["x"] * 14)
 
 
 def test_devices_in_another_order_are_refused_only_where_that_is_sure() -> None:
     parts = tuple(replace(part, device=device) for part, device in zip(PLAN.parts, ("A40", "3090"), strict=True))
     plan = replace(PLAN, parts=parts)
-    assert misfit(plan, ["A40", "3090"]) == ""
-    assert misfit(plan, ["3090", "A40"]) == (
+    assert explain_misfit(plan, ["A40", "3090"]) == ""
+    assert explain_misfit(plan, ["3090", "A40"]) == (
         "has A40 as rank 0, which is 3090 here; start the ranks in the plan's order (A40 and 3090), or make another "
         "with mimatrix plan"
     )
-    assert misfit(plan, ["NVIDIA 3090", "NVIDIA A40"]) == ""
-    assert misfit(plan, ["cpu", "cpu"]) == ""
+    assert explain_misfit(plan, ["NVIDIA 3090", "NVIDIA A40"]) == ""
+    assert explain_misfit(plan, ["cpu", "cpu"]) == ""
     # A plan that a run made names devices and nothing else.
-    assert "has a as rank 0, which is b here" in misfit(PLAN, ["b", "a"])
-    assert "has 1 shares for 2 ranks" in misfit(replace(PLAN, shares=Shares((1.0,))), ["a", "b"])
+    assert "has a as rank 0, which is b here" in explain_misfit(PLAN, ["b", "a"])
+    assert "has 1 shares for 2 ranks" in explain_misfit(replace(PLAN, shares=Shares((1.0,))), ["a", "b"])
 
 
 def test_what_a_rank_keeps_in_each_stage() -> None:

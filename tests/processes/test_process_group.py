@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.processes.group import Command, Ending, run_together
+from mimatrix.processes.group import Command, run_process_group
+from mimatrix.processes.group_exit import GroupExit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,9 +23,9 @@ def crew(*scripts: str) -> list[Command]:
     ]
 
 
-def run(*scripts: str, grace_s: float = 10.0, timeout_s: float | None = 20.0) -> tuple[Ending, list[str], list[str]]:
+def run(*scripts: str, grace_s: float = 10.0, timeout_s: float | None = 20.0) -> tuple[GroupExit, list[str], list[str]]:
     out, err = BytesIO(), BytesIO()
-    ending = run_together(crew(*scripts), out, err, grace_s=grace_s, timeout_s=timeout_s)
+    ending = run_process_group(crew(*scripts), out, err, grace_s=grace_s, timeout_s=timeout_s)
     return ending, sorted(out.getvalue().decode().splitlines()), sorted(err.getvalue().decode().splitlines())
 
 
@@ -44,7 +45,7 @@ def gone(pids: list[int]) -> bool:
 
 def test_lines_have_labels_and_streams_stay_apart() -> None:
     ending, out, err = run("echo a$RANK; echo b >&2", "printf 'x\\n\\ny'")
-    assert ending == Ending()
+    assert ending == GroupExit()
     assert out == ["[0 n0] a0", "[1 n1] ", "[1 n1] x", "[1 n1] y"]
     assert err == ["[0 n0] b"]
 
@@ -57,19 +58,19 @@ def test_a_line_without_end_is_passed_on() -> None:
 def test_the_first_failure_is_the_code_and_ends_the_others() -> None:
     began = time.monotonic()
     ending, out, _ = run("sleep 0.1; exit 3", "trap 'echo told; exit 7' TERM; sleep 30 & wait", grace_s=0.2)
-    assert ending == Ending(3, "[0 n0] ended with exit code 3")
+    assert ending == GroupExit.failed("0 n0", 3)
     assert out == ["[1 n1] told"]
     assert time.monotonic() - began < 5
 
 
 def test_who_stopped_because_of_a_lost_peer_gives_way_to_who_failed() -> None:
     ending, _, _ = run("exit 76", "sleep 0.3; echo first >&2; echo why >&2; exit 3")
-    assert ending == Ending(3, "[1 n1] ended with exit code 3")
+    assert ending == GroupExit.failed("1 n1", 3)
     assert (ending.label, ending.last_line) == ("1 n1", "why")
 
 
 def test_who_is_ended_after_a_lost_peer_is_not_to_blame() -> None:
-    assert run("exit 76", "sleep 30", grace_s=0.1)[0] == Ending(76, "[0 n0] ended with exit code 76")
+    assert run("exit 76", "sleep 30", grace_s=0.1)[0] == GroupExit.failed("0 n0", 76)
 
 
 def test_an_error_that_all_write_alike_is_passed_on_once() -> None:
@@ -80,25 +81,26 @@ def test_an_error_that_all_write_alike_is_passed_on_once() -> None:
     assert len(out) == 2
 
 
-def teams(*scripts: tuple[str, str], grace_s: float = 10.0) -> tuple[Ending, list[str]]:
+def teams(*scripts: tuple[str, str], grace_s: float = 10.0) -> tuple[GroupExit, list[str]]:
     out = BytesIO()
     commands = [
-        Command(str(rank), ("sh", "-c", script), os.environ, team=team) for rank, (team, script) in enumerate(scripts)
+        Command(str(rank), ("sh", "-c", script), os.environ, subgroup=team)
+        for rank, (team, script) in enumerate(scripts)
     ]
-    ending = run_together(commands, out, BytesIO(), timeout_s=20, grace_s=grace_s)
+    ending = run_process_group(commands, out, BytesIO(), timeout_s=20, grace_s=grace_s)
     return ending, sorted(out.getvalue().decode().splitlines())
 
 
 def test_a_team_that_fails_ends_alone() -> None:
     began = time.monotonic()
     ending, said = teams(("a", "sleep 1; echo well"), ("b", "exit 3"), ("b", "sleep 30"), grace_s=0.1)
-    assert ending == Ending(0, "[1] ended with exit code 3; the others went on")
+    assert ending == GroupExit(lost=(GroupExit.failed("1", 3),))
     assert said == ["[0] well"]
     assert time.monotonic() - began < 10
 
 
 def test_where_all_teams_fail_the_first_counts() -> None:
-    assert teams(("a", "sleep 0.3; exit 4"), ("b", "exit 3"))[0] == Ending(3, "[1] ended with exit code 3", "1")
+    assert teams(("a", "sleep 0.3; exit 4"), ("b", "exit 3"))[0] == GroupExit.failed("1", 3)
 
 
 def test_within_the_grace_the_others_may_finish() -> None:
@@ -110,12 +112,12 @@ def test_within_the_grace_the_others_may_finish() -> None:
 def test_who_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mimatrix.processes.group._KILL_S", 0.3)
     ending, _, _ = run("kill -9 $$", "trap '' TERM; while :; do sleep 0.1; done", grace_s=0)
-    assert ending == Ending(137, "[0 n0] ended by SIGKILL")
+    assert ending == GroupExit.failed("0 n0", -9)
 
 
 def test_a_deadline_ends_all() -> None:
     ending, _, _ = run("sleep 30", "sleep 30", timeout_s=0.2)
-    assert ending == Ending(124, "not done after 0.2 s")
+    assert ending == GroupExit.timed_out(0.2)
 
 
 def test_who_stays_behind_is_killed_and_nobody_waits_for_him() -> None:
@@ -128,17 +130,17 @@ def test_who_stays_behind_is_killed_and_nobody_waits_for_him() -> None:
 def test_a_file_is_joined_before_the_start(tmp_path: Path) -> None:
     out = BytesIO()
     command = Command("0 n0", ("cat", str(tmp_path / "procs")), os.environ, tmp_path / "procs")
-    run_together([command], out, BytesIO(), timeout_s=10)
+    run_process_group([command], out, BytesIO(), timeout_s=10)
     assert out.getvalue() == b"[0 n0] 0\n"
 
 
 RUNNER = """
 import os, sys
-from mimatrix.processes.group import Command, run_together
+from mimatrix.processes.group import Command, run_process_group
 script = "sleep 60 & echo $! $$; wait"
-ending = run_together([Command(str(r), ("sh", "-c", script), os.environ) for r in range(2)],
+ending = run_process_group([Command(str(r), ("sh", "-c", script), os.environ) for r in range(2)],
                       sys.stdout.buffer, sys.stderr.buffer)
-print(ending.reason, flush=True)
+print(ending.describe(), flush=True)
 sys.exit(ending.code)
 """
 
@@ -164,4 +166,4 @@ def test_other_signals_that_somebody_minds_end_nothing() -> None:
         ending, _, _ = run("sh -c true", "sleep 0.3")
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert ending == Ending()
+    assert ending == GroupExit()

@@ -4,7 +4,7 @@ import pytest
 
 from mimatrix.planner.model.curve import Curve
 from mimatrix.planner.model.profile import Profile
-from mimatrix.scheduler.device_speeds import speed_of_kind, speeds_measured, speeds_seen
+from mimatrix.scheduler.device_speeds import speed_of_kind, speeds_measured, speeds_planned
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def test_kinds_in_their_order(faster: str, slower: str) -> None:
 
 def test_what_an_earlier_plan_saw() -> None:
     parts = [{"name": "A40", "busy_s": 0.5}, {"name": "cpu", "busy_s": 0.4}, {"name": "cpu", "busy_s": 0.5}]
-    plan = {"ranks": parts, "micro": [[60, 40], [4], [10]]}
-    assert speeds_seen(plan) == {"A40": 200.0, "cpu": 20.0}
-    assert speeds_seen({}) == speeds_seen({"ranks": 3, "micro": None}) == {}
+    plan = {"parts": parts, "split": [[60, 40], [4], [10]]}
+    assert speeds_planned(plan) == {"A40": 200.0, "cpu": 20.0}
+    assert speeds_planned({}) == speeds_planned({"parts": 3, "split": None}) == {}
 
 
 def test_what_curves_of_an_earlier_run_say() -> None:
@@ -35,3 +35,26 @@ def test_what_curves_of_an_earlier_run_say() -> None:
     slow, fast = profile("cpu", (1, 0.1), (8, 0.4)), profile("A40", (1, 0.1), (100, 0.5))
     assert speeds_measured({"profiles": [slow, fast, slow]}) == pytest.approx({"cpu": 20.0, "A40": 200.0})
     assert speeds_measured({}) == speeds_measured({"profiles": [{"device": 3}]}) == {}
+
+
+def test_a_plan_that_was_made_for_a_cluster_counts_by_its_device_kinds() -> None:
+    """Its names are places, such as `pair/0 3090`, and no request asks for those."""
+    plan = {"parts": [{"name": "pair/0 3090", "device": "RTX 3090", "busy_s": 0.5}], "split": [[50]]}
+    assert speeds_planned(plan) == {"RTX 3090": 100.0}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"parts": [{"name": "cpu", "busy_s": 0.5}], "split": [[10**400]]},
+        {"parts": [{"name": "cpu", "busy_s": 10**400}], "split": [[1]]},
+        {"parts": [{"name": "cpu", "busy_s": 1e-300}], "split": [[10**9]]},
+        {"parts": [{"name": ["cpu"], "busy_s": 0.5}], "split": [[1]]},
+        {"parts": [{"name": "x" * 10_000, "busy_s": 0.5}], "split": [[1]]},
+        {"parts": [7], "split": [[1]]},
+        {"parts": {"a": 1}, "split": [[1]]},
+        {"parts": [{"name": "cpu", "busy_s": 0.5}], "split": [[-5]]},
+    ],
+)
+def test_a_plan_that_is_out_of_bounds_says_nothing(plan: dict[str, object]) -> None:
+    assert speeds_planned(plan) == {}

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mimatrix.core.errors import UserError
-from mimatrix.core.resources import Wish
-from mimatrix.scheduler.simulation.replay import POLICIES, SAVING_S, Outcome, replay
+from mimatrix.core.resources import ResourceRequest
+from mimatrix.scheduler.simulation.replay import POLICIES, SAVING_S, ReplayResult, replay
 from mimatrix.scheduler.simulation.trace import Arrival, Trace
-from mimatrix.scheduler.state import Policy, Seat
+from mimatrix.scheduler.state import DeviceSlot, Policy
 
-FOUR = tuple(Seat("a", number, "gpu") for number in range(4))
-
-
-def arrival(name: str, wish: str, at_s: float, work_s: float, **more: object) -> Arrival:
-    return Arrival(name, Wish.parse(wish), at_s, work_s, **more)  # type: ignore[arg-type]
+FOUR = tuple(DeviceSlot("a", number, "gpu") for number in range(4))
 
 
-def started(found: Outcome) -> dict[str, float]:
-    return {stay.job: stay.started_s for stay in found.stays}
+def arrival(name: str, request: str, at_s: float, work_s: float, **more: object) -> Arrival:
+    return Arrival(name, ResourceRequest.parse(request), at_s, work_s, **more)  # type: ignore[arg-type]
+
+
+def started(found: ReplayResult) -> dict[str, float]:
+    return {outcome.job: outcome.started_s for outcome in found.jobs}
 
 
 def test_one_after_the_other() -> None:
@@ -33,9 +33,9 @@ def test_one_after_the_other() -> None:
 
 
 def test_faster_devices_take_less_time() -> None:
-    fast = tuple(Seat("a", number, "gpu", 2.0) for number in range(4))
-    (stay,) = replay(Trace(fast, (arrival("x", "2..4", 0, 100),)), Policy()).stays
-    assert stay.ended_s == pytest.approx(100 * 2 / (4 * 2.0))
+    fast = tuple(DeviceSlot("a", number, "gpu", 2.0) for number in range(4))
+    (outcome,) = replay(Trace(fast, (arrival("x", "2..4", 0, 100),)), Policy()).jobs
+    assert outcome.ended_s == pytest.approx(100 * 2 / (4 * 2.0))
 
 
 def test_a_short_one_overtakes_and_delays_nobody() -> None:
@@ -51,16 +51,16 @@ def test_a_short_one_overtakes_and_delays_nobody() -> None:
 
 def test_a_preempted_job_goes_on_where_it_was() -> None:
     jobs = (arrival("low", "4", 0, 100, priority=10, preemptible=True), arrival("high", "4", 40, 10, priority=90))
-    found = {stay.job: stay for stay in replay(Trace(FOUR, jobs), Policy()).stays}
+    found = {outcome.job: outcome for outcome in replay(Trace(FOUR, jobs), Policy()).jobs}
     assert found["high"].started_s == 40 + SAVING_S
     assert found["low"].preempted == 1
     assert found["low"].ended_s == pytest.approx(40 + SAVING_S + 10 + 60)
 
 
 def test_time_limits_end_jobs() -> None:
-    (stay,) = replay(Trace(FOUR, (arrival("x", "1", 0, 100, max_time_s=30.0),)), Policy()).stays
-    assert stay.ended_s == 30
-    assert stay.was_ended
+    (outcome,) = replay(Trace(FOUR, (arrival("x", "1", 0, 100, max_time_s=30.0),)), Policy()).jobs
+    assert outcome.ended_s == 30
+    assert outcome.reached_limit
 
 
 def test_nobody_starves() -> None:
@@ -78,8 +78,8 @@ def test_nobody_starves() -> None:
 @given(st.integers(0, 1 << 30), st.sampled_from(sorted(POLICIES)))
 def test_every_job_is_done_once(seed: int, name: str) -> None:
     chance = random.Random(seed)
-    seats = tuple(
-        Seat(f"n{node}", number, kind, speed)
+    devices = tuple(
+        DeviceSlot(f"n{node}", number, kind, speed)
         for node, (kind, speed) in enumerate([("fast", 2.0), ("slow", 1.0)])
         for number in range(3)
     )
@@ -96,19 +96,19 @@ def test_every_job_is_done_once(seed: int, name: str) -> None:
         )
         for number in range(25)
     )
-    found = replay(Trace(seats, tuple(sorted(jobs, key=lambda each: each.at_s))), POLICIES[name])
-    never = {each.job for each in jobs if str(each.wish) == "fast:9"}
+    found = replay(Trace(devices, tuple(sorted(jobs, key=lambda each: each.at_s))), POLICIES[name])
+    never = {each.job for each in jobs if str(each.request) == "fast:9"}
     assert set(found.never) == never
-    assert sorted(stay.job for stay in found.stays) == sorted({each.job for each in jobs} - never)
+    assert sorted(outcome.job for outcome in found.jobs) == sorted({each.job for each in jobs} - never)
     assert 0 <= found.utilisation <= 1
-    assert all(stay.at_s <= stay.started_s <= stay.ended_s for stay in found.stays)
+    assert all(outcome.at_s <= outcome.started_s <= outcome.ended_s for outcome in found.jobs)
 
 
 @pytest.mark.parametrize(
     ("trace", "sentence"),
     [
-        ("[", "t.json is no trace; write devices and jobs"),
-        ({"devices": []}, "is no trace"),
+        ("[", "t.json is not a trace; write devices and jobs"),
+        ({"devices": []}, "is not a trace"),
         ({"devices": [{"kind": "x"}], "jobs": []}, 't.json, device 1 has no "node"; add it'),
         ({"devices": [{"node": "a", "cuont": 2}], "jobs": []}, 'unknown key "cuont"; did you mean "count"?'),
         (

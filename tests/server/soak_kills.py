@@ -54,10 +54,10 @@ def submit(up: Server, numbers: list[int], chance: random.Random) -> None:
     if not numbers:
         numbers.append(up.submit("patient.py", "--", "5"))
     with up.client() as client:
-        digest = next(path.name.partition(".")[0] for path in (up.data / "snapshots").iterdir())
+        digest = next(path.name.partition(".")[0] for path in (up.data / "code-archives").iterdir())
         while sum(client.job(number).state not in ENDED for number in numbers[-8:]) < 4:
             seconds = f"{chance.uniform(2, 12):.1f}"
-            job = Submission(name="patient", script="patient.py", snapshot=digest, arguments=(seconds,))
+            job = Submission(name="patient", script="patient.py", code_archive=digest, arguments=(seconds,))
             numbers.append(client.submit(job).id)
 
 

@@ -52,7 +52,7 @@ def test_files_from_elsewhere_are_put_beside_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        (["other/none.txt"], "there is no file .* to take along"),
+        (["other/none.txt"], "there is no file .* to upload"),
         (["other/train.py"], "and the script would both be"),
         (["other/a.txt", "more/a.txt"], 'would both be "a.txt" next to the script; rename one of them'),
     ],
@@ -80,7 +80,7 @@ def test_linked_folders_are_followed_inside_and_told_otherwise(tmp_path: Path) -
     archive(folder, tmp_path / "a.tar.gz", 1 << 20, "train.py", (), said.append)
     assert names(tmp_path / "a.tar.gz") == ["pkg/net.py", "src/pkg/net.py", "train.py", "twice/pkg/net.py"]
     (sentence,) = said
-    assert "were left out: data, pkg/gone, self, src/back, src/pkg/gone and 3 more; take a file along" in sentence
+    assert "were left out: data, pkg/gone, self, src/back, src/pkg/gone and 3 more; upload a file" in sentence
     (folder / ".mimatrixignore").write_text("data\nup\nself\nback\ngone\n")
     archive(folder, tmp_path / "b.tar.gz", 1 << 20, "train.py", (), said.append)
     assert len(said) == 1

@@ -10,18 +10,26 @@ import pytest
 from support.servers import House, house
 
 from mimatrix.api.models import ENDED, JobState
+from mimatrix.scheduler import StartKind, StartReason
 from mimatrix.server.context import team_name
-from mimatrix.server.controller.reconcile import _seen_speeds
+from mimatrix.server.controller.faults import Faults
+from mimatrix.server.controller.speeds import SpeedTable
 from mimatrix.server.db.models import JobRow
+from mimatrix.server.jobs import events
+from mimatrix.server.jobs.lifecycle import transition
 
 
 class Clock:
-    """Real time, and what the test adds to it."""
+    """Real time, and what the test adds to it: time that passes, and jumps of the wall clock alone."""
 
     ahead_s = 0.0
+    jumped_s = 0.0
 
     def __call__(self) -> float:
-        return time.time() + self.ahead_s
+        return time.time() + self.ahead_s + self.jumped_s
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
 
 
 def uploaded(there: House, script: str) -> str:
@@ -31,12 +39,12 @@ def uploaded(there: House, script: str) -> str:
         entry.size = len(content)
         tar.addfile(entry, io.BytesIO(content))
     digest = hashlib.sha256(packed.getvalue()).hexdigest()
-    assert there.ask("ben", "PUT", f"/api/snapshots/{digest}", content=packed.getvalue()).status_code == 204
+    assert there.ask("ben", "PUT", f"/api/code-archives/{digest}", content=packed.getvalue()).status_code == 204
     return digest
 
 
 def submitted(there: House, script: str, **more: object) -> int:
-    body = {"name": "x", "script": "x.py", "snapshot": uploaded(there, script), **more}
+    body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, script), **more}
     number: int = there.ask("ben", "POST", "/api/jobs", json=body).json()["id"]
     return number
 
@@ -50,7 +58,7 @@ def turned_until(there: House, number: int, *states: JobState) -> JobRow:
     deadline = time.monotonic() + 30
     while row(there, number).state not in states:
         assert time.monotonic() < deadline, row(there, number).reason
-        there.loop.turn()
+        there.controller.reconcile()
         time.sleep(0.05)
     return row(there, number)
 
@@ -60,13 +68,13 @@ def reasons(there: House, number: int) -> list[str]:
 
 
 @pytest.mark.timeout(60)
-def test_retries_are_counted_and_bad_input_is_not_retried(tmp_path: Path) -> None:
+def test_restarts_are_counted_and_bad_input_is_not_restarted(tmp_path: Path) -> None:
     with house(tmp_path) as there:
-        lost = submitted(there, "import sys; sys.exit(3)", retries=1)
+        lost = submitted(there, "import sys; sys.exit(3)", max_restarts=1)
         assert turned_until(there, lost, *ENDED).state == JobState.FAILED
         assert row(there, lost).generation == 2
-        assert any("retry 1 of 1" in reason for reason in reasons(there, lost))
-        bad = submitted(there, "import sys; sys.exit(2)", retries=5)
+        assert any("restart 1 of 1" in reason for reason in reasons(there, lost))
+        bad = submitted(there, "import sys; sys.exit(2)", max_restarts=5)
         assert turned_until(there, bad, *ENDED).generation == 1
         assert row(there, bad).exit_code == 2
 
@@ -78,12 +86,12 @@ def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path)
         low = submitted(there, "import time; time.sleep(60)", priority=10, preemptible=True)
         turned_until(there, low, JobState.STARTING)
         high = submitted(there, "print('hello')", priority=90)
-        there.loop.turn()
-        assert row(there, low).leaving == "preempt"
-        assert row(there, high).reason == f"needs 1 x cpu; waits for job {low} to save and go"
+        there.controller.reconcile()
+        assert row(there, low).stop_kind == "preempt"
+        assert row(there, high).reason == f"needs 1 x cpu; waits for job {low} to save and stop"
         clock.ahead_s = 200
         turned_until(there, low, JobState.PREEMPTED)
-        assert "ended without saving; it will begin anew" in reasons(there, low)
+        assert "stopped without a checkpoint; it starts from the last one" in reasons(there, low)
         assert turned_until(there, high, *ENDED).state == JobState.DONE
         there.ask("ben", "POST", f"/api/jobs/{low}/cancel")
         assert turned_until(there, low, *ENDED).state == JobState.CANCELLED
@@ -97,13 +105,13 @@ def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) ->
         low = submitted(there, waits + "raise ValueError('no room')", priority=10, preemptible=True)
         turned_until(there, low, JobState.STARTING)
         high = submitted(there, "print('hello')", priority=90)
-        there.loop.turn()
-        assert row(there, low).leaving == "preempt"
+        there.controller.reconcile()
+        assert row(there, low).stop_kind == "preempt"
         crash.touch()
         found = turned_until(there, low, *ENDED, JobState.PREEMPTED)
         assert (found.state, found.exit_code) == (JobState.FAILED, 1)
         assert found.reason.endswith(
-            '/0 ended with 1; its last line: "ValueError: no room"; it had been told to save and go'
+            '/0 ended with exit code 1; its last line: "ValueError: no room"; it had been told to save and stop'
         )
         assert turned_until(there, high, *ENDED).state == JobState.DONE
 
@@ -115,7 +123,7 @@ def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
         turned_until(there, first, JobState.STARTING)
         second = submitted(there, "print('hello')")
         there.ask("ben", "POST", f"/api/jobs/{first}/cancel")
-        there.loop.turn()
+        there.controller.reconcile()
         assert row(there, second).reason == f"needs 1 x cpu; waits for job {first} to end"
 
 
@@ -124,12 +132,15 @@ def test_a_job_that_was_written_down_but_not_started_is_started(tmp_path: Path) 
     """As after a kill between the two."""
     with house(tmp_path) as there:
         number = submitted(there, "print('hello')")
-        start, there.loop._start_team = there.loop._start_team, lambda *_: None  # type: ignore[method-assign]
-        there.loop.turn()
-        assert row(there, number).state == JobState.STARTING
+        there.controller.refresh_nodes()
+        (node,) = there.context.launcher.nodes()
+        reason = StartReason(kind=StartKind.IN_TURN, devices=(("cpu", 1),), nodes=(node.name,))
+        with there.context.sessions.begin() as session:
+            job = session.get_one(JobRow, number)
+            job.seats = [f"{node.name}/0"]
+            transition(session, job, JobState.STARTING, events.starting(reason), there.context.clock())
         assert team_name(number, 1) not in there.context.launcher.states()
-        there.loop._start_team = start  # type: ignore[method-assign]
-        there.loop.recover()
+        there.controller.recover()
         assert turned_until(there, number, *ENDED).state == JobState.DONE
         assert row(there, number).generation == 1
         assert reasons(there, number)[-1] == "all ranks ended well"
@@ -143,7 +154,7 @@ def test_output_of_long_ago_is_forgotten(tmp_path: Path) -> None:
         turned_until(there, number, *ENDED)
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "hello\n"
         clock.ahead_s = 15 * 86_400
-        there.loop.turn()
+        there.controller.reconcile()
         assert there.context.launcher.states() == {}
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json() == {
             "generation": 1,
@@ -154,24 +165,22 @@ def test_output_of_long_ago_is_forgotten(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_devices_that_an_earlier_run_found_fast_come_first(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+def test_devices_that_an_earlier_run_found_fast_are_known(tmp_path: Path) -> None:
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
         first = submitted(there, "print('hello')")
         turned_until(there, first, *ENDED)
         with there.context.sessions.begin() as session:
-            plan = {"ranks": [{"name": "cpu", "busy_s": 0.5}], "micro": [[100]]}
+            plan = {"parts": [{"name": "cpu", "busy_s": 0.5}], "split": [[100]]}
             session.get_one(JobRow, first).plan = plan
-        there.loop._seen_at = float("-inf")
-        submitted(there, "print('hello')", devices="99")
-        with there.context.sessions() as session:
-            (waiting,) = there.loop._state(session).queued
-        assert waiting.speeds == {"cpu": 200.0}
-        # Of jobs that ended before that nothing is read again, or forgotten.
-        there.loop._seen_at = there.context.clock()
-        with there.context.sessions() as session:
-            assert _seen_speeds(session, there.loop._seen_at) == {}
-            (waiting,) = there.loop._state(session).queued
-        assert waiting.speeds == {"cpu": 200.0}
+        table = SpeedTable(there.context, Faults(there.context))
+        table.refresh()
+        assert table.speeds == {("ben", "x"): {"cpu": 200.0}}
+        with there.context.sessions.begin() as session:
+            session.get_one(JobRow, first).plan = {}
+        clock.ahead_s += 60
+        table.refresh()
+        assert table.speeds == {("ben", "x"): {"cpu": 200.0}}, "a job that ended before says nothing new"
 
 
 @pytest.mark.timeout(60)

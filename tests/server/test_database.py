@@ -36,9 +36,9 @@ def test_a_newer_database_is_refused(tmp_path: Path, database: str) -> None:
 
 
 def test_what_is_no_database(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no database"):
+    with pytest.raises(UserError, match="is not the address of a database"):
         opened("nonsense")
-    with pytest.raises(UserError, match="of no kind that is known"):
+    with pytest.raises(UserError, match="is of an unknown kind"):
         opened("mysql://x@y/z")
     with pytest.raises(WorldError, match="cannot be used"):
         opened("postgresql://x:secret@127.0.0.1:9/z")

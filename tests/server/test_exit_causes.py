@@ -4,39 +4,45 @@ import io
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from mimatrix.launch import LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
-from mimatrix.server.controller.exit_causes import failed_rank, groups_of, last_words, lost_ranks, told
+from mimatrix.api.models import Submission
+from mimatrix.launch import EndedFor, ExitCause, LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
+from mimatrix.server.controller.exit_causes import failed_groups, failed_rank, last_line
+from mimatrix.server.jobs.events import RankFailure
 
-EXITED, LOST = Phase.EXITED, Phase.LOST
+LOST = Phase.LOST
+
+
+def exited(returncode: int, because_of: int | None = None) -> MemberState:
+    cause = ExitCause.from_returncode(returncode)
+    if because_of is not None:
+        cause = replace(cause, ended_for=EndedFor.PEER, because_of=because_of)
+    return MemberState(Phase.EXITED, cause)
 
 
 @pytest.mark.parametrize(
-    ("member", "words", "sentence"),
+    ("cause", "line", "sentence"),
     [
-        (MemberState(EXITED, 1, "exit code 1"), "", "rank 0 on n/0 ended with 1"),
-        (MemberState(EXITED, 1, "exit code 1"), "boom", 'rank 0 on n/0 ended with 1; its last line: "boom"'),
-        (MemberState(EXITED, 1, "exit code 1; left 2"), "", "rank 0 on n/0 ended with 1: left 2"),
-        (MemberState(EXITED, 126, "no such file"), "", "rank 0 on n/0 ended with 126: no such file"),
-        (MemberState(EXITED, -9, "killed by SIGKILL"), "", "rank 0 on n/0 was killed by SIGKILL"),
-        (
-            MemberState(EXITED, -15, "killed by SIGTERM; told to end"),
-            "",
-            "rank 0 on n/0 was killed by SIGTERM: told to end",
-        ),
-        (MemberState(LOST, None, "node x is gone"), "", "rank 0 on n/0 was lost: node x is gone"),
-        (MemberState(LOST), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
+        (ExitCause.from_returncode(1), "", "rank 0 on n/0 ended with exit code 1"),
+        (ExitCause.from_returncode(1), "boom", 'rank 0 on n/0 ended with exit code 1; its last line: "boom"'),
+        (ExitCause.from_returncode(-9), "", "rank 0 on n/0 was killed by SIGKILL"),
+        (ExitCause.lost("node x is gone"), "", "rank 0 on n/0 was lost: node x is gone"),
+        (ExitCause.lost(), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
     ],
 )
-def test_sentences(member: MemberState, words: str, sentence: str) -> None:
-    assert told(0, "n/0", member, words) == sentence
+def test_sentences(cause: ExitCause, line: str, sentence: str) -> None:
+    failure = RankFailure(rank=0, device="n/0", cause=cause, last_line=line)
+    assert failure.describe() == sentence
+    assert ExitCause.from_json(failure.to_json()["cause"]) == cause
 
 
 def test_who_is_to_blame() -> None:
-    well, bad = MemberState(EXITED, 0), MemberState(EXITED, 1)
+    well, bad = exited(0), exited(1)
     assert failed_rank(TeamState((well, well))) is None
     assert failed_rank(TeamState((well, bad))) == 1
     assert failed_rank(TeamState((bad, bad), first_failure=1)) == 1
@@ -44,23 +50,25 @@ def test_who_is_to_blame() -> None:
 
 
 def test_who_is_to_blame_among_groups() -> None:
-    well, killed, saved = MemberState(EXITED, 0), MemberState(EXITED, -9), MemberState(EXITED, 75)
-    groups = groups_of({"MIMATRIX_GROUPS": "[[0, 1], [2]]"}, 3)
-    assert groups == ((0, 1), (2,))
+    well, killed, saved = exited(0), exited(-9), exited(75)
+    groups = ((0, 1), (2,))
     assert failed_rank(TeamState((well, killed, well), 1), groups) is None
     assert failed_rank(TeamState((well, killed, killed), 1), groups) == 1
     assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
-    assert failed_rank(TeamState((killed, killed, killed), 1), groups, gone={0, 1}) == 2
-    ended = MemberState(EXITED, -15, "killed by SIGTERM; ended because rank 1 failed")
+    assert failed_rank(TeamState((killed, killed, killed), 1), groups, lost={0, 1}) == 2
+    ended = exited(-15, because_of=1)
     runs = MemberState(Phase.RUNNING)
-    assert lost_ranks(TeamState((ended, killed, runs), 1), groups) == {0: 1}
-    assert lost_ranks(TeamState((runs, runs, saved), 2), groups) == {}
-    assert lost_ranks(TeamState((ended, killed, runs), 1), ()) == {}
+    assert failed_groups(TeamState((ended, killed, runs), 1), groups) == {0: 1}
+    assert failed_groups(TeamState((runs, runs, saved), 2), groups) == {}
+    assert failed_groups(TeamState((ended, killed, runs), 1), ()) == {}
 
 
-@pytest.mark.parametrize("said", ["", "no", "[[0]]", "[[0], [0]]", "7", '[["a"], [1]]'])
-def test_what_is_no_list_of_groups(said: str) -> None:
-    assert groups_of({"MIMATRIX_GROUPS": said}, 2) == ()
+@pytest.mark.parametrize("groups", [[[0]], [[0], [0]], [[0, 1], []], [[0, 1, 2]], [["a"], [1]], 7, "[[[["])
+def test_a_submission_with_groups_that_do_not_fit_is_refused(groups: object) -> None:
+    job = {"name": "x", "script": "x.py", "code_archive": "0" * 64, "devices": "2"}
+    assert Submission.model_validate({**job, "groups": [[0], [1]]}).groups == ((0,), (1,))
+    with pytest.raises(ValidationError):
+        Submission.model_validate({**job, "groups": groups})
 
 
 @pytest.mark.timeout(60)
@@ -75,7 +83,7 @@ def test_what_is_no_list_of_groups(said: str) -> None:
         ("pass", ""),
     ],
 )
-def test_last_words(tmp_path: Path, script: str, words: str) -> None:
+def test_last_line(tmp_path: Path, script: str, words: str) -> None:
     launcher = LocalLauncher(tmp_path / "launcher", devices=cores(1))
     (node,) = launcher.nodes()
     packed = tmp_path / "code.tar.gz"
@@ -83,10 +91,18 @@ def test_last_words(tmp_path: Path, script: str, words: str) -> None:
         entry = tarfile.TarInfo("x.py")
         entry.size = len(script.encode())
         tar.addfile(entry, io.BytesIO(script.encode()))
-    launcher.start(Team("job-1.1", (sys.executable, "x.py"), (Member(node.name, 0),), packed, {"PYTHONUTF8": "1"}))
+    launcher.start(
+        Team(
+            name="job-1.1",
+            command=(sys.executable, "x.py"),
+            members=(Member(node.name, 0),),
+            archive=packed,
+            environment={"PYTHONUTF8": "1"},
+        )
+    )
     deadline = time.monotonic() + 30
     while not launcher.states()["job-1.1"].has_ended:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert last_words(launcher, "job-1.1", 0) == words
-    assert last_words(launcher, "job-2.1", 0) == ""
+    assert last_line(launcher, "job-1.1", 0) == words
+    assert last_line(launcher, "job-2.1", 0) == ""

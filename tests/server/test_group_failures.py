@@ -31,7 +31,7 @@ def test_a_lost_group_ends_no_other(tmp_path: Path) -> None:
         assert "group 0 (rank 0): " in seen
         assert "group 1 (rank 1): " in seen
         os.kill(process_of((there.data / "address").read_text().strip(), number, 0), signal.SIGKILL)
-        _until_said(there, number, "group 0 was lost, the others go on: rank 0 on ")
+        _until_said(there, number, "group 0 was lost, the others keep training: rank 0 on ")
         with there.client() as client:
             (left,) = client.ranks(number).ranks
             assert left.pushed
@@ -61,7 +61,7 @@ def test_a_lost_group_returns(tmp_path: Path) -> None:
         address = (there.data / "address").read_text().strip()
         before = process_of(address, number, 0)
         os.kill(before, signal.SIGKILL)
-        _until_said(there, number, "group 0 is started again (return 1): rank 0 on ")
+        _until_said(there, number, "group 0 is started again (restart 1): rank 0 on ")
         _until_pushed(there, number, 0, 5)
         assert process_of(address, number, 0) != before
         with there.client() as client:
@@ -82,7 +82,7 @@ def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     assert (said.returncode, said.stdout) == (2, "")
     assert "--groups 0/1 has 2 ranks, and --devices is 3; give as many of both" in said.stderr
     assert "give as many of both" in there.command("submit", "--groups", "0/1", "--devices", "2..3", script).stderr
-    assert "is no list of groups" in there.command("submit", "--groups", "a/b", script).stderr
+    assert "is not a list of groups" in there.command("submit", "--groups", "a/b", script).stderr
 
 
 def _until_pushed(there: Server, number: int, rank: int, pushes: int) -> None:

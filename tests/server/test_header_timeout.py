@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
-from mimatrix.server.web.header_timeout import PromptHeads
+from mimatrix.server.web.header_timeout import HeaderTimeoutProtocol
 
 
-class _Soon(PromptHeads):
+class _Soon(HeaderTimeoutProtocol):
     head_s = 1.0
 
 

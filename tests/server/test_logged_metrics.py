@@ -13,14 +13,17 @@ from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_controller import Clock
 from test_metrics_routes import reported
 
-from mimatrix.api.models import History, Orders, Report
+from mimatrix.api.models import History, Report, ReportReply
 from mimatrix.cli.jobs import top
 from mimatrix.core.errors import WorldError
 from mimatrix.engine.mode import Membership
 from mimatrix.engine.run import Run
 from mimatrix.engine.settings import Settings
 from mimatrix.engine.world import World
+from mimatrix.server.controller.endings import JobEnder
+from mimatrix.server.controller.faults import Faults
 from mimatrix.server.db.models import JobRow
+from mimatrix.server.metrics.store import History as MetricsHistory
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter
 
@@ -33,7 +36,7 @@ def clock() -> Clock:
 @pytest.fixture
 def there(tmp_path: Path, clock: Clock) -> Iterator[House]:
     with house(tmp_path, clock=clock) as found:
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
@@ -43,18 +46,18 @@ class HouseClient:
     def __init__(self, there: House) -> None:
         self._there = there
 
-    def report(self, job: int, report: Report) -> Orders:
+    def report(self, job: int, report: Report) -> ReportReply:
         headers = {"content-type": "application/json"} | self._there.headers(f"worker-{job}")
         path = f"/api/jobs/{job}/report"
         answer = self._there.http.post(path, headers=headers, content=report.model_dump_json())
         assert answer.status_code == 200, answer.text
-        return Orders.model_validate_json(answer.content)
+        return ReportReply.model_validate_json(answer.content)
 
 
 class DeadClient:
     """A server that does not answer."""
 
-    def report(self, job: int, report: Report) -> Orders:
+    def report(self, job: int, report: Report) -> ReportReply:
         raise WorldError("no answer")
 
 
@@ -89,7 +92,10 @@ def reporter_of(client: Any, number: int, folder: Path) -> Reporter:
 
 def end(there: House, number: int) -> None:
     with there.context.sessions.begin() as session:
-        there.loop._gone(session, session.get_one(JobRow, number))
+        ender = JobEnder(
+            there.context, Faults(there.context), there.controller.environment, MetricsHistory(there.context.sessions)
+        )
+        ender.clean_up(session, session.get_one(JobRow, number), 1)
 
 
 def points_of(there: House, number: int, most: int = 1000) -> list[dict[str, Any]]:
@@ -153,7 +159,7 @@ def test_points_of_what_was_logged_are_thinned_with_the_others(there: House, clo
         clock.ahead_s += 5
         logged = [{"step": 10 * minute, "metrics": {"val": float(minute)}}] if minute % 6 == 0 else []
         reported(there, number, 0, step=10 * minute + 9, logged=logged)
-        there.loop._keep()
+        there.controller.keep_history()
     points = points_of(there, number)
     assert curve(points, "val") == [(0, 0.0), (60, 6.0), (120, 12.0), (180, 18.0)]
     assert [point["samples_per_s"] for point in points if "val" in point["metrics"]] == [None] * 4
@@ -184,7 +190,7 @@ def test_mimatrix_metrics_shows_validations_at_their_steps(
     number = begun(there)
     logged = [{"step": 0, "metrics": {"val": 2.5}}, {"step": 6, "metrics": {"val": None}}]
     reported(there, number, 0, logged=logged)
-    there.loop._keep()
+    there.controller.keep_history()
 
     class Client:
         def history(self, number: int, points: int) -> History:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 from sqlalchemy import func, select, update
+from support.documents import plan
 from support.servers import House, house
-from test_api import ARCHIVE, DIGEST, submitted, worker
+from test_api import ARCHIVE, DIGEST, TESTED, submitted, worker
 from test_controller import Clock, reasons
 
 from mimatrix.api.models import PROTOCOL, JobState
 from mimatrix.monitor.downsampling import TIERS
-from mimatrix.server.db.models import JobRow, SampleRow, StintRow
-from mimatrix.server.jobs.lifecycle import move
+from mimatrix.server.db.models import AllocationRow, JobRow, SampleRow
+from mimatrix.server.jobs.lifecycle import transition
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def clock() -> Clock:
 @pytest.fixture
 def there(tmp_path: Path, clock: Clock) -> Iterator[House]:
     with house(tmp_path, clock=clock) as found:
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
@@ -63,7 +64,7 @@ def watched(there: House, clock: Clock, seconds: int, number: int, **slow: Any) 
         clock.ahead_s += 1
         notices.append(reported(there, number, 0)["notice"])
         reported(there, number, 1, **slow)
-        there.loop._watching.look()
+        there.controller.check_stragglers()
     return [each for each in notices if each]
 
 
@@ -74,9 +75,9 @@ def test_ranks_as_they_are_now(there: House) -> None:
     (rank,) = found["ranks"]
     assert (rank["seat"], rank["step"], rank["compute_s"], rank["samples"]) == ("n/0", 7, 0.1, 32)
     assert rank["use"]["busy"] == 0.5
-    assert found["troubles"] == []
+    assert found["stragglers"] == []
     queued = submitted(there)
-    assert there.ask("dee", "GET", f"/api/jobs/{queued}/ranks").json() == {"ranks": [], "troubles": []}
+    assert there.ask("dee", "GET", f"/api/jobs/{queued}/ranks").json() == {"ranks": [], "stragglers": []}
 
 
 def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Clock) -> None:
@@ -84,12 +85,12 @@ def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Cloc
     assert watched(there, clock, 8, number) == []
     (notice,) = watched(there, clock, 8, number, compute_s=0.2, waiting_s=0.0)
     assert notice.startswith("the others are idle because of rank 1 on n/1: 100ms (40%) of every step")
-    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"]
+    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"]
     assert (trouble["kind"], trouble["rank"], trouble["cause"]) == ("slow", 1, "compute")
     assert trouble["sentence"] == notice
     assert reasons(there, number).count(notice) == 1
     assert watched(there, clock, 4, number) == []
-    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"] == []
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
 def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
@@ -99,13 +100,13 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     for seconds in range(12):
         clock.ahead_s += 1
         reported(there, number, 0, waiting={**waiting, "seconds": seconds + 0.5})
-        there.loop._watching.look()
-    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"]
+        there.controller.check_stragglers()
+    (trouble,) = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"]
     assert trouble["kind"] == "hang"
     assert (
-        "rank 1 on n/1 has not come to all_reduce of 8 float32 (sum, gdraa), round 1, in step 7" in trouble["sentence"]
+        "rank 1 on n/1 has not entered all_reduce of 8 float32 (sum, gdraa), round 1, in step 7" in trouble["sentence"]
     )
-    (said,) = (said for said in reasons(there, number) if "has not come" in said)
+    (said,) = (said for said in reasons(there, number) if "has not entered" in said)
     assert said.endswith("rank 0 waits for it")
 
 
@@ -116,8 +117,8 @@ def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: House, c
         reported(there, number, 0, group=0, compute_s=0.1)
         waiting = {"call": "all_reduce", "round": 0, "peer": 0, "seconds": 60.0}
         reported(there, number, 1, group=1, compute_s=0.2, waiting=waiting)
-        there.loop._watching.look()
-    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["troubles"] == []
+        there.controller.check_stragglers()
+    assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
 def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> None:
@@ -125,7 +126,7 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
     for minute in range(3 * 12):
         clock.ahead_s += 5
         reported(there, number, 0, step=minute, step_s=0.2 if minute % 2 else 0.4)
-        there.loop._keep()
+        there.controller.keep_history()
     found = there.ask("dee", "GET", f"/api/jobs/{number}/history?points=1000").json()
     assert len(found["points"]) == 36
     assert found["points"][-1]["metrics"] == {"loss": 0.5}
@@ -140,7 +141,8 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
         tiers = [tuple(row) for row in session.execute(counted)]
     assert sorted(tiers) == [(0, 36), (1, 2)]
     clock.ahead_s += TIERS[0].kept_s + 61
-    there.loop._keep()
+    there.controller.keep_history()
+    there.controller.delete_old()
     with there.context.sessions() as session:
         oldest = session.scalar(select(func.min(SampleRow.at)).where(SampleRow.tier == 0))
     assert oldest is not None
@@ -149,13 +151,19 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
 
 def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
     number = training(there)
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     for used in (2, 2, 0):
         if not used:
             with there.context.sessions.begin() as session:
-                move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+                transition(
+                    session,
+                    session.get_one(JobRow, number),
+                    JobState.DONE,
+                    TESTED,
+                    clock(),
+                )
         clock.ahead_s += 6
-        there.loop._keep()
+        there.controller.keep_history()
     points = there.ask("dee", "GET", "/api/use?hours=1").json()
     assert [(point["devices"], point["used"]) for point in points] == [(4, 2), (4, 2), (4, 0)]
     found = there.ask("dee", "GET", "/api/devices/n/1").json()
@@ -167,14 +175,14 @@ def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clo
     def run(number: int, seats: tuple[str, ...], busy: tuple[float, ...]) -> None:
         worker(there, number, seats)
         with there.context.sessions.begin() as session:
-            session.execute(update(StintRow).where(StintRow.job == number).values(started_at=clock()))
+            session.execute(update(AllocationRow).where(AllocationRow.job == number).values(started_at=clock()))
         for _ in range(3):
             clock.ahead_s += 6
             for rank, each in enumerate(busy):
                 reported(there, number, rank, use={"busy": each, "memory_bytes": 1000 + rank})
-            there.loop._keep()
+            there.controller.keep_history()
         with there.context.sessions.begin() as session:
-            move(session, session.get_one(JobRow, number), JobState.DONE, "test", clock())
+            transition(session, session.get_one(JobRow, number), JobState.DONE, TESTED, clock())
         there.context.live.forget(number)
         clock.ahead_s += 60
 
@@ -194,7 +202,7 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_seats"] == []
     with there.context.sessions.begin() as session:
-        move(session, session.get_one(JobRow, number), JobState.FAILED, "rank 1 failed", 2.0)
+        transition(session, session.get_one(JobRow, number), JobState.FAILED, TESTED, 2.0)
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
     assert (found["seats"], found["last_seats"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
     (listed,) = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
@@ -204,15 +212,15 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
 def test_a_plan_and_why_it_changed(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").status_code == 404
-    body = {"protocol": PROTOCOL, "generation": 1, "content": {"version": 1, "why": "rank 1 takes 1.9 times as long"}}
+    body = {"protocol": PROTOCOL, "generation": 1, "content": plan(why="rank 1 takes 1.9 times as long")}
     assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=body).status_code == 204
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").json()["content"]["version"] == 1
     assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["has_plan"]
-    assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
+    assert reasons(there, number)[-1] == "plan changed: rank 1 takes 1.9 times as long"
     for version in (2, 3):
-        again = {**body, "content": {"version": version, "why": "rank 0 takes 1.1 times as long"}}
+        again = {**body, "content": plan(version=version, why="rank 0 takes 1.1 times as long")}
         assert there.ask(f"worker-{number}", "PUT", f"/api/jobs/{number}/plan", json=again).status_code == 204
-    assert reasons(there, number)[-1] == "another split: rank 1 takes 1.9 times as long"
+    assert reasons(there, number)[-1] == "plan changed: rank 1 takes 1.9 times as long"
     with there.context.sessions() as session:
         assert session.get_one(JobRow, number).state == JobState.STARTING
 
@@ -227,7 +235,7 @@ def test_what_was_saved(there: House) -> None:
 
 
 def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     (node,) = there.ask("dee", "GET", "/api/nodes").json()
     number = submitted(there)
     worker(there, number, tuple(each["name"] for each in node["devices"][:2]))
@@ -245,12 +253,12 @@ def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
 
 
 def test_places_in_the_queue(there: House) -> None:
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     numbers = [submitted(there, devices="3", priority=priority) for priority in (50, 10, 90)]
-    assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["place"] for number in numbers] == [None] * 3
-    there.loop._schedule()
+    assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["queue_position"] for number in numbers] == [None] * 3
+    there.controller.schedule()
     listed = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
-    assert {job["id"]: job["place"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
+    assert {job["id"]: job["queue_position"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
 
 
 def test_who_am_i(there: House) -> None:
@@ -259,7 +267,7 @@ def test_who_am_i(there: House) -> None:
 
 def test_figures_for_prometheus(there: House) -> None:
     number = training(there)
-    there.loop._see_nodes()
+    there.controller.refresh_nodes()
     reported(there, number, 0, use={"busy": 0.5})
     answer = there.ask("dee", "GET", "/metrics")
     assert answer.status_code == 200, answer.text

@@ -8,14 +8,17 @@ import pytest
 from support.servers import house
 from test_api import ARCHIVE, DIGEST, submitted, worker
 
-from mimatrix.api.models import PROTOCOL, JobState, Orders, Report
-from mimatrix.server.web.report_fast_path import ShortWay
+from mimatrix.api.models import PROTOCOL, JobState, Report, ReportReply
+from mimatrix.server.web.authentication import AuthenticateFirst
+from mimatrix.server.web.report_fast_path import ReportFastPath
 
 pytestmark = pytest.mark.timeout(60)
 REPORT = Report(protocol=PROTOCOL, generation=1, rank=1, state=JobState.TRAINING, step=3)
 
 
-def asked(way: ShortWay, secret: str, chunks: list[bytes], path: str = "/api/jobs/1/report", **more: Any) -> list[Any]:
+def asked(
+    way: AuthenticateFirst, secret: str, chunks: list[bytes], path: str = "/api/jobs/1/report", **more: Any
+) -> list[Any]:
     """What was answered."""
     headers = [(b"authorization", b"Bearer " + secret.encode()), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers} | more
@@ -47,21 +50,18 @@ def test_the_short_way_and_the_long_way(tmp_path: Path) -> None:
 
     with house(tmp_path) as found:
         context, text = found.context, REPORT.model_dump_json().encode()
-        assert found.ask("ben", "PUT", f"/api/snapshots/{DIGEST}", content=ARCHIVE).status_code == 204
+        assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         assert submitted(found) == 1
         worker(found, 1)
         secret = found.secrets["worker-1"]
-        way = ShortWay(app, context)
-
-        # A token that is not remembered has to be looked up.
-        assert asked(way, secret, [text]) == []
-        assert long == [text]
-        assert context.doorkeeper.known(secret, "") is not None
+        way = AuthenticateFirst(ReportFastPath(app, context), context.authenticator)
 
         start, body = asked(way, secret, [text])
         assert start["status"] == 200
-        assert Orders.model_validate_json(body["body"]) == Orders(leave=False, again_s=1.0, notice="")
-        assert (context.live.all()[1].reports, long) == ({1: REPORT}, [text])
+        assert ReportReply.model_validate_json(body["body"]) == ReportReply(
+            leave=False, report_interval_s=1.0, notice=""
+        )
+        assert (context.live.all()[1].reports, long) == ({1: REPORT}, [])
 
         unusual: list[tuple[Any, ...]] = [
             (secret, [text[:9], text[9:]]),
@@ -69,9 +69,10 @@ def test_the_short_way_and_the_long_way(tmp_path: Path) -> None:
             (secret, [text], "/api/jobs/2/report"),
             (secret, [REPORT.model_copy(update={"generation": 2}).model_dump_json().encode()]),
             (found.secrets["ben"], [text]),
-            ("guessed", [text]),
         ]
         for number, words in enumerate(unusual, start=1):
             assert asked(way, *words) == []
-            assert (len(long), long[-1]) == (1 + number, b"".join(words[1]))
-        assert asked(way, secret, [text], headers=[]) == []
+            assert (len(long), long[-1]) == (number, b"".join(words[1]))
+        for refused in (asked(way, "guessed", [text]), asked(way, secret, [text], headers=[])):
+            assert refused[0]["status"] == 401
+        assert len(long) == len(unusual)

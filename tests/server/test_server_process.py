@@ -51,7 +51,7 @@ def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
     waited = up.command("wait", str(number))
     assert waited.returncode == 1
     assert "rank 0 on " in waited.stdout
-    assert "ended with 1" in waited.stdout
+    assert "ended with exit code 1" in waited.stdout
     assert "nothing to see here" in up.command("logs", str(number)).stdout
 
 
@@ -148,7 +148,9 @@ def test_files_of_the_server_are_for_its_user_alone(up: Server) -> None:
     assert stat.S_IMODE((up.data / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(up.data.stat().st_mode) == 0o700
     token = (up.data / "token").read_text().strip()
-    assert token in up.said(), "shown once"
+    assert stat.S_IMODE((up.data / "lock").stat().st_mode) == 0o600
+    assert token not in up.said(), "its output is a file, which others may read"
+    assert f"(admin) is in {up.data}/token" in up.said()
     assert token.encode() not in (up.data / "mimatrix.db").read_bytes()
 
 
@@ -156,7 +158,7 @@ def test_two_servers_do_not_share_a_folder(up: Server) -> None:
     words = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(up.data), "--port", "1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "a server runs on" in done.stderr
+    assert "another server uses" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
-from mimatrix.server.main import Settings, _bound, cautions, reachable
+from mimatrix.server.main import bind
+from mimatrix.server.settings import Settings, warnings_for, with_reachable_address
 from mimatrix.server.web.tls import check_certificate
 
 
@@ -24,40 +25,46 @@ from mimatrix.server.web.tls import check_certificate
     ],
 )
 def test_all_addresses_are_told_as_one_that_can_be_used(tmp_path: Path, host: str, own: str, address: str) -> None:
-    asked = Settings(tmp_path, host, insecure=True)
-    found = reachable(asked, lambda _: own)
+    asked = Settings(data=tmp_path, host=host, insecure=True)
+    found = with_reachable_address(asked, lambda _: own)
     assert found.address == address
-    told = [said for said in cautions(found, asked) if "are told" in said]
+    told = [said for said in warnings_for(found, asked) if "will use" in said]
     assert bool(told) == (host in ("0.0.0.0", "::"))
 
 
 def test_who_says_what_to_tell_is_not_asked_again(tmp_path: Path) -> None:
-    asked = Settings(tmp_path, "0.0.0.0", insecure=True, advertise="https://jobs.example.org")
-    assert reachable(asked, lambda _: "10.0.0.7") is asked
+    asked = Settings(data=tmp_path, host="0.0.0.0", insecure=True, advertise="https://jobs.example.org")
+    assert with_reachable_address(asked, lambda _: "10.0.0.7") is asked
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (Settings(Path(), "0.0.0.0", insecure=True), "no address that workers could use.*--advertise http://NAME:7700"),
-        (Settings(Path(), "::", tls_cert=Path("x")), "no address that a certificate is for; give --advertise https://"),
+        (
+            Settings(data=Path(), host="0.0.0.0", insecure=True),
+            "workers cannot use 0.0.0.0.*--advertise http://NAME:7700",
+        ),
+        (
+            Settings(data=Path(), host="::", tls_cert=Path("x")),
+            "a certificate cannot be for ::; give --advertise https://",
+        ),
     ],
 )
 def test_where_no_address_is_known_one_is_asked_for(settings: Settings, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        reachable(settings, lambda _: "")
+        with_reachable_address(settings, lambda _: "")
 
 
 @pytest.mark.parametrize(
     ("settings", "warns"),
     [
-        (Settings(Path(), "10.0.0.7", insecure=True), True),
-        (Settings(Path(), "127.0.0.1", insecure=True), False),
-        (Settings(Path(), "10.0.0.7", tls_cert=Path("x"), insecure=True), False),
+        (Settings(data=Path(), host="10.0.0.7", insecure=True), True),
+        (Settings(data=Path(), host="127.0.0.1", insecure=True), False),
+        (Settings(data=Path(), host="10.0.0.7", tls_cert=Path("x"), insecure=True), False),
     ],
 )
 def test_serving_without_tls_is_warned_of(settings: Settings, warns: bool) -> None:
-    said = list(cautions(settings, settings))
+    said = list(warnings_for(settings, settings))
     assert bool(said) == warns
     assert all("10.0.0.7 is served without TLS" in sentence for sentence in said)
 
@@ -93,7 +100,7 @@ def _run(*words: str, folder: Path, name: str) -> None:
         ("one.key", "one.crt", 'one.key" holds no certificate'),
         ("one.crt", "two.key", "is the key of another certificate than"),
         ("one.crt", "locked.key", "asks for a password; take it off: openssl pkey -in locked.key"),
-        ("one.crt", "cut.key", "is damaged or too weak; fetch or make them anew"),
+        ("one.crt", "cut.key", "is damaged or too weak; obtain or create them again"),
     ],
 )
 def test_certificates_that_cannot_be_used(made: Path, cert: str, key: str, sentence: str) -> None:
@@ -120,5 +127,5 @@ def test_the_last_bytes_of_an_answer_wait_for_nothing(tmp_path: Path) -> None:
             writer.close()
             return await asyncio.wait_for(found, 10)
 
-    with _bound(Settings(tmp_path, port=0)) as listener:
+    with bind(Settings(data=tmp_path, port=0)) as listener:
         assert asyncio.run(turned_off(listener))

@@ -30,7 +30,7 @@ def test_the_page_needs_no_token_and_its_data_do(there: House) -> None:
     ("name", "kind"),
     [
         ("app.js", "text/javascript; charset=utf-8"),
-        ("style.css", "text/css; charset=utf-8"),
+        ("css/base.css", "text/css; charset=utf-8"),
         ("icon.svg", "image/svg+xml"),
         ("vendor/uplot/uPlot.esm.js", "text/javascript; charset=utf-8"),
         ("vendor/uplot/LICENSE", "text/plain; charset=utf-8"),
@@ -65,5 +65,6 @@ def test_no_path_leads_out(there: House, path: str) -> None:
 def test_our_files_name_no_other_host_and_only_files_that_are_there(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(https?:)?//[a-z0-9]+\.[a-z]", text)
-    for name in re.findall(r'from "\./([^"]+)"', text) + re.findall(r'(?:href|src)="dashboard/([^"]+)"', text):
-        assert (FOLDER / name).is_file(), f"{path.name} asks for {name}"
+    imported = [path.parent / name for name in re.findall(r'from "(\.{1,2}/[^"]+)"', text)]
+    linked = [FOLDER / name for name in re.findall(r'(?:href|src)="dashboard/([^"]+)"', text)]
+    assert [str(file) for file in imported + linked if not file.is_file()] == []

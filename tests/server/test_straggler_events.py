@@ -26,10 +26,10 @@ def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
         assert took < 15  # ten are wanted; the rest is a margin for a busy machine
         os.kill(pid, signal.SIGSTOP)
         try:
-            _until_named(there, number, "rank 1 on ", "has not come to all_reduce", "rank 0 waits for it", within_s=25)
+            _until_named(there, number, "rank 1 on ", "has not entered all_reduce", "rank 0 waits for it", within_s=25)
             seen = there.command("top", "--once").stdout
             assert "<- holds the others up" in seen
-            assert "has not come to all_reduce" in seen
+            assert "has not entered all_reduce" in seen
         finally:
             os.kill(pid, signal.SIGCONT)
         assert "mimatrix: the others are idle because of rank 1" in there.command("logs", str(number)).stdout

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from mimatrix.core.errors import UserError
+from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import Launcher, Member, MemberState, Phase, Team, TeamState
 
 DEADLINE_S = 30.0
+DONE = MemberState(Phase.EXITED, ExitCause.from_returncode(0))
 Make = Callable[[], Launcher]
 
 FOREVER = "import time\nprint('up')\ntime.sleep(600)"
@@ -94,7 +96,14 @@ class Ground:
     def team(self, code: str, ranks: int = 1, name: str = "job-1.g0", grace_s: float = 10.0) -> Team:
         node = self.launcher.nodes()[0]
         members = tuple(Member(node.name, rank % len(node.devices), {"RANK": str(rank)}) for rank in range(ranks))
-        return Team(name, python(code), members, self.archive, {"PATH": os.defpath}, grace_s)
+        return Team(
+            name=name,
+            command=python(code),
+            members=members,
+            archive=self.archive,
+            environment={"PATH": os.defpath},
+            grace_s=grace_s,
+        )
 
     def start(self, code: str, ranks: int = 1, name: str = "job-1.g0", grace_s: float = 10.0) -> str:
         self.launcher.start(self.team(code, ranks, name, grace_s))
@@ -150,7 +159,7 @@ class LauncherContract:
         assert ground.state(name) == TeamState((MemberState(Phase.RUNNING),) * 3)
         assert not ground.state(name).has_ended
         gate.touch()
-        assert ground.ended(name) == TeamState((MemberState(Phase.EXITED, 0),) * 3)
+        assert ground.ended(name) == TeamState((DONE,) * 3)
 
     def test_both_streams_are_read_from_any_offset(self, ground: Ground) -> None:
         name = ground.start("import os\nfor n in range(2000): os.write(1 + n % 2, b'line %d\\n' % n)")
@@ -176,20 +185,20 @@ class LauncherContract:
         state = ground.ended(ground.start(code, ranks=3))
         assert state.first_failure == 1
         assert codes(state) == [-signal.SIGTERM, 3, -signal.SIGTERM]
-        assert state.members[1].reason == "exit code 3"
-        assert "rank 1 failed" in state.members[0].reason
+        peer = ExitCause(kind=ExitKind.SIGNALED, signal=signal.SIGTERM, ended_for=EndedFor.PEER, because_of=1)
+        assert [member.cause for member in state.members] == [peer, ExitCause.from_returncode(3), peer]
 
     def test_one_that_is_killed_has_failed(self, ground: Ground) -> None:
         state = ground.ended(ground.start("import os\nos.kill(os.getpid(), 9)"))
         assert (state.first_failure, codes(state)) == (0, [-signal.SIGKILL])
-        assert "SIGKILL" in state.members[0].reason
+        assert state.members[0].cause == ExitCause.from_returncode(-signal.SIGKILL)
 
     def test_one_that_is_done_ends_nobody(self, ground: Ground) -> None:
         name = ground.start("import os, time\nprint('up')\nif os.environ['RANK'] == '0': time.sleep(600)", ranks=2)
         ground.until_up(name, ranks=2)
         eventually(lambda: ground.state(name).members[1].phase == Phase.EXITED, "the end of rank 1")
         time.sleep(0.1)
-        assert ground.state(name).members == (MemberState(Phase.RUNNING), MemberState(Phase.EXITED, 0))
+        assert ground.state(name).members == (MemberState(Phase.RUNNING), DONE)
         assert ground.state(name).first_failure is None
 
     def test_a_lost_group_is_started_again_once_all_have_met(self, ground: Ground, tmp_path: Path) -> None:
@@ -203,14 +212,13 @@ class LauncherContract:
             f"while not os.path.exists({str(gate)!r} + lives[5]): time.sleep(0.01)\n"
         )
         team = ground.team(code, ranks=2)
-        environment = {**team.environment, "MIMATRIX_RENDEZVOUS": str(word)}
-        ground.launcher.start(replace(team, groups=((0,), (1,)), returns=2, environment=environment))
+        ground.launcher.start(replace(team, groups=((0,), (1,)), restarts=2, restart_after=str(word)))
         word.touch()
         gate.touch()
         eventually(lambda: "life 2\n" in ground.output(team.name, 1), "the second return of rank 1")
         assert ground.output(team.name, 1) == "life 0\nlife 1\nlife 2\n"
         assert ground.output(team.name, 0) == "life 0\n"
-        back = MemberState(Phase.RUNNING, None, "exit code 3", 2)
+        back = MemberState(Phase.RUNNING, ExitCause.from_returncode(3), 2)
         eventually(lambda: ground.state(team.name) == TeamState((MemberState(Phase.RUNNING), back)), "it runs")
         (tmp_path / "gate2").touch()
         (tmp_path / "gate0").touch()
@@ -224,7 +232,8 @@ class LauncherContract:
         state = ground.ended(name)
         assert codes(state) == [5, 5]
         assert state.first_failure is None
-        assert "told" in state.members[0].reason
+        asked = ExitCause(kind=ExitKind.EXITED, code=5, ended_for=EndedFor.REQUEST)
+        assert [member.cause for member in state.members] == [asked, asked]
         assert ground.output(name) == "up\ntold\n"
 
     def test_who_does_not_listen_is_killed_after_the_grace(self, ground: Ground) -> None:
@@ -271,7 +280,7 @@ class LauncherContract:
     def test_what_a_member_leaves_is_ended_and_other_trees_are_not(self, ground: Ground) -> None:
         name = ground.start(TREE + "if os.environ['RANK'] == '1': time.sleep(600)", ranks=2, grace_s=0.2)
         left, others = ground.pids(name, rank=0), ground.pids(name, rank=1)
-        eventually(lambda: ground.state(name).members[0] == MemberState(Phase.EXITED, 0), "the end of rank 0")
+        eventually(lambda: ground.state(name).members[0] == DONE, "the end of rank 0")
         assert not any(map(runs, left))
         assert all(map(runs, others))
         assert ground.state(name).members[1] == MemberState(Phase.RUNNING)
@@ -296,7 +305,7 @@ class LauncherContract:
         ground.launcher.close()
         ground.launcher = ground.make()
         assert set(ground.launcher.states()) == {"a", "b"}
-        assert ground.state(done) == TeamState((MemberState(Phase.EXITED, 0),))
+        assert ground.state(done) == TeamState((DONE,))
         assert ground.output(done) == "done\n"
         assert ground.state(going).members == (MemberState(Phase.RUNNING),) * 2
         ground.launcher.end(going)
@@ -309,7 +318,7 @@ class LauncherContract:
         given = {"PATH": os.defpath, "BOTH": "team's", "EMPTY": "", "WORD": "größe"}
         variables = ground.launcher.nodes()[0].devices[0].variables
         words = ("cat", "/proc/self/environ")
-        ground.launcher.start(replace(team, words=words, environment=given, members=(member,)))
+        ground.launcher.start(replace(team, command=words, environment=given, members=(member,)))
         ground.ended(team.name)
         told = dict(line.split("=", 1) for line in ground.output(team.name).split("\0")[:-1])
         assert told == {**given, **variables, **member.environment}
@@ -352,7 +361,7 @@ while not (os.path.exists("0") and os.path.exists("1")): time.sleep(0.01)
     def test_what_cannot_be_started_leaves_nothing(self, ground: Ground) -> None:
         team = ground.team("", ranks=2)
         for bad, said in [
-            (replace(team, words=("/no/such/program",)), "/no/such/program"),
+            (replace(team, command=("/no/such/program",)), "/no/such/program"),
             (replace(team, archive=ground.folder / "none.tar.gz"), "no archive"),
             (replace(team, name="a/b"), "cannot name a team"),
             (replace(team, name=".."), "cannot name a team"),

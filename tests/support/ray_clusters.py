@@ -91,9 +91,9 @@ class RayCluster:
         """The process of the raylet alone."""
         return next(pid for pid in _session(self.processes[name].pid) if _command(pid).endswith("raylet/raylet"))
 
-    def keepers(self, name: str) -> list[int]:
+    def agents(self, name: str) -> list[int]:
         """The processes of our actors there, of all places that have teams there."""
-        return [pid for pid in _session(self.processes[name].pid) if "NodeKeeper" in _command(pid)]
+        return [pid for pid in _session(self.processes[name].pid) if "NodeAgent" in _command(pid)]
 
     def stop(self) -> None:
         for name in reversed([*self.processes]):

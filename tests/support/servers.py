@@ -17,23 +17,25 @@ from fastapi.testclient import TestClient
 
 from mimatrix.api.client import Client
 from mimatrix.api.models import Job, Role
-from mimatrix.launch import LocalLauncher, cores
-from mimatrix.server.app import application
-from mimatrix.server.auth.tokens import Doorkeeper, issue
+from mimatrix.launch import Launcher, LocalLauncher, cores
+from mimatrix.server.app import create_app
+from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
-from mimatrix.server.controller.reconcile import Loop, Serving
+from mimatrix.server.controller.job_environment import JobEnvironment
+from mimatrix.server.controller.reconcile import Controller
 from mimatrix.server.db.engine import address_in, opened
-from mimatrix.server.jobs.code_archives import Snapshots
+from mimatrix.server.jobs.code_archives import CodeArchives
+from mimatrix.server.jobs.quotas import Quotas
 
 SCRIPTS = Path(__file__).parents[1] / "server" / "scripts"
 
 
 @dataclass
 class House:
-    """A server without a socket, and without a loop but for `loop.turn()`."""
+    """A server without a socket, and without a thread that calls `controller.reconcile()`."""
 
     context: Context
-    loop: Loop
+    controller: Controller
     http: TestClient
     secrets: dict[str, str] = field(default_factory=dict)
 
@@ -46,16 +48,27 @@ class House:
 
 @contextmanager
 def house(
-    folder: Path, database: str = "", devices: int = 4, clock: Callable[[], float] = time.time, checkpoints: str = ""
+    folder: Path,
+    database: str = "",
+    devices: int = 4,
+    clock: Callable[[], float] = time.time,
+    wrap: Callable[[Launcher], Launcher] = lambda launcher: launcher,
+    quotas: Quotas = Quotas(),
+    checkpoints: str = "",
 ) -> Iterator[House]:
+    """Yield a server; a `clock` with a method `monotonic` gives that time, too."""
     engine, sessions = opened(database or address_in(folder))
     launcher = LocalLauncher(folder / "launcher", devices=cores(devices))
-    context = Context(sessions, launcher, Snapshots(folder / "snapshots"), Doorkeeper(sessions, clock), clock)
-    environment = {"PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
-    serving = Serving("http://127.0.0.1:1", (sys.executable,), environment, checkpoints=checkpoints)
-    loop = Loop(context, serving, lambda _: None)
-    with TestClient(application(context, loop), raise_server_exceptions=False) as http:
-        found = House(context, loop, http)
+    archives, authenticator = CodeArchives(folder / "code-archives"), Authenticator(sessions, clock)
+    monotonic = getattr(clock, "monotonic", time.monotonic)
+    context = Context(sessions, wrap(launcher), archives, authenticator, clock, monotonic, quotas)
+    variables = {"PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
+    environment = JobEnvironment(
+        address="http://127.0.0.1:1", command=(sys.executable,), variables=variables, checkpoints=checkpoints
+    )
+    controller = Controller(context, environment)
+    with TestClient(create_app(context, controller), raise_server_exceptions=False) as http:
+        found = House(context, controller, http)
         with sessions.begin() as session:
             for name, role in (("ann", Role.ADMIN), ("ben", Role.USER), ("cho", Role.USER), ("dee", Role.VIEWER)):
                 found.secrets[name] = issue(session, name, role, clock())[1]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mimatrix.api.client import Client
-from mimatrix.api.models import Orders, Report
+from mimatrix.api.models import Report, ReportReply
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter
 
@@ -26,7 +26,9 @@ class JobServer(ThreadingHTTPServer):
 
     def __init__(self, first_answer: str = "") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.first_answer = first_answer or Orders(leave=False, again_s=0.05, speaks=True).model_dump_json()
+        self.first_answer = (
+            first_answer or ReportReply(leave=False, report_interval_s=0.05, speaks=True).model_dump_json()
+        )
         self.reports: list[Report] = []
 
 
@@ -39,7 +41,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.reports.append(Report.model_validate_json(body))
         is_first = len(self.server.reports) == 1
         answer = (
-            self.server.first_answer if is_first else Orders(leave=True, again_s=0.05, speaks=True).model_dump_json()
+            self.server.first_answer
+            if is_first
+            else ReportReply(leave=True, report_interval_s=0.05, speaks=True).model_dump_json()
         )
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))

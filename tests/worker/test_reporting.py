@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mimatrix.api.models import Orders, Report
+from mimatrix.api.models import Report, ReportReply
 from mimatrix.worker.rendezvous import WorkerIdentity
 from mimatrix.worker.reporting import Reporter, seconds_until_report
 
@@ -24,8 +24,10 @@ def test_ranks_of_a_job_report_at_the_same_time_and_jobs_in_turn() -> None:
 class FakeClient:
     """Answers every report with a notice."""
 
-    def report(self, job: int, report: Report) -> Orders:
-        return Orders(leave=False, again_s=1.0, notice=f"rank 1 of job {job} is slow", speaks=report.rank == 0)
+    def report(self, job: int, report: Report) -> ReportReply:
+        return ReportReply(
+            leave=False, report_interval_s=1.0, notice=f"rank 1 of job {job} is slow", speaks=report.rank == 0
+        )
 
 
 def test_a_notice_of_the_server_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

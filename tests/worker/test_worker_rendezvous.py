@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from mimatrix.api.models import Joined
+from mimatrix.api.models import Rendezvous
 from mimatrix.core.errors import UserError, WorldError
 from mimatrix.worker.rendezvous import WorkerIdentity, own_address, set_environment, take_token
 
@@ -38,7 +38,7 @@ def test_an_identity_that_is_no_number_is_refused() -> None:
 
 def test_a_script_finds_the_variables_of_torchrun() -> None:
     before = dict(os.environ)
-    joined = Joined(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
+    joined = Rendezvous(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
     try:
         set_environment(joined, WorkerIdentity.read(ENVIRON | {"MIMATRIX_REJOINS": "3"}))
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -50,7 +50,7 @@ def test_a_script_finds_the_variables_of_torchrun() -> None:
 
 def test_workers_of_one_generation_share_a_secret() -> None:
     """It does not reveal the token of the job server, and is another one in the next generation."""
-    joined = Joined(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
+    joined = Rendezvous(generation=2, ranks=4, local_rank=0, local_ranks=2, master_address="10.0.0.7", master_port=1234)
     seen = []
     for more in ({}, {"MIMATRIX_RANK": "2"}, {"MIMATRIX_GENERATION": "3"}, {"MIMATRIX_JOB": "8"}):
         with mock.patch.dict(os.environ):

@@ -1,4 +1,4 @@
-"""`mimatrix tokens`: who may speak with the job server."""
+"""`mimatrix tokens`: manage the tokens of the job server's users."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -10,17 +10,17 @@ from mimatrix.cli.output import plain_console, print_json
 from mimatrix.core.errors import UserError
 
 if TYPE_CHECKING:
-    from mimatrix.api.models import TokenWanted
+    from mimatrix.api.models import TokenCreate
 
 tokens = typer.Typer(
-    help="Who may speak with the job server: list tokens (without a further word), add one, revoke one; for admins.",
+    help="Manage API tokens (admin only). Without a subcommand, lists them.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-class Role(StrEnum):
-    """What a person may do; workers get their tokens with their jobs."""
+class TokenRole(StrEnum):
+    """The permissions of a user; workers get their tokens with their jobs."""
 
     ADMIN = "admin"
     USER = "user"
@@ -29,13 +29,13 @@ class Role(StrEnum):
 
 @tokens.callback()
 def _root(context: typer.Context, as_json: Json = False) -> None:
-    """Who may speak with the job server: list tokens (without a further word), add one, revoke one; for admins."""
+    """Manage API tokens (admin only). Without a subcommand, lists them."""
     if context.invoked_subcommand is None:
-        listed(as_json)
+        list_tokens(as_json)
 
 
 @tokens.command("list")
-def listed(as_json: Json = False) -> None:
+def list_tokens(as_json: Json = False) -> None:
     """List the tokens of users, without their secrets, which the server does not store.
 
     Example: mimatrix tokens list
@@ -56,10 +56,10 @@ def listed(as_json: Json = False) -> None:
 
 @tokens.command()
 def add(
-    user: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is.")],
+    user: Annotated[str, typer.Argument(metavar="NAME", help="The user that it belongs to.")],
     role: Annotated[
-        Role, typer.Option(help="What they may do: everything, hand in jobs and end their own, or look.")
-    ] = Role.USER,
+        TokenRole, typer.Option(help="admin: everything; user: submit jobs and cancel own ones; viewer: read only.")
+    ] = TokenRole.USER,
     as_json: Json = False,
 ) -> None:
     """Make a token. Its secret is shown this once.
@@ -67,7 +67,7 @@ def add(
     Example: mimatrix tokens add ben --role user
     """
     with connected() as client:
-        made = client.make_token(_wanted(user, role))
+        made = client.create_token(_parse_token(user, role))
     if as_json:
         print_json(made.model_dump(mode="json"))
         return
@@ -77,7 +77,9 @@ def add(
 
 @tokens.command()
 def revoke(
-    number: Annotated[int, typer.Argument(min=1, metavar="TOKEN", help="Its number, as in `mimatrix tokens`.")],
+    number: Annotated[
+        int, typer.Argument(min=1, metavar="TOKEN", help="Number of the token, as in `mimatrix tokens`.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Revoke a token, so that it is refused from now on. Jobs that were submitted with it continue.
@@ -85,20 +87,20 @@ def revoke(
     Example: mimatrix tokens revoke 3
     """
     with connected() as client:
-        client.end_token(number)
+        client.revoke_token(number)
     if as_json:
         print_json({"id": number, "revoked": True})
     else:
         plain_console().print(f"token {number} is revoked")
 
 
-def _wanted(user: str, role: Role) -> "TokenWanted":
+def _parse_token(user: str, role: TokenRole) -> "TokenCreate":
     from pydantic import ValidationError
 
-    from mimatrix.api.models import TokenWanted
+    from mimatrix.api.models import TokenCreate
 
     try:
-        return TokenWanted.model_validate({"user": user, "role": str(role)})
+        return TokenCreate.model_validate({"user": user, "role": str(role)})
     except ValidationError:
         raise UserError(
             f'"{user}" is not a valid user name; use up to 100 letters, digits, ".", "_" and "-", '

@@ -1,5 +1,6 @@
-"""`mimatrix up`: the job server, with what starts processes on this machine or on those of a Ray cluster."""
+"""`mimatrix up`: run the job server, with a launcher for this machine or for a Ray cluster."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mimatrix.core.errors import UserError
+from mimatrix.core.logs import configure_logging
 
 if TYPE_CHECKING:
     from mimatrix.launch import Launcher
 
 AUTO = "auto"
+logger = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -27,31 +30,57 @@ class Machines(StrEnum):
 
 
 def up(
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="On which port.")] = 7700,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65_535, metavar="PORT", help="Port to listen on.")] = 7700,
     data: Annotated[
-        Path | None, typer.Option(help="Where everything is kept. [default: ~/.local/share/mimatrix]")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Directory for all data.", show_default="~/.local/share/mimatrix"),
+    ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Directory for checkpoints, on a file system that all nodes share.",
+            show_default="checkpoints in the data directory",
+        ),
     ] = None,
     database: Annotated[
-        str, typer.Option(help="postgresql://user@host/name; without, SQLite in the data folder.")
+        str,
+        typer.Option(
+            metavar="URL", help="Database, e.g. postgresql://user@host/name.", show_default="SQLite in the data folder"
+        ),
     ] = "",
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate, PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without TLS.")] = False,
-    python: Annotated[str, typer.Option(help="The Python that jobs run under; it needs MiMatrix.")] = sys.executable,
-    run_as: Annotated[str, typer.Option(help="The user that jobs run as; needs root.")] = "",
-    advertise: Annotated[str, typer.Option(help="The address that clients and workers use, where it is another.")] = "",
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Key of the certificate, PEM.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept connections from other machines without TLS.")
+    ] = False,
+    python: Annotated[
+        str, typer.Option(metavar="FILE", help="Python that runs jobs; MiMatrix must be installed there.")
+    ] = sys.executable,
+    run_as: Annotated[str, typer.Option(metavar="USER", help="User that jobs run as; needs root.")] = "",
+    advertise: Annotated[
+        str, typer.Option(metavar="URL", help="Address that clients and workers use, if it differs.")
+    ] = "",
+    trusted_proxies: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST", help="Reverse proxies whose X-Forwarded-For header is used: addresses, comma-separated."
+        ),
+    ] = "",
     devices: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="CPU devices of this machine; without, one a core.")
+        int | None,
+        typer.Option(min=1, max=4096, metavar="N", help="CPU devices of this machine.", show_default="one per core"),
     ] = None,
-    launcher: Annotated[
-        Machines, typer.Option(help="Where jobs run: on this machine, or on those of a Ray cluster.")
-    ] = Machines.LOCAL,
+    launcher: Annotated[Machines, typer.Option(help="Run jobs on this machine, or on a Ray cluster.")] = Machines.LOCAL,
     address: Annotated[
-        str, typer.Option(help="Of the Ray cluster, host:port; auto: the one that this machine belongs to.")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Ray cluster, host:port, or auto: the cluster that this machine belongs to."
+        ),
     ] = AUTO,
 ) -> None:
-    """Serve jobs on this machine: queue, devices, logs, state in a folder. Stop it with Ctrl-C; jobs continue.
+    """Run the job server in the foreground. Stop it with Ctrl-C; jobs keep running.
 
     Example: mimatrix up
     """
@@ -62,14 +91,28 @@ def up(
     from mimatrix.api.client import data_folder
 
     folder = (data or data_folder()).absolute()
-    settings = Settings(folder, host, port, database, tls_cert, tls_key, insecure, python, run_as, advertise)
-    make = _on_this_machine(devices, address) if launcher is Machines.LOCAL else _on_ray(devices, address)
+    settings = Settings(
+        data=folder,
+        host=host,
+        port=port,
+        database=database,
+        checkpoints=checkpoints.absolute() if checkpoints else None,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        insecure=insecure,
+        python=python,
+        run_as=run_as,
+        advertise=advertise,
+        trusted_proxies=trusted_proxies,
+    )
+    configure_logging()
+    make = _local_launcher(devices, address) if launcher is Machines.LOCAL else _ray_launcher(devices, address)
     if launcher is Machines.RAY and not advertise and host in _LOOPBACK:
-        _say(f"workers on other machines cannot reach {host}; if there are any, give --host or --advertise")
-    serve(settings, make, _say)
+        logger.warning("workers on other machines cannot reach %s; if there are any, give --host or --advertise", host)
+    serve(settings, make)
 
 
-def _on_this_machine(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
+def _local_launcher(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
     if address != AUTO:
         raise UserError(f'"{address}" is the address of a Ray cluster; give --launcher ray as well, or leave it out')
     from mimatrix.launch import LocalLauncher, cores
@@ -78,7 +121,7 @@ def _on_this_machine(devices: int | None, address: str) -> "Callable[[Path], Lau
     return lambda data: LocalLauncher(data / "launcher", devices=facts)
 
 
-def _on_ray(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
+def _ray_launcher(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
     if devices:
         raise UserError("--devices is for this machine alone; on Ray give nodes the label mimatrix.devices instead")
     if find_spec("ray") is None:
@@ -90,8 +133,3 @@ def _on_ray(devices: int | None, address: str) -> "Callable[[Path], Launcher]":
         return RayLauncher(folder, address, ray_environment(folder, os.environ))
 
     return made
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"mimatrix: {sentence}\n")
-    sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The folder of a script as an archive: later edits do not change a job that waits."""
+"""Archive the directory of a script, so that later edits do not change a waiting job."""
 
 import gzip
 import hashlib
@@ -36,10 +36,10 @@ def archive(
     others: Sequence[Path] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Write the folder's files to `target` as .tar.gz; its SHA-256. The same files give the same archive.
+    """Write a directory's files to `target` as .tar.gz and return its SHA-256. Equal files give equal archives.
 
-    The script and the `others`, which are put next to it, are taken along whatever they match, and wherever they are
-    links to. Links that are left out are told with `say`.
+    The script and the `others`, which are put next to it, are included whatever patterns they match, and wherever links
+    lead. Links that are left out are reported by `say`.
     """
     walk = _Walk(folder)
     files = {path.relative_to(folder).as_posix(): path for path in walk.files()}
@@ -61,11 +61,11 @@ def archive(
 
 
 def _beside(script: str, others: Sequence[Path]) -> dict[str, Path]:
-    """Files from elsewhere by their names; they replace files of the folder, but not the script."""
+    """Return other files by their names; they replace files of the directory, but not the script."""
     found: dict[str, Path] = {}
     for path in others:
         if not path.is_file():
-            raise UserError(f'there is no file "{path}" to take along; check its path')
+            raise UserError(f'there is no file "{path}" to upload; check its path')
         if path.name in found or path.name == script:
             what = "the script" if path.name == script else f'"{found[path.name]}"'
             raise UserError(f'"{path}" and {what} would both be "{path.name}" next to the script; rename one of them')
@@ -81,7 +81,7 @@ def _check_size(folder: Path, files: dict[str, Path], most_bytes: int) -> None:
     what = f"more than {_MOST_FILES:,} files" if len(files) > _MOST_FILES else format_bytes(size)
     largest = max(sizes, key=sizes.__getitem__)
     raise UserError(
-        f"the folder {folder} has {what} to take along, and {format_bytes(most_bytes)} in {_MOST_FILES:,} files is "
+        f"the folder {folder} has {what} to upload, and {format_bytes(most_bytes)} in {_MOST_FILES:,} files is "
         f"the most; name what to leave out in {IGNORE_FILE}, one pattern a line "
         f"(the largest is {largest}, {format_bytes(sizes[largest])})"
     )
@@ -95,7 +95,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
 
 
 class _Walk:
-    """The files below a folder, in order. Links are followed if they stay inside, and noted otherwise."""
+    """The files below a directory, in order. Links are followed if they stay inside, and noted otherwise."""
 
     def __init__(self, folder: Path) -> None:
         self.left_out: list[str] = []
@@ -103,7 +103,7 @@ class _Walk:
         self._patterns = (*_ALWAYS, *_own_patterns(folder))
 
     def files(self) -> Iterator[Path]:
-        """No more of them than it takes to see that they are too many."""
+        """Yield the files, but no more than it takes to see that they are too many."""
         for count, path in enumerate(self._below(self._folder, in_link=False)):
             if count > _MOST_FILES:
                 return
@@ -126,7 +126,7 @@ class _Walk:
         try:
             target = link.resolve(strict=True)
         except (OSError, RuntimeError):
-            return False  # it leads nowhere, or in a circle
+            return False  # broken, or a loop
         if not target.is_relative_to(self._inside):
             return False
         # A folder that is above its link has no end, and linked folders in linked folders multiply.
@@ -134,7 +134,7 @@ class _Walk:
 
 
 def _own_patterns(folder: Path) -> tuple[str, ...]:
-    """Of the ignore file; without one, what is usually large and made by training."""
+    """Return the patterns of the ignore file; without one, those of large files that training makes."""
     file = folder / IGNORE_FILE
     if not file.is_file():
         return _USUAL
@@ -147,5 +147,5 @@ def _left_out(names: list[str]) -> str:
     named = ", ".join(names[:_MOST_NAMED])
     return (
         f"links that lead out of the folder, in a circle or nowhere were left out: {named}{more}; "
-        f"take a file along with --file, or name them in {IGNORE_FILE}"
+        f"upload a file with --file, or name them in {IGNORE_FILE}"
     )

@@ -1,4 +1,4 @@
-"""A job as a TOML file: what `mimatrix submit` takes as options, under the same names."""
+"""Jobs as TOML files: the options of `mimatrix submit` under the same names."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from mimatrix.core.units import parse_duration
 
 
 def read_job(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The script, next to the file unless it says otherwise, and what is asked for it."""
+    """Return the path of the script, relative to the file, and the options that the file gives."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -22,7 +22,7 @@ def read_job(path: Path) -> tuple[Path, dict[str, Any]]:
         "priority": table.take("priority", int, None),
         "preemptible": table.take("preemptible", bool, None),
         "max_time_s": _max_time_s(table),
-        "retries": table.take("retries", int, None),
+        "max_restarts": table.take("retries", int, None),
         "groups": table.take("groups", str, ""),
         "arguments": tuple(map(str, table.take("arguments", list, []))) or None,
     }
@@ -41,7 +41,7 @@ def _max_time_s(table: Table) -> float | None:
 
 
 def _number_or_text(table: Table, key: str, example: str) -> str:
-    """A whole number means the same without quotes."""
+    """Return a text, or a whole number as text: it means the same without quotes."""
     value = table.take(key, object, "")
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise table.fail(key, f"wanted a whole number or a text; write {example}")

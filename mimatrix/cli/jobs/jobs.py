@@ -1,4 +1,4 @@
-"""What one asks about jobs that were handed in, and what one can still change of them."""
+"""Commands that show submitted jobs and change them."""
 
 import sys
 import time
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from mimatrix.cli.client import Json, Number, connected
-from mimatrix.cli.output import plain_console, print_json
-from mimatrix.cli.train.run import say
+from mimatrix.cli.output import plain_console, print_json, say
 from mimatrix.core.errors import UserError, WorldError
-from mimatrix.core.units import format_bytes, format_seconds, parse_duration
+from mimatrix.core.exit_codes import TIMED_OUT
+from mimatrix.core.text import ordinal
+from mimatrix.core.units import format_bytes, format_duration, format_seconds, parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.api.client import Client
@@ -19,19 +20,22 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _PAUSE_S, _PATIENCE_S = 0.5, 60.0
-_TIMED_OUT = 124
 T = TypeVar("T")
 _STATES = ("queued", "starting", "profiling", "training", "saving", "preempted", "done", "failed", "cancelled")
 
 
 def jobs(
-    every: Annotated[bool, typer.Option("--all", "-a", help="Those that have ended, too.")] = False,
-    state: Annotated[list[str] | None, typer.Option(help="Only these; may be given often.")] = None,
-    user: Annotated[str, typer.Option(help="Only those of one user.")] = "",
-    most: Annotated[int, typer.Option(min=1, help="Show at most this many jobs, the newest ones.")] = 50,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Include finished jobs.")] = False,
+    state: Annotated[
+        list[str] | None, typer.Option(metavar="STATE", help="Only jobs in this state; may be repeated.")
+    ] = None,
+    user: Annotated[str, typer.Option(metavar="USER", help="Only jobs of this user.")] = "",
+    most: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Maximum number of jobs to list, the newest ones.")
+    ] = 50,
     as_json: Json = False,
 ) -> None:
-    """List jobs, the newest first, each with the reason of what it does.
+    """List jobs, the newest first, with the reason for each state.
 
     Example: mimatrix jobs --all
     """
@@ -42,23 +46,23 @@ def jobs(
             raise UserError(f'unknown state "{each}"{nearest(each, _STATES)}')
     asked = tuple(state or () if every or state else _STATES[:6])
     with connected() as client:
-        found, more = _newest(client, most, asked, user)
+        found, more = _list_newest(client, most, asked, user)
     if as_json:
         print_json([job.model_dump(mode="json") for job in found])
     elif found:
         _print_jobs(found)
     else:
         plain_console().print(
-            "no jobs; hand one in: mimatrix submit train.py"
+            "no jobs; submit one: mimatrix submit train.py"
             if every
-            else "no jobs wait or run; mimatrix jobs --all shows the others"
+            else "no jobs are waiting or running; mimatrix jobs --all shows the others"
         )
     if more:
-        say(f"{more} older ones are not shown; add --most {len(found) + more} to see all of them")
+        say(f"{more} older jobs are not shown; add --most {len(found) + more} to see all of them")
 
 
 def show(number: Number, as_json: Json = False) -> None:
-    """All that is known of one job.
+    """Show everything that is known of a job.
 
     Example: mimatrix show 3
     """
@@ -68,12 +72,12 @@ def show(number: Number, as_json: Json = False) -> None:
         print_json(job.model_dump(mode="json"))
         return
     console = plain_console()
-    for name, value in _facts(job):
+    for name, value in _describe(job):
         console.print(f"{name:>10}  {value}")
 
 
 def explain(number: Number, as_json: Json = False) -> None:
-    """What happened to a job and why, in order: why it waits, why it has these devices, how it ended.
+    """Show what happened to a job and why: why it waits, why it has these devices, how it ended.
 
     Example: mimatrix explain 3
     """
@@ -92,27 +96,33 @@ def explain(number: Number, as_json: Json = False) -> None:
 
 def logs(
     number: Number,
-    rank: Annotated[int, typer.Option("--rank", "-r", min=0, help="Of which rank.")] = 0,
+    rank: Annotated[
+        int, typer.Option("--rank", "-r", min=0, metavar="RANK", help="The rank whose output is printed.")
+    ] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
-    generation: Annotated[int | None, typer.Option(min=1, help="Of an earlier start.")] = None,
+    generation: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Output of an earlier start, counted from 1.")
+    ] = None,
 ) -> None:
-    """What a job printed.
+    """Print the output of a job.
 
     Example: mimatrix logs -f 3
     """
+    from mimatrix.api.text import strip_escapes
+
     with connected() as client:
         offset, now = 0, generation
         while True:
-            part = _patiently(lambda: client.log(number, rank, offset, now), follow)  # noqa: B023 (called at once)
-            sys.stdout.write(part.text)
+            part = _retry_while_down(lambda: client.log(number, rank, offset, now), follow)  # noqa: B023 (called at once)
+            sys.stdout.write(strip_escapes(part.text) if sys.stdout.isatty() else part.text)
             sys.stdout.flush()
             offset, now = part.next_offset, generation or part.generation or None
             if part.text:
                 continue
             if follow and generation is None and (part.has_ended or not now):
-                later = _patiently(lambda: client.job(number), follow)
+                later = _retry_while_down(lambda: client.job(number), follow)
                 if later.generation > (now or 0):
-                    sys.stderr.write(f"mimatrix: started for the {later.generation}. time\n" if now else "")
+                    sys.stderr.write(f"mimatrix: started for the {ordinal(later.generation)} time\n" if now else "")
                     offset, now = 0, later.generation
                     continue
                 if later.state not in _STATES[6:]:
@@ -124,7 +134,7 @@ def logs(
 
 
 def cancel(number: Number, as_json: Json = False) -> None:
-    """End a job, wherever it is.
+    """Cancel a job, whether it waits or runs.
 
     Example: mimatrix cancel 3
     """
@@ -132,7 +142,7 @@ def cancel(number: Number, as_json: Json = False) -> None:
 
 
 def retry(number: Number, as_json: Json = False) -> None:
-    """Queue a job again that has ended; it resumes from its last checkpoint, if it has one.
+    """Requeue a finished job; it resumes from its last checkpoint, if it has one.
 
     Example: mimatrix retry 3
     """
@@ -141,17 +151,17 @@ def retry(number: Number, as_json: Json = False) -> None:
 
 def priority(
     number: Number,
-    value: Annotated[int, typer.Argument(min=0, max=100, metavar="N", help="The larger comes first.")],
+    value: Annotated[int, typer.Argument(min=0, max=100, metavar="N", help="Larger values come first.")],
     as_json: Json = False,
 ) -> None:
-    """Give a job another priority, from 0 to 100: while it waits, and while it runs and others wait.
+    """Change the priority of a waiting or running job, from 0 to 100.
 
     Example: mimatrix priority 3 80
     """
     with connected() as client:
-        from mimatrix.api.models import Change
+        from mimatrix.api.models import JobUpdate
 
-        job = client.change(number, Change(priority=value))
+        job = client.update(number, JobUpdate(priority=value))
     if as_json:
         print_json(job.model_dump(mode="json"))
     else:
@@ -160,10 +170,12 @@ def priority(
 
 def wait(
     number: Number,
-    timeout: Annotated[str, typer.Option(help="No longer than this, as in 10m.")] = "",
+    timeout: Annotated[
+        str, typer.Option(metavar="TIME", help="Stop waiting after this time, e.g. 10m; exit code 124.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Wait until a job has ended; the exit code is the job's.
+    """Wait until a job has ended and exit with its exit code.
 
     Example: mimatrix wait 3
     """
@@ -171,10 +183,10 @@ def wait(
 
     deadline = time.monotonic() + parse_duration(timeout) if timeout else None
     with connected() as client:
-        while (job := _patiently(lambda: client.job(number), True)).state not in ENDED:
+        while (job := _retry_while_down(lambda: client.job(number), True)).state not in ENDED:
             if deadline is not None and time.monotonic() > deadline:
                 plain_console().print(f"job {number} is still {job.state} after {timeout}: {job.reason}")
-                raise typer.Exit(_TIMED_OUT)
+                raise typer.Exit(TIMED_OUT)
             time.sleep(_PAUSE_S)
     if as_json:
         print_json(job.model_dump(mode="json"))
@@ -182,12 +194,12 @@ def wait(
         plain_console().print(f"job {number} is {job.state}: {job.reason}")
     if job.state is not JobState.DONE:
         code = job.exit_code or 1
-        # As a shell tells of a signal.
+        # As a shell reports a signal.
         raise typer.Exit(128 - code if code < 0 else min(code, 255))
 
 
 def nodes(as_json: Json = False) -> None:
-    """The machines, their devices, and who has them.
+    """List the machines, their devices, and the jobs that use them.
 
     Example: mimatrix nodes
     """
@@ -206,13 +218,13 @@ def nodes(as_json: Json = False) -> None:
     table.add_column("job")
     for node in found:
         for device in node.devices:
-            has = f"job {device.job}" if device.job else ("free" if node.answers else "does not answer")
+            has = f"job {device.job}" if device.job else ("free" if node.answers else "not responding")
             table.add_row(device.name, device.kind, format_bytes(device.memory_bytes), has)
     plain_console().print(table)
 
 
-def _newest(client: "Client", most: int, states: tuple[str, ...], user: str) -> "tuple[list[Job], int]":
-    """The newest `most` jobs, page by page, and how many older ones there are."""
+def _list_newest(client: "Client", most: int, states: tuple[str, ...], user: str) -> "tuple[list[Job], int]":
+    """Return the newest `most` jobs, page by page, and how many older ones there are."""
     page = client.jobs(None, min(most, _PAGE), states, user)
     found = list(page.jobs)
     while page.next_before is not None and len(found) < most:
@@ -221,8 +233,8 @@ def _newest(client: "Client", most: int, states: tuple[str, ...], user: str) -> 
     return found, page.more
 
 
-def _patiently(ask: "Callable[[], T]", waits: bool) -> "T":
-    """The answer; a server that is being restarted is asked again for a while, if the caller waits anyway."""
+def _retry_while_down(ask: "Callable[[], T]", waits: bool) -> "T":
+    """Return the answer; if the caller waits anyway, a server that is restarting is asked again for a while."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -241,7 +253,7 @@ def _act(number: int, action: str, as_json: bool) -> None:
     else:
         plain_console().print(
             f"job {job.id} is {job.state}"
-            + (", and was told to end" if job.state not in _STATES[5:] and action == "cancel" else "")
+            + (", and is being stopped" if job.state not in _STATES[5:] and action == "cancel" else "")
         )
 
 
@@ -254,7 +266,7 @@ def _print_jobs(found: "Sequence[Job]") -> None:
     for heading in ("name", "user", "state", "devices"):
         table.add_column(heading, overflow="fold")
     table.add_column("step", justify="right")
-    table.add_column("why", overflow="fold")
+    table.add_column("reason", overflow="fold")
     for job in found:
         has = ", ".join(job.seats) if job.seats else job.devices
         step = str(job.progress.step) if job.progress.step else ""
@@ -262,15 +274,15 @@ def _print_jobs(found: "Sequence[Job]") -> None:
     plain_console().print(table)
 
 
-def _facts(job: "Job") -> Iterator[tuple[str, str]]:
+def _describe(job: "Job") -> Iterator[tuple[str, str]]:
     yield "job", f"{job.id} ({job.name}) of {job.user}"
     yield "state", f"{job.state}: {job.reason}"
     yield "runs", " ".join((job.script, *job.arguments))
     yield "devices", job.devices + (f": {', '.join(job.seats)}" if job.seats else "")
     yield "priority", str(job.priority) + (", may be preempted" if job.preemptible else "")
     if job.max_time_s:
-        yield "limit", format_seconds(job.max_time_s)
-    for name, when in (("handed in", job.created_at), ("started", job.started_at), ("ended", job.ended_at)):
+        yield "limit", format_duration(job.max_time_s)
+    for name, when in (("submitted", job.created_at), ("started", job.started_at), ("ended", job.ended_at)):
         if when:
             yield name, when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     if job.generation > 1:

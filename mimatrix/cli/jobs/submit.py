@@ -1,6 +1,5 @@
-"""`mimatrix submit`: a script, its folder as it is now, and what it asks for."""
+"""`mimatrix submit`: upload a script with its directory, and queue it as a job."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mimatrix.cli.client import Json, connected
-from mimatrix.cli.output import plain_console, print_json
-from mimatrix.cli.train.run import say
-from mimatrix.core.environment import GROUPS
+from mimatrix.cli.output import plain_console, print_json, say
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import parse_duration
 
@@ -24,52 +21,73 @@ _MOST_KINDS = 10
 
 def submit(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A .py file, or a job as a .toml file.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's arguments.")] = None,
-    name: Annotated[str, typer.Option(help="For people; without, the script's name.")] = "",
-    devices: Annotated[str, typer.Option(help="4, a100:2,v100:4, 2..8 or all.")] = "",
-    priority: Annotated[int | None, typer.Option(min=0, max=100, help="The larger comes first. [default: 50]")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script, after --.")
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.", show_default="the script's name")] = "",
+    devices: Annotated[str, typer.Option(metavar="DEVICES", help="4, a100:2,v100:4, 2..8 or all.")] = "",
+    priority: Annotated[
+        int | None, typer.Option(min=0, max=100, metavar="0-100", help="Larger values come first.", show_default="50")
+    ] = None,
     preemptible: Annotated[
-        bool, typer.Option("--preemptible", help="May be told to save and wait for others.")
+        bool,
+        typer.Option(
+            "--preemptible", help="The job may be stopped for others; it saves a checkpoint and is queued again."
+        ),
     ] = False,
     max_time: Annotated[
-        str, typer.Option(help="Time limit, e.g. 90s or 1h30m; the job is stopped when it is reached.")
+        str, typer.Option(metavar="TIME", help="Time limit, e.g. 90s or 1h30m; the job is stopped when it is reached.")
     ] = "",
     groups: Annotated[
-        str, typer.Option(help='Ranks that go together, as in 0,1/2/3, for mode="hybrid"; a lost group ends no other.')
+        str,
+        typer.Option(
+            metavar="GROUPS",
+            help='Groups of ranks, e.g. 0,1/2/3, for mode="hybrid"; the other groups survive the loss of one.',
+        ),
     ] = "",
-    env: Annotated[list[str] | None, typer.Option(help="A variable, as in NAME=VALUE; may be given often.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Environment variable of the job; may be repeated.")
+    ] = None,
     file: Annotated[
-        list[Path] | None, typer.Option(help="A file from elsewhere to take along; may be given often.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Upload this file as well; may be repeated.")
     ] = None,
     retries: Annotated[
-        int, typer.Option(min=0, max=100, help="Starts again when a worker is lost; with --groups, of its group alone.")
+        int,
+        typer.Option(
+            min=0,
+            max=100,
+            metavar="N",
+            help="Restarts when a worker is lost; with --groups, of its group alone.",
+        ),
     ] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would become of it, and do nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print whether the job would start or wait, without submitting it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Hand a script to the job server. Its folder is taken along as it is now.
+    """Submit a script to the job server. Its directory is uploaded as it is now.
 
     Example: mimatrix submit --devices 2 train.py -- --lr 0.1
     """
-    from mimatrix.api.models import MOST_SNAPSHOT_BYTES
+    from mimatrix.api.models import MAX_CODE_ARCHIVE_BYTES
     from mimatrix.cli.jobs.code_archive import archive
 
-    given = _given(name, devices, priority, preemptible, max_time, env or [], retries, groups)
-    path, given = _described(script, given, arguments or [])
+    given = _given_options(name, devices, priority, preemptible, max_time, env or [], retries, groups)
+    path, given = _merge_job_file(script, given, arguments or [])
     if said := given.pop("groups", ""):
-        given = _grouped(said, given)
+        given = _add_groups(said, given)
     with connected() as client, TemporaryDirectory(prefix="mimatrix-submit-") as folder:
-        packed = Path(folder) / "snapshot.tar.gz"
-        digest = archive(path.parent, packed, MOST_SNAPSHOT_BYTES, path.name, file or [], say)
-        job = _submission({**given, "script": path.name, "snapshot": digest})
-        _warn_of_kinds(job.devices, client.nodes())
+        packed = Path(folder) / "code.tar.gz"
+        digest = archive(path.parent, packed, MAX_CODE_ARCHIVE_BYTES, path.name, file or [], say)
+        job = _build_submission({**given, "script": path.name, "code_archive": digest})
+        _warn_of_unknown_kinds(job.devices, client.nodes())
         if dry_run:
-            would = client.would(job)
+            would = client.dry_run(job)
             print_json(would.model_dump(mode="json")) if as_json else plain_console().print(
                 f"it would {'start' if would.starts else 'wait'}: {would.reason}"
             )
             return
-        if not client.has_snapshot(digest):
+        if not client.has_code_archive(digest):
             client.upload(digest, packed)
         made = client.submit(job)
     if as_json:
@@ -78,7 +96,7 @@ def submit(
     plain_console().print(f"job {made.id} ({made.name}) is {made.state}; follow it: mimatrix logs -f {made.id}")
 
 
-def _given(
+def _given_options(
     name: str,
     devices: str,
     priority: int | None,
@@ -88,38 +106,37 @@ def _given(
     retries: int,
     groups: str,
 ) -> dict[str, Any]:
-    """What was said on the command line, and nothing else."""
+    """Return the options that the command line gives, without defaults."""
     found: dict[str, Any] = {"name": name, "devices": devices, "priority": priority, "groups": groups}
-    found |= {"preemptible": preemptible or None, "retries": retries or None}
+    found |= {"preemptible": preemptible or None, "max_restarts": retries or None}
     found["max_time_s"] = parse_duration(max_time) if max_time else None
-    found["environment"] = dict(_variable(text) for text in env) or None
+    found["environment"] = dict(_parse_variable(text) for text in env) or None
     return {key: value for key, value in found.items() if value not in (None, "")}
 
 
-def _grouped(text: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Workers hear who is with whom by a variable; a device for each rank, unless others are asked for."""
+def _add_groups(text: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Add the groups as the server takes them, and a device for each rank unless devices are given."""
     from mimatrix.launch import parse_groups
-    from mimatrix.scheduler import Wish
+    from mimatrix.scheduler import ResourceRequest
 
     ranks = len(re.findall(r"\d+", text))
     found = parse_groups(text, ranks)
     devices = given.get("devices") or str(ranks)
-    wanted = Wish.parse(devices)
+    wanted = ResourceRequest.parse(devices)
     if wanted.least != ranks or any(part.least != part.most for part in wanted.parts):
         raise UserError(f"--groups {text} has {ranks} ranks, and --devices is {devices}; give as many of both")
-    environment = {**(given.get("environment") or {}), GROUPS.name: json.dumps(found)}
-    return {**given, "devices": devices, "environment": environment}
+    return {**given, "devices": devices, "groups": found}
 
 
-def _variable(text: str) -> tuple[str, str]:
+def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise UserError(f'"{text}" is not a variable; write --env NAME=VALUE')
     return name, value
 
 
-def _described(script: str, given: dict[str, Any], arguments: list[str]) -> tuple[Path, dict[str, Any]]:
-    """The script's path and what is asked for it; a job file says both, and the command line has the last word."""
+def _merge_job_file(script: str, given: dict[str, Any], arguments: list[str]) -> tuple[Path, dict[str, Any]]:
+    """Return the script's path and the options; those of the command line win over those of a job file."""
     path = Path(script)
     if path.suffix == ".toml":
         from mimatrix.cli.jobs.job_file import read_job
@@ -130,12 +147,12 @@ def _described(script: str, given: dict[str, Any], arguments: list[str]) -> tupl
         raise UserError(f'there is no "{path}"; give the path of a script, or of a .toml file that names one')
     if arguments:
         given["arguments"] = tuple(arguments)
-    # Of the script's name what a name may have.
+    # Only those characters of the script's name that a job's name may have.
     name = re.sub(r"[^A-Za-z0-9._ -]+|^[._ -]+", "", path.stem)[:100]
     return path, {"name": name or "job", **given}
 
 
-def _submission(given: dict[str, Any]) -> "Submission":
+def _build_submission(given: dict[str, Any]) -> "Submission":
     from pydantic import ValidationError
 
     from mimatrix.api.models import Submission
@@ -148,13 +165,15 @@ def _submission(given: dict[str, Any]) -> "Submission":
         raise UserError(f"{place}: {said}") from None
 
 
-def _warn_of_kinds(devices: str, nodes: "Sequence[Node]") -> None:
-    """Nodes may come later, so such a job waits; but most of the time a name is misspelt."""
-    from mimatrix.core.resources import Wish
-    from mimatrix.planner.device_matching import meant
+def _warn_of_unknown_kinds(devices: str, nodes: "Sequence[Node]") -> None:
+    """Warn of kinds that no node has: such a job waits, since nodes may be added, but mostly a name is misspelt."""
+    from mimatrix.core.device_kinds import match_kind
+    from mimatrix.core.resources import ResourceRequest
 
     there = sorted({device.kind for node in nodes for device in node.devices})
-    strange = [part.kind for part in Wish.parse(devices).parts if part.kind and not meant(part.kind, there)]
+    strange = [
+        part.kind for part in ResourceRequest.parse(devices).parts if part.kind and not match_kind(part.kind, there)
+    ]
     if there and strange:
         more = f" and {len(there) - _MOST_KINDS} more" if len(there) > _MOST_KINDS else ""
         known = ", ".join(there[:_MOST_KINDS])

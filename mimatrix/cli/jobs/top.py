@@ -1,4 +1,4 @@
-"""Looking at jobs: `mimatrix top`, live, and `mimatrix metrics`, all that was kept of one."""
+"""`mimatrix top`, the running jobs live, and `mimatrix metrics`, the stored figures of one."""
 
 import csv
 import sys
@@ -25,11 +25,11 @@ _WAITS = ("queued", "preempted")
 
 
 def top(
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What runs, who waits and why, and who holds the others up: live, until Ctrl-C.
+    """Show running and waiting jobs and their stragglers, live, until Ctrl-C.
 
     Example: mimatrix top
     """
@@ -37,7 +37,7 @@ def top(
     from rich.live import Live
 
     with connected() as client:
-        jobs, ranks, nodes = _looked(client)
+        jobs, ranks, nodes = _fetch(client)
         if as_json:
             print_json(
                 {
@@ -49,24 +49,24 @@ def top(
             return
         console = Console()
         if once or not console.is_terminal:
-            console.print(_drawn(jobs, ranks, nodes))
+            console.print(_render(jobs, ranks, nodes))
             return
-        with Live(_drawn(jobs, ranks, nodes), console=console, auto_refresh=False, screen=True) as live:
+        with Live(_render(jobs, ranks, nodes), console=console, auto_refresh=False, screen=True) as live:
             try:
                 while True:
                     time.sleep(every)
-                    live.update(_next(client), refresh=True)
+                    live.update(_refresh(client), refresh=True)
             except KeyboardInterrupt:
                 return
 
 
 def metrics(
     number: Number,
-    as_csv: Annotated[bool, typer.Option("--csv", help="One line for each point.")] = False,
-    points: Annotated[int, typer.Option(min=2, max=1000, help="Print at most this many.")] = 300,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, a line for each point.")] = False,
+    points: Annotated[int, typer.Option(min=2, max=1000, metavar="N", help="Maximum number of points.")] = 300,
     as_json: Json = False,
 ) -> None:
-    """How a job went, as figures over time.
+    """Print the metrics of a job over time.
 
     Example: mimatrix metrics 3 --csv > job3.csv
     """
@@ -80,20 +80,20 @@ def metrics(
         _print_points(found)
 
 
-def _looked(client: "Client") -> tuple[list["Job"], dict[int, "Ranks"], list["Node"]]:
-    jobs = list(client.jobs(most=1000, states=(*_RUNS, *_WAITS)).jobs)
+def _fetch(client: "Client") -> tuple[list["Job"], dict[int, "Ranks"], list["Node"]]:
+    jobs = list(client.jobs(limit=1000, states=(*_RUNS, *_WAITS)).jobs)
     ranks = {job.id: client.ranks(job.id) for job in jobs if job.state in _RUNS}
     return jobs, ranks, client.nodes()
 
 
-def _next(client: "Client") -> "RenderableType":
+def _refresh(client: "Client") -> "RenderableType":
     try:
-        return _drawn(*_looked(client))
+        return _render(*_fetch(client))
     except MiMatrixError as error:  # it may come back
         return f"mimatrix: {error}"
 
 
-def _drawn(jobs: list["Job"], ranks: dict[int, "Ranks"], nodes: list["Node"]) -> "RenderableType":
+def _render(jobs: list["Job"], ranks: dict[int, "Ranks"], nodes: list["Node"]) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
@@ -104,16 +104,16 @@ def _drawn(jobs: list["Job"], ranks: dict[int, "Ranks"], nodes: list["Node"]) ->
         Text(f"{used} of {len(devices)} devices in use, {len(ranks)} jobs run, {len(waits)} wait", style="bold")
     ]
     for job in (job for job in jobs if job.id in ranks):
-        parts += [Text(), *_of_job(job, ranks[job.id])]
+        parts += [Text(), *_job_lines(job, ranks[job.id])]
     if waits:
         parts += [Text(), Text("waiting", style="bold")]
     parts += [Text(f"{job.id:>5}  {job.name:<20.20} {job.user:<10.10} {job.reason}") for job in waits[:20]]
     if not jobs:
-        parts.append(Text("nothing runs or waits; hand a job in: mimatrix submit train.py"))
+        parts.append(Text("no jobs are running or waiting; submit one: mimatrix submit train.py"))
     return Group(*parts)
 
 
-def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
+def _job_lines(job: "Job", now: "Ranks") -> list["RenderableType"]:
     from rich.text import Text
 
     progress = job.progress
@@ -123,9 +123,9 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
     found: list[RenderableType] = [
         Text(f"{job.id:>5}  {job.name:<20.20} {job.user:<10.10} {job.state}: {said}  {losses}".rstrip())
     ]
-    found += [Text(line) for line in _of_groups(now)]
-    held = {trouble.rank: trouble for trouble in now.troubles}
-    for rank in _shown(now):
+    found += [Text(line) for line in _group_lines(now)]
+    held = {trouble.rank: trouble for trouble in now.stragglers}
+    for rank in _select_ranks(now):
         whole = max(rank.step_s, 1e-9)
         line = Text(f"{rank.rank:>9}  {rank.seat:<20.20} ")
         busy, moves = ((rank.compute_s + rank.data_s) / whole, rank.communication_s / whole)
@@ -135,15 +135,15 @@ def _of_job(job: "Job", now: "Ranks") -> list["RenderableType"]:
         line.append("." * max(0, _WIDTH - filled - moving), style="dim")
         line.append(f" busy {busy:4.0%}, moving data {moves:4.0%}, waiting {rank.waiting_s / whole:4.0%}")
         if rank.rank in held:
-            line.append("  <- holds the others up", style="red bold")
+            line.append("  <- straggler", style="red bold")
         found.append(line)
     if len(now.ranks) > _MOST_RANKS:
         found.append(Text(f"{'':>11}and {len(now.ranks) - _MOST_RANKS} more"))
-    return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.troubles)]
+    return [*found, *(Text(f"{'':>7}{trouble.sentence}", style="red") for trouble in now.stragglers)]
 
 
-def _of_groups(now: "Ranks") -> list[str]:
-    """How it goes with the pushes of each, where groups do not wait for each other; of many, those that push most."""
+def _group_lines(now: "Ranks") -> list[str]:
+    """Return a line on the pushes of each group that does not wait for others; of many, those that push most."""
     firsts = [rank for rank in now.ranks if rank.pushed]
     whole = max(1, sum(rank.pushed.samples for rank in firsts if rank.pushed))
     lines = []
@@ -160,11 +160,11 @@ def _of_groups(now: "Ranks") -> list[str]:
     return lines
 
 
-def _shown(now: "Ranks") -> list["Rank"]:
-    """Of many, those that are named and then the slowest."""
+def _select_ranks(now: "Ranks") -> list["Rank"]:
+    """Return the ranks to show: of many, the stragglers and then the slowest."""
     if len(now.ranks) <= _MOST_RANKS:
         return list(now.ranks)
-    held = {trouble.rank for trouble in now.troubles}
+    held = {trouble.rank for trouble in now.stragglers}
     slowest = sorted(now.ranks, key=lambda each: (each.rank not in held, -each.compute_s - each.data_s, each.rank))
     return slowest[:_MOST_RANKS]
 
@@ -188,7 +188,7 @@ def _write_csv(found: "History") -> None:
 
 
 def _cell(point: "Point", name: str) -> float | str:
-    """Nothing for what was not logged then."""
+    """Return the value of a metric, or nothing if it was not logged then."""
     value = point.metrics.get(name, "")
     return "nan" if value is None else value
 
@@ -198,7 +198,7 @@ def _print_points(found: "History") -> None:
 
     console = plain_console()
     if not found.points:
-        console.print("nothing was kept of it yet; figures come every few seconds once it trains")
+        console.print("no metrics yet; they are stored every few seconds once the job trains")
     for point in found.points:
         when = point.at.astimezone().strftime("%m-%d %H:%M:%S")
         measured = "".join(f"  {name} {_number(value)}" for name, value in point.metrics.items())

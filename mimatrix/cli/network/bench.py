@@ -1,4 +1,4 @@
-"""`mimatrix bench`: our collectives side by side with what people use instead, in the same processes."""
+"""`mimatrix bench`: measure our collectives next to Gloo, MPI and NCCL, in the same processes."""
 
 import json
 import os
@@ -22,30 +22,37 @@ from mimatrix.processes.ports import free_port
 _COLLECTIVES = {"allreduce": "all_reduce", "reducescatter": "reduce_scatter", "allgather": "all_gather"}
 _PEERS = ("gloo", "mpi", "nccl")
 """NCCL needs a GPU for each rank; all tensors then lie on GPUs."""
-_MOST_WORLD = 64
+_MAX_WORLD = 64
 
 
 def bench(
-    collective: Annotated[str, typer.Argument(help="allreduce, reducescatter or allgather.")],
-    world: Annotated[int, typer.Option(help="Number of ranks on this machine.")] = 2,
+    collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="allreduce, reducescatter or allgather.")],
+    world: Annotated[int, typer.Option(metavar="N", help="Number of ranks on this machine.")] = 2,
     size: Annotated[
-        str, typer.Option("--bytes", help="4MiB; 4KiB,1MiB; or 4KiB..64MiB in steps of 4.")
+        str, typer.Option("--bytes", metavar="SIZES", help="4MiB; 4KiB,1MiB; or 4KiB..64MiB in steps of 4.")
     ] = "4KiB..64MiB",
     against: Annotated[
-        str, typer.Option(help="What to compare with: gloo, mpi, nccl, with commas; or `nobody`.")
+        str,
+        typer.Option(metavar="NAMES", help="Baselines to compare with, comma-separated: gloo, mpi, nccl, or `none`."),
     ] = "gloo",
-    seconds: Annotated[float, typer.Option(help="How long to measure each size, about.")] = 3.0,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Approximate duration of each size.")] = 3.0,
     candidates: Annotated[
-        bool, typer.Option("--candidates", help="A row for every algorithm that the tuner tries.")
+        bool, typer.Option("--candidates", help="Print a row for every algorithm that the tuner tries.")
     ] = False,
     algorithms: Annotated[
-        str, typer.Option(help='Also measure these, with commas: "send_recv ring,windows gdraa/8".')
+        str,
+        typer.Option(metavar="NAMES", help='Also measure these, comma-separated: "send_recv ring,windows gdraa/8".'),
     ] = "",
     shares: Annotated[
-        str, typer.Option(help="What each rank owns of a reducescatter or allgather: 0.6,0.25,0.15; equal without.")
+        str,
+        typer.Option(
+            metavar="SHARES",
+            help="What each rank owns of a reducescatter or allgather, e.g. 0.6,0.25,0.15.",
+            show_default="equal",
+        ),
     ] = "",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Which transports there are, and why the tuner chose what it chose.")
+        bool, typer.Option("--explain", help="Print the transports, and why the tuner chose what it chose.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of rows.")] = False,
 ) -> None:
@@ -60,30 +67,30 @@ def bench(
     if not 0 < seconds < 3600:
         raise UserError(f"{seconds} s cannot be measured; use for example --seconds 3")
     under_a_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if not under_a_launcher and not 2 <= world <= _MOST_WORLD:
-        raise UserError(f"{world} ranks cannot be compared here; use --world 2 to {_MOST_WORLD}")
+    if not under_a_launcher and not 2 <= world <= _MAX_WORLD:
+        raise UserError(f"{world} ranks cannot be compared here; use --world 2 to {_MAX_WORLD}")
     request = {
         "collective": _COLLECTIVES[collective],
-        "sizes": _sizes(size),
-        "against": _against(against),
+        "sizes": _parse_sizes(size),
+        "against": _parse_baselines(against),
         "seconds": seconds,
         "candidates": candidates,
         "explain": explain,
-        "choices": _choices(algorithms),
+        "choices": _parse_choices(algorithms),
         "shares": _shares(shares, collective, int(os.environ["WORLD_SIZE"]) if under_a_launcher else world),
     }
-    found = _one_rank(request) if under_a_launcher else _all_ranks(request, world)
+    found = _run_one_rank(request) if under_a_launcher else _run_all_ranks(request, world)
     if found is None:
         return
     if as_json:
         print_json(found["rows"])
-        for line in (*found["transports"], *_reasons(found["why"])):
+        for line in (*found["transports"], *_explain_choices(found["why"])):
             typer.echo(line, err=True)
     else:
         _print(found, shares)
 
 
-def _sizes(text: str) -> list[int]:
+def _parse_sizes(text: str) -> list[int]:
     first, _, last = text.partition("..")
     if not last:
         sizes = [parse_bytes(part) for part in text.split(",")]
@@ -98,7 +105,7 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _choices(text: str) -> list[str]:
+def _parse_choices(text: str) -> list[str]:
     from mimatrix.collectives import find
 
     choices = [choice.strip() for choice in text.split(",") if choice.strip()]
@@ -131,16 +138,16 @@ def _shares(text: str, collective: str, world: int) -> list[float]:
     return list(Shares.of(weights).fractions)
 
 
-def _against(text: str) -> list[str]:
-    names = [] if text == "nobody" else text.split(",")
+def _parse_baselines(text: str) -> list[str]:
+    names = [] if text == "none" else text.split(",")
     for name in names:
         if name not in _PEERS:
-            raise UserError(f'unknown competitor "{name}"{nearest(name, [*_PEERS, "nobody"])}')
+            raise UserError(f'unknown baseline "{name}"{nearest(name, [*_PEERS, "none"])}')
     return names
 
 
-def _all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
-    """Start all ranks here and read what rank 0 says."""
+def _run_all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
+    """Start all ranks here and read the result of rank 0."""
     command = [sys.executable, "-m", "mimatrix.comm.bench_rank", json.dumps(request)]
     settings = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
@@ -153,27 +160,27 @@ def _all_ranks(request: dict[str, Any], world: int) -> dict[str, Any]:
         starts = [(starter + command, settings)]
     else:
         starts = [(command, settings | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)]
-    with _started(starts) as processes, progress(f"measuring among {world} ranks") as show:
+    with _start_processes(starts) as processes, progress(f"measuring among {world} ranks") as show:
         found = _read(processes[0], show, len(request["sizes"]))
         for process in processes[1:]:
             process.wait(timeout=60)
     return found
 
 
-def _one_rank(request: dict[str, Any]) -> dict[str, Any] | None:
+def _run_one_rank(request: dict[str, Any]) -> dict[str, Any] | None:
     """Run one rank of a job that another launcher started; rank 0 has the answer."""
     command = [sys.executable, "-m", "mimatrix.comm.bench_rank", json.dumps(request)]
-    with _started([(command, dict(os.environ))]) as (process,):
+    with _start_processes([(command, dict(os.environ))]) as (process,):
         if os.environ["RANK"] == "0":
             return _read(process, lambda _: None, 1)
         if process.wait():
-            raise WorldError("this rank failed; its own words are above")
+            raise WorldError("this rank failed; see its output above")
         return None
 
 
 @contextmanager
-def _started(starts: list[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are gone when this ends, however it ends. Only the first one's output is read."""
+def _start_processes(starts: list[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start processes and end them with this context. Only the output of the first one is read."""
     processes = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -202,7 +209,7 @@ def _read(process: "subprocess.Popen[str]", show: Callable[[float], None], steps
             return said
         show(done / steps)
         done += 1
-    raise WorldError(f"the measurement failed (exit code {process.wait(timeout=30)}); its own words are above")
+    raise WorldError(f"the measurement failed (exit code {process.wait(timeout=30)}); see its output above")
 
 
 def _mpiexec() -> str:
@@ -221,7 +228,7 @@ def _print(found: dict[str, Any], shares: str) -> None:
     title = f"{rows[0]['collective']}, float32, sum, {rows[0]['world']} ranks{f', shares {shares}' if shares else ''}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("size")
-    table.add_column("who", no_wrap=True)
+    table.add_column("implementation", no_wrap=True)
     for heading in ("time", "±", "algbw", "busbw", "#wrong", "predicted"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -239,11 +246,11 @@ def _print(found: dict[str, Any], shares: str) -> None:
     console = plain_console()
     console.print(table)
     console.print("time: median of interleaved turns; ±: half the distance of the quartiles", style="dim")
-    for line in (*found["transports"], *_reasons(found["why"])):
+    for line in (*found["transports"], *_explain_choices(found["why"])):
         console.print(line)
 
 
-def _reasons(why: dict[str, dict[str, float]]) -> Iterator[str]:
+def _explain_choices(why: dict[str, dict[str, float]]) -> Iterator[str]:
     for size_class, times in why.items():
         ranked = sorted(times.items(), key=lambda pair: pair[1])
         others = ", ".join(f"{name} {format_seconds(took)}" for name, took in ranked[1:])

@@ -9,28 +9,36 @@ from mimatrix.core.units import format_bytes, format_rate, parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.lab import Lab
-    from mimatrix.processes.group import Ending
+    from mimatrix.processes.group_exit import GroupExit
 
 lab = typer.Typer(
-    help="An emulated cluster on this machine (Linux, root): namespaces joined by links shaped to their rates.",
+    help="Emulate a cluster on this machine (Linux, root): namespaces connected by links with given rates.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_Name = Annotated[str, typer.Option("--name", help="Which lab, where there are several.")]
+_Name = Annotated[str, typer.Option("--name", metavar="NAME", help="The lab, if there are several.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Grace = Annotated[str, typer.Option(help="How long the other ranks may continue when one has failed.")]
-_Timeout = Annotated[str, typer.Option(help="End everything after this time, as in 5min; exit code 124.")]
+_Grace = Annotated[
+    str, typer.Option(metavar="TIME", help="How long the other ranks may continue after one has failed.")
+]
+_Timeout = Annotated[
+    str, typer.Option(metavar="TIME", help="Stop all ranks after this time, e.g. 5min; exit code 124.")
+]
 
 
 @lab.command()
 def up(
-    cluster: Annotated[str, typer.Argument(help="A TOML file, or a family such as star:4,rate=400Mbit.")],
+    cluster: Annotated[
+        str, typer.Argument(metavar="CLUSTER", help="A TOML file, or a topology such as star:4,rate=400Mbit.")
+    ],
     name: _Name = "lab",
-    cpus: Annotated[str, typer.Option(help="Processors of each node, as in 1,1,0.5,0.25; unlimited without.")] = "",
+    cpus: Annotated[
+        str, typer.Option(metavar="LIST", help="CPUs of each node, e.g. 1,1,0.5,0.25.", show_default="unlimited")
+    ] = "",
     as_json: _Json = False,
 ) -> None:
-    """Make the lab of a cluster.
+    """Create the lab of a cluster. It stays until `mimatrix lab down`.
 
     Example: mimatrix lab up star:4,rate=2*400Mbit+2*100Mbit --cpus 1,1,0.5,0.25
     """
@@ -43,7 +51,7 @@ def up(
         quotas = parse_cpus(cpus, len(described.nodes)) if cpus else ()
         made = labs.up(described, name, quotas, show)
     if as_json:
-        print_json(_status(made))
+        print_json(_describe_lab(made))
         return
     layout = made.layout
     named = "" if name == "lab" else f" --name {name}"
@@ -56,7 +64,7 @@ def up(
 
 @lab.command()
 def run(
-    command: Annotated[list[str], typer.Argument(help="The command of every rank, after --.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command of every rank, after --.")],
     name: _Name = "lab",
     grace: _Grace = "10s",
     timeout: _Timeout = "",
@@ -73,16 +81,23 @@ def run(
 
 @lab.command()
 def gpu(
-    command: Annotated[list[str], typer.Argument(help="The command of every rank, after --.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command of every rank, after --.")],
     parts: Annotated[
-        str, typer.Option(help="One part for each rank, as in 60:40GB,25,cpu: percent and memory, percent, or a CPU.")
+        str,
+        typer.Option(
+            metavar="PARTS", help="One part for each rank, e.g. 60:40GB,25,cpu: percent and memory, percent, or a CPU."
+        ),
     ],
-    hosts: Annotated[str, typer.Option(help="The host of each rank, as in a,a,b; all on one host without.")] = "",
-    gpus: Annotated[int, typer.Option(help="How many GPUs to share; ranks of a host take turns.", min=1)] = 1,
+    hosts: Annotated[
+        str, typer.Option(metavar="LIST", help="The host of each rank, e.g. a,a,b.", show_default="all on one")
+    ] = "",
+    gpus: Annotated[
+        int, typer.Option(metavar="N", help="How many GPUs to share; ranks of a host take turns.", min=1)
+    ] = 1,
     grace: _Grace = "10s",
     timeout: _Timeout = "",
 ) -> None:
-    """Run a command on parts of a GPU that play unlike GPUs on several hosts (CUDA MPS).
+    """Run a command on parts of a GPU that emulate different GPUs on several hosts (CUDA MPS).
 
     Example: mimatrix lab gpu --parts 60:40GB,25:20GB,10:10GB --hosts a,a,b -- python train.py
     """
@@ -94,19 +109,19 @@ def gpu(
 
 @lab.command()
 def status(name: _Name = "lab", as_json: _Json = False) -> None:
-    """The ranks with their addresses, and every channel with its rate and what it has carried."""
+    """Show the ranks with their addresses, and every link with its rate and the bytes that it has carried."""
     from mimatrix import lab as labs
 
     found = labs.recall(name)
     if as_json:
-        print_json(_status(found))
+        print_json(_describe_lab(found))
     else:
         _print(found)
 
 
 @lab.command()
 def down(name: _Name = "lab", as_json: _Json = False) -> None:
-    """Remove everything of a lab, also what a crash has left."""
+    """Remove a lab, including what a crash has left."""
     with progress("removing the lab"):
         from dataclasses import asdict
 
@@ -122,14 +137,14 @@ def down(name: _Name = "lab", as_json: _Json = False) -> None:
         typer.echo(f'lab "{name}" is removed: {removed.namespaces} namespaces{ended}')
 
 
-def _exit(ending: "Ending") -> None:
+def _exit(ending: "GroupExit") -> None:
     """Leave with the exit code of ranks that failed, and say why."""
     if ending.code:
-        typer.echo(f"mimatrix: {ending.reason}", err=True)
+        typer.echo(f"mimatrix: {ending.describe()}", err=True)
         raise typer.Exit(ending.code)
 
 
-def _status(found: "Lab") -> dict[str, object]:
+def _describe_lab(found: "Lab") -> dict[str, object]:
     from dataclasses import asdict
 
     from mimatrix import lab as labs

@@ -28,46 +28,66 @@ class PlacementChoice(StrEnum):
 
 
 class OrderChoice(StrEnum):
-    """How a ring goes round."""
+    """The order of ranks in a ring."""
 
     CLUSTER = "cluster"
     RANK = "rank"
 
 
 def simulate(
-    cluster: Annotated[str, typer.Option(help="A TOML file, or a family such as star:8, bigraph:4x4, fat_tree:4.")],
+    cluster: Annotated[
+        str, typer.Option(metavar="CLUSTER", help="A TOML file, or a topology such as star:8, bigraph:4x4, fat_tree:4.")
+    ],
     algorithm: Annotated[
-        str, typer.Option(help="A name from `mimatrix algorithms`, several with commas, or all.")
+        str, typer.Option(metavar="NAMES", help="Names from `mimatrix algorithms`, comma-separated, or all.")
     ] = "all",
-    size: Annotated[str, typer.Option("--bytes", help="Size of the message, for example 64MiB.")] = "64MiB",
-    collective: Annotated[str, typer.Option(help="all_reduce, reduce_scatter, all_gather, broadcast.")] = "all_reduce",
+    size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Size of the message, e.g. 64MiB.")] = "64MiB",
+    collective: Annotated[
+        str, typer.Option(metavar="NAME", help="all_reduce, reduce_scatter, all_gather, broadcast.")
+    ] = "all_reduce",
     placement: Annotated[
-        PlacementChoice | None, typer.Option(help="Where ranks run; by default as given, for hdrm by its mapping.")
+        PlacementChoice | None, typer.Option(help="Where ranks run.", show_default="given; hdrm has its own mapping")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Number of ranks; 0 means one for each device.")] = 0,
-    segments: Annotated[int, typer.Option(help="Cut the message and pipeline the parts.")] = 1,
-    shares: Annotated[str, typer.Option(help="equal, bandwidth, or weights such as 4,4,1,1.")] = "equal",
+    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks; 0 means one for each device.")] = 0,
+    segments: Annotated[
+        int, typer.Option(metavar="N", help="Cut the message into this many parts and pipeline them.")
+    ] = 1,
+    shares: Annotated[
+        str, typer.Option(metavar="SHARES", help="equal, bandwidth, or weights such as 4,4,1,1.")
+    ] = "equal",
     order: Annotated[
         OrderChoice, typer.Option(help="Rings follow the cluster, or rank numbers.")
     ] = OrderChoice.CLUSTER,
-    inside: Annotated[str, typer.Option(help="Hierarchical: the algorithm inside groups.")] = "gdraa",
-    between: Annotated[str, typer.Option(help="Hierarchical: the algorithm between groups.")] = "halving_doubling",
-    root: Annotated[int, typer.Option(help="Broadcast: the rank that has the data.")] = 0,
+    inside: Annotated[str, typer.Option(metavar="NAME", help="Hierarchical: the algorithm inside groups.")] = "gdraa",
+    between: Annotated[
+        str, typer.Option(metavar="NAME", help="Hierarchical: the algorithm between groups.")
+    ] = "halving_doubling",
+    root: Annotated[int, typer.Option(metavar="RANK", help="Broadcast: the rank that has the data.")] = 0,
     servers: Annotated[
-        int, typer.Option(help="Sharded parameter server: how many ranks serve; 0 means a quarter.")
+        int, typer.Option(metavar="N", help="Sharded parameter server: how many ranks serve; 0 means a quarter.")
     ] = 0,
-    sync: Annotated[str, typer.Option(help="Cost of one synchronisation, for example 5us.")] = "0us",
-    add_rate: Annotated[str, typer.Option(help="What a rank can add in a second, for example 10GB.")] = "unlimited",
-    in_flight: Annotated[int, typer.Option(help="Reads that a rank keeps in flight.")] = 8,
+    sync: Annotated[str, typer.Option(metavar="TIME", help="Cost of one synchronisation, e.g. 5us.")] = "0us",
+    add_rate: Annotated[
+        str, typer.Option(metavar="RATE", help="Rate at which a rank can add, e.g. 10GB.")
+    ] = "unlimited",
+    in_flight: Annotated[int, typer.Option(metavar="N", help="Reads that a rank keeps in flight.")] = 8,
     tolerance: Annotated[
-        float, typer.Option(help="End transfers with this part of their bytes left: quicker, off by about that much.")
+        float,
+        typer.Option(
+            metavar="FRACTION",
+            help="Finish a transfer when this fraction of its bytes is left: faster, with about that relative error.",
+        ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of ECMP's hashes and of random placement.")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (one algorithm).")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write a PNG or SVG of ranks and links (one algorithm).")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of ECMP's hashes and of random placement.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace here (one algorithm).")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a PNG or SVG of ranks and links (one algorithm).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object; for several algorithms a list.")] = False,
 ) -> None:
-    """What a collective costs on a network, algorithm by algorithm, and which link is to blame.
+    """Simulate a collective on a network: what each algorithm takes, and which link limits it.
 
     Example: mimatrix simulate --cluster leaf_spine:4x8 --bytes 64MiB
     """
@@ -76,12 +96,16 @@ def simulate(
         from mimatrix.collectives import FitOptions
         from mimatrix.netsim import Costs
 
-    names = _names(algorithm)
+    names = _parse_algorithms(algorithm)
     _check_outputs(names, trace, picture)
     where: Placement | None = placement.value if placement else None
-    wishes = FitOptions(ranks, where, _shares(shares), segments, order.value, inside, between, root, servers, seed)
+    options = FitOptions(
+        ranks, where, _parse_shares(shares), segments, order.value, inside, between, root, servers, seed
+    )
     costs = Costs(parse_seconds(sync), float("inf") if add_rate == "unlimited" else parse_rate(add_rate), in_flight)
-    runs = _Runs(Fabric(load_cluster(cluster)), _collective(collective), parse_bytes(size), wishes, costs, tolerance)
+    runs = _Runs(
+        Fabric(load_cluster(cluster)), _parse_collective(collective), parse_bytes(size), options, costs, tolerance
+    )
     runs.run(names, skip=algorithm == "all")
     if trace:
         from mimatrix.netsim.trace import chrome_trace
@@ -143,14 +167,14 @@ class _Runs:
             raise UserError(next(iter(self.left_out.values())))
 
     def _hint(self) -> str:
-        return "" if self.tolerance else " (--tolerance 0.01 is quicker)"
+        return "" if self.tolerance else " (--tolerance 0.01 is faster)"
 
 
 def algorithms(
-    ranks: Annotated[int, typer.Option(help="Number of ranks that the costs are given for.")] = 8,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks that the costs are given for.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The catalog: what each algorithm can do, requires and costs (all-reduce)."""
+    """List the algorithms: what each can do, requires and costs (all-reduce)."""
     from mimatrix.collectives import CATALOG
 
     if ranks < 2:
@@ -179,7 +203,7 @@ class _CatalogRow:
 
 
 def _catalog_row(entry: "Algorithm", ranks: int) -> _CatalogRow:
-    """By the catalog's closed forms; from the schedule itself where there are none."""
+    """Return the costs by the catalog's closed forms, or from the schedule itself if there are none."""
     from mimatrix.collectives import AlgorithmRequest, Collective, build
 
     if entry.rounds and entry.sends and entry.roundings:
@@ -191,7 +215,7 @@ def _catalog_row(entry: "Algorithm", ranks: int) -> _CatalogRow:
     return _CatalogRow(entry.name, kinds, entry.options, entry.requires, ranks, *costs)
 
 
-def _names(text: str) -> list[str]:
+def _parse_algorithms(text: str) -> list[str]:
     from mimatrix.collectives import CATALOG, find
 
     names = list(CATALOG) if text == "all" else text.split(",")
@@ -207,7 +231,7 @@ def _check_outputs(names: Sequence[str], trace: Path | None, picture: Path | Non
         raise UserError("a trace or a picture shows one algorithm; name it, for example --algorithm gdraa")
 
 
-def _collective(text: str) -> "Collective":
+def _parse_collective(text: str) -> "Collective":
     from mimatrix.collectives import Collective
 
     known = [each.value for each in Collective]
@@ -216,7 +240,7 @@ def _collective(text: str) -> "Collective":
     return Collective(text)
 
 
-def _shares(text: str) -> "Shares | Literal['equal', 'bandwidth']":
+def _parse_shares(text: str) -> "Shares | Literal['equal', 'bandwidth']":
     from mimatrix.collectives import Shares
 
     if text == "equal":

@@ -1,4 +1,4 @@
-"""`mimatrix topology`: a cluster as figures and as a picture."""
+"""`mimatrix topology`: describe a cluster by figures and a picture."""
 
 from dataclasses import asdict
 from math import inf
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 
 def topology(
-    cluster: Annotated[str, typer.Argument(help="A TOML file, or a family such as star:8, bigraph:4x4, fat_tree:4.")],
-    picture: Annotated[Path | None, typer.Option(help="Draw the cluster into this PNG or SVG.")] = None,
-    toml: Annotated[bool, typer.Option("--toml", help="Print the cluster as a TOML file, to be edited.")] = False,
+    cluster: Annotated[
+        str,
+        typer.Argument(metavar="CLUSTER", help="A TOML file, or a topology such as star:8, bigraph:4x4, fat_tree:4."),
+    ],
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the cluster into this PNG or SVG.")] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the cluster as TOML, to be edited.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """A cluster's figures (hops, links, bisection, what is oversubscribed) and its picture.
+    """Describe a cluster: hops, links, bisection, oversubscribed links; and draw it.
 
     Example: mimatrix topology leaf_spine:4x8,oversubscription=2 --picture network.png
     """

@@ -1,4 +1,4 @@
-"""`mimatrix export`: plain weights out of a checkpoint."""
+"""`mimatrix export`: write the weights of a checkpoint as a safetensors file."""
 
 import json
 import subprocess
@@ -14,13 +14,18 @@ from mimatrix.core.units import format_bytes
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: its newest good one.")],
-    file: Annotated[Path, typer.Argument(help="What to write, as in model.safetensors.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a directory of them, of which the newest valid one is taken."
+        ),
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.safetensors.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
-    """Write the weights of a checkpoint into one safetensors file, whatever ranks and stage it was saved with.
+    """Write the weights of a checkpoint into one safetensors file, for any number of ranks and any stage.
 
-    Parameters and buffers have the model's own names and shapes; tied ones are there under each of their names, so that
+    Parameters and buffers have the model's own names and shapes; tied ones appear under each of their names, so that
     model.load_state_dict(safetensors.torch.load_file("model.safetensors")) takes them.
 
     Example: mimatrix export checkpoints model.safetensors
@@ -29,21 +34,24 @@ def export(
     if not checkpoint.is_dir():
         raise UserError(f'there is no folder "{checkpoint}"; give a checkpoint that run.save has written')
     with progress("reading the checkpoint"):
-        found = _exported(checkpoint, file)
+        exported = _export(checkpoint, file)
     if as_json:
-        print_json(found)
+        print_json(exported)
         return
-    typer.echo(f"{found['file']}: {found['tensors']} tensors, {format_bytes(found['bytes'])}, of {found['checkpoint']}")
-    for names in found["tied"]:
+    typer.echo(
+        f"{exported['file']}: {exported['tensors']} tensors, {format_bytes(exported['bytes'])}, "
+        f"of {exported['checkpoint']}"
+    )
+    for names in exported["tied"]:
         typer.echo(f"tied weights, written for each name: {', '.join(names)}")
 
 
-def _exported(checkpoint: Path, file: Path) -> dict[str, Any]:
-    """By a process of its own: the command itself knows nothing of torch."""
+def _export(checkpoint: Path, file: Path) -> dict[str, Any]:
+    """Export in a process of its own: the command itself does not import torch."""
     command = [sys.executable, "-m", "mimatrix.engine.checkpoint.export", str(checkpoint), str(file)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603 (our own)
     if done.returncode:
-        raise WorldError(f"the export failed (exit code {done.returncode}); its own words are above")
+        raise WorldError(f"the export failed (exit code {done.returncode}); see its output above")
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "error" in said:
         raise (UserError if said["code"] == 2 else WorldError)(said["error"])

@@ -1,4 +1,4 @@
-"""`mimatrix profile`: how fast every worker is with a script's model, stored for `mimatrix plan`."""
+"""`mimatrix profile`: measure how fast every worker is with a script's model, for `mimatrix plan`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimatrix.cli.output import check_file, plain_console, print_json, save_picture, write_text
+from mimatrix.cli.output import check_file, plain_console, print_json, save_picture, say, write_text
 from mimatrix.cli.train.run import (
     Arguments,
     Memory,
@@ -20,8 +20,7 @@ from mimatrix.cli.train.run import (
     Speeds,
     Threads,
     Timeout,
-    asked,
-    say,
+    build_run_spec,
 )
 from mimatrix.core import environment as env
 from mimatrix.core.errors import UserError
@@ -30,7 +29,7 @@ from mimatrix.core.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mimatrix.launch import Launch
+    from mimatrix.launch import RunSpec
     from mimatrix.planner.model.profile import Measurements
 
 
@@ -44,18 +43,22 @@ def profile(
     slow_by: SlowBy = "",
     timeout: Timeout = "",
     threads: Threads = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the measurements go.")] = Path("profile.json"),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where to store the measurements.")
+    ] = Path("profile.json"),
     cluster: Annotated[
-        Path | None, typer.Option(help="Measure the links between workers, too, and store them as a cluster here.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Also measure the links between workers and store them here as a cluster."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw time, throughput and memory against the batch here.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw time, throughput and memory against the batch into this file."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
-    sizes: Annotated[bool, typer.Option("--sizes", help="Print every batch size that was timed, too.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore measurements of earlier runs.")] = False,
+    sizes: Annotated[bool, typer.Option("--sizes", help="Also print every batch size that was timed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
 ) -> None:
-    """Measure how fast every worker is with a script's model, up to `run.prepare`; nothing is trained.
+    """Measure how fast every worker is with a script's model. The script runs up to `run.prepare`; nothing is trained.
 
     Options come before the script, as in `mimatrix run`. What workers print goes to standard error.
 
@@ -68,34 +71,34 @@ def profile(
         check_file(cluster, (".toml",))
     if picture:
         check_file(picture, (".png", ".svg", ".pdf"))
-    launch = asked(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
-    launches.check(launch)
-    found = _measured(launch, script, cluster, fresh=fresh)
-    write_text(found.to_text(), output)
+    launch = build_run_spec(script, arguments or [], module, ranks, speeds, memory, slow_by, threads, timeout)
+    launches.validate_run(launch)
+    measurements = _measure(launch, script, cluster, fresh=fresh)
+    write_text(measurements.to_text(), output)
     if picture:
         from mimatrix.planner.present.drawing import draw_measurements
 
-        save_picture(draw_measurements(found, launch.speeds), picture)
+        save_picture(draw_measurements(measurements, launch.speeds), picture)
     if as_json:
-        print_json(json.loads(found.to_text()))
+        print_json(json.loads(measurements.to_text()))
         return
     console = plain_console()
-    _print(console, found)
+    _print(console, measurements)
     if sizes:
-        _print_sizes(console, found)
+        _print_sizes(console, measurements)
     for what, file in (("profile", output), ("cluster", cluster), ("picture", picture)):
         if file:
             console.print(f"{what}: {file}")
 
 
-def _measured(launch: "Launch", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
-    """What the workers found; they end by themselves once they have told."""
+def _measure(launch: "RunSpec", script: str, cluster: Path | None, *, fresh: bool) -> "Measurements":
+    """Return what the workers measured; they end by themselves once they have stored it."""
     from mimatrix import launch as launches
     from mimatrix.planner.model.profile import Measurements
 
     with TemporaryDirectory(prefix="mimatrix-profile-") as folder:
-        told = Path(folder) / "profile.json"
-        environment = os.environ | {env.PROFILE.name: str(told)}
+        stored = Path(folder) / "profile.json"
+        environment = os.environ | {env.PROFILE.name: str(stored)}
         if cluster:
             environment[env.PROFILE_CLUSTER.name] = str(cluster.absolute())
         if fresh:
@@ -103,20 +106,20 @@ def _measured(launch: "Launch", script: str, cluster: Path | None, *, fresh: boo
         # Standard output is for the table, or for JSON and nothing else.
         outcome = launches.run_local(launch, environment, sys.stderr.buffer, sys.stderr.buffer, say)
         if outcome.code:
-            say(outcome.reason)
+            say(outcome.describe())
             raise typer.Exit(outcome.code)
-        if not told.exists():
+        if not stored.exists():
             raise UserError(
                 f"{script} ended without having measured; call run.prepare(model, optimizer, dataset, loss=...) in it"
             )
-        return Measurements.from_text(told.read_text(encoding="utf-8"), "what the workers told")
+        return Measurements.from_text(stored.read_text(encoding="utf-8"), "the result of the workers")
 
 
 def _print(console: "Console", found: "Measurements") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from mimatrix.planner.present.rows import profile_rows, rate_text
+    from mimatrix.planner.present.rows import format_rate_per_s, profile_rows
 
     heading = f"{found.model.name}, {found.model.parameters:,} parameters"
     table = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=0)
@@ -129,7 +132,7 @@ def _print(console: "Console", found: "Measurements") -> None:
             str(row.rank),
             row.device,
             str(row.largest_batch),
-            rate_text(row.samples_per_s),
+            format_rate_per_s(row.samples_per_s),
             f"{row.noise:.1%}",
             format_seconds(row.optimizer_s),
             format_bytes(row.room_bytes),
@@ -150,9 +153,9 @@ def _print_sizes(console: "Console", found: "Measurements") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from mimatrix.planner.present.rows import rate_text, size_rows
+    from mimatrix.planner.present.rows import format_rate_per_s, size_rows
 
-    table = Table(title="Every size", title_justify="left", box=SIMPLE_HEAD, padding=0)
+    table = Table(title="Every batch size", title_justify="left", box=SIMPLE_HEAD, padding=0)
     for name in ("rank", "batch", "time", "samples/s", "memory"):
         table.add_column(name, justify="right")
     for row in size_rows(found):
@@ -160,7 +163,7 @@ def _print_sizes(console: "Console", found: "Measurements") -> None:
             str(row.rank),
             str(row.batch),
             format_seconds(row.seconds),
-            rate_text(row.samples_per_s),
+            format_rate_per_s(row.samples_per_s),
             format_bytes(row.memory_bytes),
         )
     console.print(table)

@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import suppress
 
-from mimatrix.core.errors import EXIT_FAILED
+from mimatrix.core.exit_codes import FAILED
 
 
 class FailedExit:
@@ -16,9 +16,9 @@ class FailedExit:
     """
 
     def __init__(self) -> None:
-        self._sentence, self._code = "", EXIT_FAILED
+        self._sentence, self._code = "", FAILED
 
-    def demand(self, sentence: str, code: int = EXIT_FAILED) -> None:
+    def demand(self, sentence: str, code: int = FAILED) -> None:
         """Let the process say why and fail when it exits."""
         self._sentence, self._code = sentence, code
         atexit.register(self._exit)

@@ -2,7 +2,8 @@
 
 import logging
 
-from mimatrix.core.errors import EXIT_BAD_INPUT, EXIT_FAILED, SaveError, UserError, WorldError
+from mimatrix.core.errors import SaveError, UserError, WorldError
+from mimatrix.core.exit_codes import BAD_INPUT, FAILED
 from mimatrix.engine.checkpoint.failed_exit import FailedExit
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class SaveFailures:
         if self._rank == 0:
             logger.error(sentence if is_raised or self._is_final else f"{sentence}; {self._describe_bearing()}")
         if may_end_process:
-            code = EXIT_BAD_INPUT if isinstance(error, UserError) else EXIT_FAILED
+            code = BAD_INPUT if isinstance(error, UserError) else FAILED
             self._exit.demand(sentence if place in sentence else f"{sentence} ({place})", code)
         return raised
 

@@ -7,17 +7,15 @@ the loop asks for the next batch. Ranks without data are told at the end of that
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mimatrix.core.exit_codes import PREEMPTED
 from mimatrix.engine.loop.batch_report import PreemptionReport
-
-EXIT_PREEMPTED = 75
-"""Exit code of a rank that was preempted (EX_TEMPFAIL): it can resume where it was."""
 
 
 class Preempted(SystemExit):
-    """Ends the process with `EXIT_PREEMPTED`, after a checkpoint."""
+    """Ends the process with `PREEMPTED`, after a checkpoint."""
 
     def __init__(self) -> None:
-        super().__init__(EXIT_PREEMPTED)
+        super().__init__(PREEMPTED)
 
 
 class Preemption:

@@ -24,9 +24,10 @@ from mimatrix.engine.settings import Settings
 from mimatrix.engine.step_timer import StepTimer
 from mimatrix.engine.zero.sharded_optimizer import check_elementwise
 from mimatrix.engine.zero.units import is_compiled, split_into_units
-from mimatrix.planner.model.plan import Plan, misfit
+from mimatrix.planner.model.plan import Plan, explain_misfit
+from mimatrix.planner.model.problem import FixedCommunication, Problem
 from mimatrix.planner.model.profile import STAGES, Communication, Measurements, ModelSize, Profile
-from mimatrix.planner.planner import Problem, make_plan
+from mimatrix.planner.planner import make_plan
 from mimatrix.profiler import (
     Limits,
     ProfileTarget,
@@ -40,7 +41,7 @@ from mimatrix.profiler import (
 )
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
-_FOR_EVERYONE = 0.05
+_MIN_ONE_SAMPLE_SLACK = 0.05
 """Part of a step that a plan may cost more if every rank then has data and may evaluate inside the loop."""
 _STAGE_GAIN = 0.05
 """Part of a step that a higher stage must gain, if a lower one fits: noise in a measurement must not choose it."""
@@ -142,18 +143,18 @@ def build_problem(context: PrepareContext, measurements: Measurements) -> Proble
     """Return the planning problem for these measurements and the run's settings."""
     settings = context.settings
     return Problem(
-        context.global_batch,
-        measurements.model,
-        measurements.profiles,
-        tuple(context.devices),
-        lambda _: measurements.communication,
+        global_batch=context.global_batch,
+        model=measurements.model,
+        profiles=measurements.profiles,
+        names=tuple(context.devices),
+        communication=FixedCommunication(measurements.communication),
         stages=_allowed_stages(context),
         shares=settings.shares_for(context.world_size) if settings.shares is not None else None,
         equal_counts=measurements.equal_counts,
         stage_gain=_STAGE_GAIN,
         # Batch norm sees one micro-step at a time.
         one_micro_step=measurements.equal_counts,
-        for_everyone=_FOR_EVERYONE,
+        min_one_sample_slack=_MIN_ONE_SAMPLE_SLACK,
     )
 
 
@@ -281,7 +282,7 @@ def _read_plan(name: str) -> Plan:
 
 
 def _check_plan(context: PrepareContext, plan: Plan, name: str) -> None:
-    if complaint := misfit(plan, context.devices):
+    if complaint := explain_misfit(plan, context.devices):
         raise UserError(f"{name} {complaint}")
     if plan.global_batch != context.global_batch:
         raise UserError(

@@ -27,7 +27,7 @@ from mimatrix.engine.planning.measure import (
     measure_ranks,
 )
 from mimatrix.engine.planning.wait_monitor import WaitMonitor, advise_plan, describe_imbalance
-from mimatrix.planner.drift import Change, Drift, learned
+from mimatrix.planner.drift import Change, Drift, estimate_drift
 from mimatrix.planner.model.plan import Plan
 from mimatrix.planner.model.profile import Measurements
 from mimatrix.planner.model.split import Split
@@ -200,7 +200,7 @@ class _WarmUp:
         medians = [statistics.median(column) for column in zip(*self._busy_s[1:], strict=True)]
         # Memory was not measured, so no rank gets a larger micro-batch than it had.
         most = [max(sizes, default=1) for sizes in split.micro]
-        drift = learned(medians, split, most, self._stage, self._shares)
+        drift = estimate_drift(medians, split, most, self._stage, self._shares)
         for busy in self._busy_s[1:]:
             drift.observe(split, busy)
         return drift

@@ -13,7 +13,7 @@ from mimatrix.core.files import write_atomic
 from mimatrix.engine.planning.cluster_discovery import discover_cluster
 from mimatrix.engine.planning.measure import PrepareContext, measure_ranks
 from mimatrix.engine.rank_exchange import gather_or_raise
-from mimatrix.planner.device_matching import memory_with
+from mimatrix.planner.device_matching import memory_for_room
 
 
 class ProfileOnlyExit(SystemExit):
@@ -41,7 +41,7 @@ def run_and_exit(context: PrepareContext) -> None:
     measurements = measure_ranks(context)
     cluster_file = environment.PROFILE_CLUSTER.get()
     # A plan leaves some memory free, which is already subtracted from the measured room.
-    devices = [Device(profile.device, memory_with(profile.room_bytes)) for profile in measurements.profiles]
+    devices = [Device(profile.device, memory_for_room(profile.room_bytes)) for profile in measurements.profiles]
     cluster = write_cluster(discover_cluster(context, devices)) if cluster_file else ""
     _write_on_rank0(context, Path(environment.PROFILE.get()), measurements.to_text())
     if cluster_file:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.planning.measure import PrepareContext
-from mimatrix.planner.drift import learned
+from mimatrix.planner.drift import estimate_drift
 from mimatrix.planner.model.split import Split
 
 _WARM_UP_STEPS = 3
@@ -71,7 +71,7 @@ class WaitMonitor:
         # A run that does not measure takes no larger micro-batches than it has.
         max_micro = [max(sizes) for sizes in self._split.micro]
         try:
-            before_s, after_s = learned(busy_s, self._split, max_micro, self._stage, self._shares).predict_best()
+            before_s, after_s = estimate_drift(busy_s, self._split, max_micro, self._stage, self._shares).predict_best()
         except UserError:
             return None  # beyond planning
         slow_rank = max(range(len(busy_s)), key=busy_s.__getitem__)

@@ -1,68 +1,144 @@
-"""Archives of members, unpacked by a child that can be ended and that has no more rights than the members."""
+"""Unpack a team's archive in a child process that can be killed and that has no more rights than the members."""
 
 import gzip
+import io
+import json
 import os
 import tarfile
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from mimatrix.core.units import format_bytes
 from mimatrix.launch.local.users import Account
-from mimatrix.processes.proc import ENDS, die_with_parent, fork
+from mimatrix.launch.start_failure import StartFailure, StartFailureKind, is_transient
+from mimatrix.processes.proc import TERMINATION_SIGNALS, die_with_parent, fork
+
+_LONGEST_READ = 1 << 20
+"""Contents are copied in small pieces; only the name of an entry is read at once."""
+_DETAIL_CHARACTERS = 1000
 
 
-class _StrayError(tarfile.TarError):
-    """Something in the archive leads out of the folder."""
+@dataclass(frozen=True, slots=True)
+class ArchiveLimits:
+    """How much an archive may unpack to: a few kilobytes can hold terabytes of zeros."""
+
+    max_bytes: int = 1 << 30
+    max_files: int = 100_000
 
 
-_REFUSED: tuple[type[Exception], ...] = (_StrayError, getattr(tarfile, "FilterError", _StrayError))
+class _UnsafeError(tarfile.TarError):
+    """An entry leads out of the directory."""
 
 
-def start_unpacking(archive: Path, folder: Path, account: Account | None) -> tuple[int, int]:
-    """Make `folder` and fill it: gives the child that does it, and where it says why it cannot, or nothing."""
-    hears, says = os.pipe()
+class _TooLargeError(tarfile.TarError):
+    """There are too many bytes or files."""
+
+
+_UNSAFE: tuple[type[Exception], ...] = (_UnsafeError, getattr(tarfile, "FilterError", _UnsafeError))
+
+
+def start_unpacking(
+    archive: Path, folder: Path, account: Account | None, limits: ArchiveLimits | None = None
+) -> tuple[int, int]:
+    """Start a child that creates `folder` and unpacks the archive there.
+
+    Returns:
+        The child, and a descriptor for `read_failure`: it ends when the child does.
+    """
+    receiver, sender = os.pipe()
 
     def act() -> None:
-        os.write(says, _unpack(archive, folder, account).encode(errors="replace")[:4096])
+        failure = _unpack(archive, folder, account, limits or ArchiveLimits())
+        if failure:
+            os.write(sender, json.dumps(failure.to_json()).encode())
 
-    child = fork(act, [says], ENDS)
-    os.close(says)
-    return child, hears
+    child = fork(act, [sender], TERMINATION_SIGNALS)
+    os.close(sender)
+    return child, receiver
 
 
-def _unpack(archive: Path, folder: Path, account: Account | None) -> str:
-    """Why it cannot be done, in one sentence; nothing when it is done."""
+def read_failure(data: bytes) -> StartFailure | None:
+    """Return why the child could not unpack the archive; None if it said nothing."""
+    return StartFailure.from_json(json.loads(data)) if data else None
+
+
+def _unpack(archive: Path, folder: Path, account: Account | None, limits: ArchiveLimits) -> StartFailure | None:
     try:
         with archive.open("rb") as file:
             _enter(folder, account)
-            with gzip.open(file) as plain, tarfile.open(fileobj=plain, mode="r:") as packed:
-                _extract(packed)
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        if isinstance(error, _REFUSED):
-            return f"{archive} must not be unpacked ({error}); pack a folder that has all it needs inside of it"
-        return f"{archive} cannot be unpacked ({error}); pack the folder again, as .tar.gz"
-    return ""
+            with gzip.open(file) as plain, tarfile.open(mode="r:", fileobj=_Bounded(plain)) as packed:
+                _extract(packed, list(_checked(packed, limits)))
+    except (OSError, EOFError, MemoryError, ValueError, tarfile.TarError, zlib.error) as error:
+        detail = str(error)[:_DETAIL_CHARACTERS]
+        return StartFailure(kind=_kind(error), detail=detail, archive=str(archive), is_transient=is_transient(error))
+    return None
 
 
-def _extract(packed: tarfile.TarFile) -> None:
-    """Here, and nowhere else."""
+def _kind(error: Exception) -> StartFailureKind:
+    if isinstance(error, _UNSAFE):
+        return StartFailureKind.ARCHIVE_UNSAFE
+    if isinstance(error, _TooLargeError):
+        return StartFailureKind.ARCHIVE_TOO_LARGE
+    # gzip raises an OSError without a number for what is not an archive.
+    is_of_system = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+    return StartFailureKind.UNPACKING if is_of_system else StartFailureKind.ARCHIVE_INVALID
+
+
+def _checked(packed: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile.TarInfo]:
+    """Yield the entries, and stop at the first that is too much: its contents are not even decompressed."""
+    left = limits.max_bytes
+    for number, member in enumerate(packed, 1):
+        left -= max(0, member.size)
+        if left < 0:
+            raise _TooLargeError(f"it unpacks to more than {format_bytes(limits.max_bytes)}")
+        if number > limits.max_files:
+            raise _TooLargeError(f"it has more than {limits.max_files} files")
+        yield member
+
+
+def _extract(packed: tarfile.TarFile, members: list[tarfile.TarInfo]) -> None:
+    """Extract the entries here, and nowhere else."""
     if hasattr(tarfile, "data_filter"):
-        packed.extractall(".", filter="data")
+        packed.extractall(".", members, filter="data")
         return
-    # Before Python 3.11.4: only what cannot lead elsewhere, as this user's, and with nobody's rights.
-    for member in packed.getmembers():
+    # Before Python 3.11.4: only what cannot lead elsewhere, as this user's, without set-user-ID bits.
+    for member in members:
         path = Path(member.name)
         if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
-            raise _StrayError(f'"{member.name}" is no plain file inside of the folder')
+            raise _UnsafeError(f'"{member.name}" is not a plain file inside the directory')
         member.mode, member.uid, member.gid = member.mode & 0o777, os.geteuid(), os.getegid()
         member.uname = member.gname = ""
-    packed.extractall(".")  # noqa: S202 (checked above)
+    packed.extractall(".", members)  # noqa: S202 (checked above)
 
 
 def _enter(folder: Path, account: Account | None) -> None:
-    """Make the folder, go there, and become the user, who may not be able to go there by itself."""
+    """Create the directory, change to it, and become the user, who may not be able to reach it by its path."""
     folder.mkdir()
     os.chdir(folder)
     if account:
         os.chown(".", account.uid, account.gid)
         account.become()
     die_with_parent()  # a change of user would undo it, so it comes after
+
+
+class _Bounded(io.BufferedIOBase):
+    """A stream of which no single read is large: a tar header may ask for any number of bytes."""
+
+    def __init__(self, stream: gzip.GzipFile) -> None:
+        self._stream = stream
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read at most `size` bytes."""
+        if size is None or not 0 <= size <= _LONGEST_READ:
+            raise _TooLargeError(f"the header of an entry has {size} bytes")
+        return self._stream.read(size)
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Change the position."""
+        return self._stream.seek(position, whence)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._stream.tell()

@@ -1,6 +1,6 @@
-"""Output of one member on disk: the last of it, in one or two files named by the place of their first byte.
+"""Output of one member on disk: the last of it, in one or two files that are named by the position of their first byte.
 
-The names are all that has to be known of what was dropped, so nobody can read a count that does not fit the files.
+The names are all that has to be known about what was dropped, so no count can disagree with the files.
 """
 
 import os
@@ -14,7 +14,7 @@ PART_BYTES = 8 << 20
 _KEPT = 2
 
 
-class Log:
+class RotatingLog:
     """Takes all output of one member and keeps the last of it: at most two files of about `part_bytes`."""
 
     def __init__(self, folder: Path, part_bytes: int = PART_BYTES) -> None:
@@ -24,7 +24,7 @@ class Log:
         self._file: FileIO | None = None
 
     def write(self, data: bytes) -> None:
-        """Keep `data`, which whoever reads can see at once. What the disk does not take is dropped."""
+        """Keep `data`, which readers see at once. What the disk does not take is dropped."""
         left = memoryview(data)
         try:
             while left:
@@ -37,7 +37,7 @@ class Log:
             self.close()
 
     def close(self) -> None:
-        """Let go of the file; what is written next begins another one."""
+        """Close the file; what is written next begins another one."""
         if self._file:
             with suppress(OSError):
                 self._file.close()
@@ -59,19 +59,19 @@ class Log:
 
 
 def read_log(folder: Path, offset: int, most: int) -> LogPart:
-    """At most `most` bytes from `offset` on, or from the oldest byte behind it that is kept; below 0: from the end."""
+    """Return at most `most` bytes from `offset` on, or from the oldest byte that is kept; below 0: from the end."""
     data, at = b"", offset if offset >= 0 else max(0, _end(folder) + offset)
     for start, part in _parts(folder, at):
         if data and start > at:
-            break  # what was dropped in between must be seen as a jump between two answers
-        found = _read(part, max(0, at - start), most - len(data))
-        at = max(at, start) + len(found) if found else at
-        data += found
+            break  # what was dropped in between must be visible as a jump between two answers
+        piece = _read(part, max(0, at - start), most - len(data))
+        at = max(at, start) + len(piece) if piece else at
+        data += piece
     return LogPart(data, at)
 
 
 def _parts(folder: Path, offset: int) -> list[tuple[int, Path]]:
-    """The files that hold bytes from `offset` on, in order."""
+    """Return the files that hold bytes from `offset` on, in order."""
     starts = _starts(folder)
     holder = max((start for start in starts if start <= offset), default=0)
     return [(start, folder / str(start)) for start in starts if start >= holder]
@@ -80,7 +80,7 @@ def _parts(folder: Path, offset: int) -> list[tuple[int, Path]]:
 def _read(part: Path, offset: int, most: int) -> bytes:
     try:
         with part.open("rb") as file:
-            # Beyond its end there is nothing, and some file systems refuse to go there.
+            # There is nothing beyond its end, and some file systems refuse to seek there.
             file.seek(min(offset, os.fstat(file.fileno()).st_size))
             return file.read(most)
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _read(part: Path, offset: int, most: int) -> bytes:
 
 
 def _end(folder: Path) -> int:
-    """How many bytes were ever written, as far as the files say."""
+    """Return how many bytes were ever written, as far as the files say."""
     for start in _starts(folder)[-1:]:
         with suppress(FileNotFoundError):
             return start + (folder / str(start)).stat().st_size

@@ -1,4 +1,4 @@
-"""Ray's token: who has it may run anything on all machines, and who has not may do nothing."""
+"""Ray's token: a process that has it may run anything on all machines, any other nothing."""
 
 import os
 import secrets
@@ -12,10 +12,12 @@ _BYTES = 32
 
 
 def ray_environment(folder: Path, outside: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which Ray is spoken with: with a token, unless `RAY_AUTH_MODE` says otherwise.
+    """Return the environment for processes that speak with Ray: with a token, unless `RAY_AUTH_MODE` says otherwise.
 
-    The token is the one outside, or else the one in the folder. Where there is none one is made, and the person is
-    told what to do with it.
+    The token is the one in `outside`, or else the one in the directory.
+
+    Raises:
+        UserError: There was no token, so one was made; the message says what to do with it.
     """
     # With a wrong token Ray would try for twenty seconds.
     told = {"RAY_NUM_REDIS_GET_RETRIES": "3", **outside, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -26,13 +28,13 @@ def ray_environment(folder: Path, outside: Mapping[str, str]) -> dict[str, str]:
         _make(file)
         raise UserError(
             f"Ray has no token here, so one was made: copy {file} to ~/.ray/auth_token on all machines, and start Ray "
-            "on them anew"
+            "on them again"
         )
     return told | {_PATH: str(file)}
 
 
 def _usual(told: Mapping[str, str]) -> Path:
-    """Where Ray itself looks."""
+    """Return where Ray itself looks for a token."""
     return Path(told.get("HOME") or Path.home()) / ".ray" / "auth_token"
 
 

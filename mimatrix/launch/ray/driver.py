@@ -1,7 +1,7 @@
-"""`python -m mimatrix.launch.ray.driver ADDRESS PLACE FD`: the process that speaks with Ray, for one launcher.
+"""The process that speaks with Ray for one launcher: `python -m mimatrix.launch.ray.driver ADDRESS NAMESPACE FD`.
 
-Ray ends a process that it is connected from when the cluster is gone, and waits without a deadline in some places. So
-this is not the server's process. It ends with the launcher that started it, and keepers go on.
+Ray ends a process that is connected to it when the cluster is gone, and waits without a deadline in some places. So
+this is not the server's process. It ends with the launcher that started it; node agents keep running.
 """
 
 import logging
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,8 +20,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mimatrix.core.errors import MiMatrixError, WorldError
-from mimatrix.launch.ray.driver_client import CONNECTED, Answer, Archive, Ask, Refused, Reply, Silent, Told
-from mimatrix.launch.ray.node_agent import NodeKeeper, actor_name
+from mimatrix.launch.ray.driver_client import CONNECTED, DriverCall, DriverResult, receive, send
+from mimatrix.launch.ray.messages import encode_raylet
+from mimatrix.launch.ray.node_agent import NodeAgent, actor_name
 from mimatrix.launch.ray.nodes import Raylet
 
 _THREADS = 16
@@ -28,60 +30,68 @@ _REACHED_S = 3.0
 
 
 class Driver:
-    """Connected to one cluster, with the keepers of one place in it."""
+    """Connected to one cluster, with the node agents of one namespace in it."""
 
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self._keepers: dict[str, Any] = {}
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._agents: dict[str, Any] = {}
 
-    def raylets(self) -> tuple[Raylet, ...]:
-        """All that Ray knows of, also those that are gone."""
-        told: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        return tuple(map(_raylet, told))
+    def raylets(self) -> list[dict[str, Any]]:
+        """Return all nodes that Ray knows, also those that are gone."""
+        return [encode_raylet(raylet) for raylet in self._raylets()]
 
-    def ask(self, calls: Mapping[str, tuple[Any, ...]], method: str, within_s: float) -> dict[str, Reply]:
-        """Call a method of the keepers on these nodes, all at once, with the arguments of each."""
-        raylets = {raylet.id: raylet for raylet in self.raylets()}
-        archives = {each for arguments in calls.values() for each in arguments if isinstance(each, Archive)}
-        shipped = {archive: ray.put(archive.path.read_bytes()) for archive in archives}
-        under_way: dict[Any, str] = {}
-        replies: dict[str, Reply] = {}
-        for node, arguments in calls.items():
+    def ask(self, requests: Mapping[str, str], archive: str, within_s: float) -> dict[str, dict[str, str]]:
+        """Send requests to the agents on these nodes, all at once.
+
+        Args:
+            requests: The text for each node.
+            archive: Path of a file whose content goes with each request; none if empty.
+            within_s: How long to wait for replies.
+
+        Returns:
+            For each node `reply`, the text, or `silent`, why there is none.
+        """
+        raylets = {raylet.id: raylet for raylet in self._raylets()}
+        content = [ray.put(Path(archive).read_bytes())] if archive else []
+        calls: dict[Any, str] = {}
+        replies: dict[str, dict[str, str]] = {}
+        for node, request in requests.items():
             if node not in raylets or not raylets[node].is_alive:
-                replies[node] = Silent("Ray has lost it")
+                replies[node] = {"silent": "Ray has lost it"}
                 continue
-            words = [shipped[each] if isinstance(each, Archive) else each for each in arguments]
             try:
-                under_way[getattr(self._keeper(raylets[node]), method).remote(*words)] = node
+                calls[self._agent(raylets[node]).handle.remote(request, *content)] = node
             except (RayError, ValueError) as error:
-                replies[node] = Silent(_first_line(error))
-        if under_way:
-            ray.wait(list(under_way), num_returns=len(under_way), timeout=within_s)
-        return replies | {node: self._take(node, call, within_s) for call, node in under_way.items()}
+                replies[node] = {"silent": _first_line(error)}
+        if calls:
+            ray.wait(list(calls), num_returns=len(calls), timeout=within_s)
+        return replies | {node: self._take(node, call, within_s) for call, node in calls.items()}
 
-    def _take(self, node: str, call: Any, within_s: float) -> Reply:
+    def _raylets(self) -> tuple[Raylet, ...]:
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        return tuple(map(_raylet, nodes))
+
+    def _take(self, node: str, call: Any, within_s: float) -> dict[str, str]:
         try:
-            return Answer(ray.get(call, timeout=0))
+            return {"reply": str(ray.get(call, timeout=0))}
         except GetTimeoutError:
-            return Silent(f"no answer within {within_s:g} s")
+            return {"silent": f"no answer within {within_s:g} s"}
         except RayTaskError as error:
-            if isinstance(error.cause, MiMatrixError):
-                return Refused(error.cause)
-            return Silent(_last_line(error))
+            return {"silent": _last_line(error)}
         except RayActorError as error:
             if isinstance(error, ActorDiedError):
                 # The next call starts another one, if the node is still there.
-                self._keepers.pop(node, None)
-            return Silent("its keeper does not answer")
+                self._agents.pop(node, None)
+            return {"silent": "its agent does not answer"}
 
-    def _keeper(self, raylet: Raylet) -> Any:
-        """The one that is there, or a new one."""
-        if raylet.id not in self._keepers:
-            self._keepers[raylet.id] = (
-                ray.remote(NodeKeeper)
+    def _agent(self, raylet: Raylet) -> Any:
+        """Return the agent of a node; start one if there is none."""
+        if raylet.id not in self._agents:
+            self._agents[raylet.id] = (
+                ray.remote(NodeAgent)
                 .options(
                     name=actor_name(raylet.id),
-                    namespace=self._place,
+                    namespace=self._namespace,
                     lifetime="detached",
                     get_if_exists=True,
                     num_cpus=0,
@@ -89,30 +99,30 @@ class Driver:
                     max_concurrency=_THREADS,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(raylet.id, soft=False),
                 )
-                .remote(raylet, self._place)
+                .remote(encode_raylet(raylet), self._namespace)
             )
-        return self._keepers[raylet.id]
+        return self._agents[raylet.id]
 
 
-def main(address: str, place: str, descriptor: int) -> None:
-    """Connect, say so, and answer until nobody asks any more."""
+def main(address: str, namespace: str, descriptor: int) -> None:
+    """Connect, say so, and answer until the launcher is gone."""
     line = Connection(descriptor)
     try:
-        _connect(address, place)
+        _connect(address, namespace)
     except MiMatrixError as error:
-        line.send(Told(CONNECTED, error))
+        send(line, DriverResult(CONNECTED, error=str(error)))
         return
-    line.send(Told(CONNECTED, None))
-    _serve(line, Driver(place))
+    send(line, DriverResult(CONNECTED))
+    _serve(line, Driver(namespace))
 
 
-def _connect(address: str, place: str) -> None:
+def _connect(address: str, namespace: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         if host:
             # Ray itself would try for a minute.
             socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHED_S).close()
-        ray.init(address=address, namespace=place, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise WorldError(
             f"Ray at {address} cannot be used ({_first_line(error)}); see that it runs, also on this machine, and "
@@ -125,32 +135,31 @@ def _serve(line: Connection, driver: Driver) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         while True:
             try:
-                asked: Ask = line.recv()
+                call = DriverCall(**receive(line))
             except (EOFError, OSError):
-                # Whoever waits in Ray would keep us here.
+                # Threads that wait for Ray would keep us here.
                 os._exit(0)
-            pool.submit(_answer, line, asked, methods[asked.method])
+            pool.submit(_answer, line, call, methods[call.method])
 
 
-def _answer(line: Connection, asked: Ask, method: Callable[..., Any]) -> None:
-    told: Any
+def _answer(line: Connection, call: DriverCall, method: Callable[..., Any]) -> None:
     try:
-        told = method(*asked.arguments)
-    except Exception as error:  # noqa: BLE001 (whatever Ray raises, whoever asked is to know)
-        told = WorldError(f"Ray gave way: {_first_line(error)}")
+        result = DriverResult(call.number, value=method(*call.arguments))
+    except Exception as error:  # noqa: BLE001 (whatever Ray raises, the launcher is to know)
+        result = DriverResult(call.number, error=f"Ray failed: {_first_line(error)}")
     with suppress(OSError):
-        line.send(Told(asked.number, told))
+        send(line, result)
 
 
-def _raylet(told: Mapping[str, Any]) -> Raylet:
+def _raylet(node: Mapping[str, Any]) -> Raylet:
     return Raylet(
-        told["NodeID"],
-        told["NodeName"] or told["NodeManagerHostname"],
-        told["NodeManagerAddress"],
-        bool(told["Alive"]),
-        told["Resources"],
-        told["Labels"],
-        str(told.get("DeathReasonMessage", "")).strip().rstrip("."),
+        node["NodeID"],
+        node["NodeName"] or node["NodeManagerHostname"],
+        node["NodeManagerAddress"],
+        bool(node["Alive"]),
+        node["Resources"],
+        node["Labels"],
+        str(node.get("DeathReasonMessage", "")).strip().rstrip("."),
     )
 
 

@@ -1,5 +1,7 @@
-"""The line to a process that speaks with Ray: what is asked, what is told, and a deadline for everything."""
+"""The client of the process that speaks with Ray: calls with a deadline, as JSON over a socket pair."""
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -8,26 +10,28 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from mimatrix.core.errors import MiMatrixError, WorldError
+from mimatrix.launch.ray.messages import decode_raylet, decode_reply, encode_request
 from mimatrix.launch.ray.nodes import Raylet
 
 CONNECTED = 0
-"""The number of what is told first, and unasked."""
+"""The number of the first result, which no call asked for."""
 # To connect, at most; and how long a call waits for it.
-_CONNECTED_S, _PATIENCE_S = 40.0, 12.0
-_TOLD_S = 5.0
+_CONNECT_S, _CONNECT_WAIT_S = 40.0, 12.0
+_CALL_S = 5.0
 # Beyond what the other side allows itself.
 _SLACK_S = 5.0
+_LONGEST_MESSAGE = 1 << 28
 _CODE = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DriverCall:
     """A call of a method of the driver."""
 
     number: int
@@ -36,18 +40,12 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What came of it: a value, or a `MiMatrixError` to raise."""
+class DriverResult:
+    """What came of a call: a value, or why there is none."""
 
     number: int
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """An argument that stands for the content of a file, which Ray carries."""
-
-    path: Path
+    value: Any = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A node could not, and says why."""
+    """A node could not do it, and says why."""
 
     error: MiMatrixError
 
@@ -71,74 +69,110 @@ class Silent:
     reason: str
 
 
-Reply = Answer | Refused | Silent
+NodeReply = Answer | Refused | Silent
 
 
-class Line:
-    """To one Ray cluster, by a process that is started when it is needed, and again after it ended."""
+def send(line: Connection, message: DriverCall | DriverResult) -> None:
+    """Send a message as JSON: no process runs code because of what another one sends."""
+    line.send_bytes(json.dumps(asdict(message)).encode())
 
-    def __init__(self, address: str, place: str, environment: Mapping[str, str], log: Path) -> None:
-        self._address, self._place, self._environment, self._log = address, place, environment, log
+
+def receive(line: Connection) -> dict[str, Any]:
+    """Return the fields of the next message."""
+    return dict(json.loads(line.recv_bytes(_LONGEST_MESSAGE)))
+
+
+class DriverClient:
+    """Calls to one Ray cluster, by a process that is started when it is needed, and again after it ended."""
+
+    def __init__(self, address: str, namespace: str, environment: Mapping[str, str], log: Path) -> None:
+        self._address, self._namespace, self._environment, self._log = address, namespace, environment, log
         self._lock = threading.Lock()
-        self._talk: _Talk | None = None
+        self._driver: _Driver | None = None
 
     def raylets(self) -> tuple[Raylet, ...]:
-        """All that Ray knows of, also those that are gone."""
-        found: tuple[Raylet, ...] = self._call(_TOLD_S, "raylets")
-        return found
+        """Return all nodes that Ray knows, also those that are gone."""
+        return tuple(map(decode_raylet, self._call(_CALL_S, "raylets")))
 
-    def ask(self, calls: Mapping[str, tuple[Any, ...]], method: str, within_s: float = _TOLD_S) -> dict[str, Reply]:
-        """Call a method of the keepers on these nodes, all at once, with the arguments of each."""
+    def ask(
+        self,
+        calls: Mapping[str, Mapping[str, Any]],
+        method: str,
+        within_s: float = _CALL_S,
+        *,
+        archive: Path | None = None,
+    ) -> dict[str, NodeReply]:
+        """Call a method of the agents on these nodes, all at once.
+
+        Args:
+            calls: The arguments for each node, as plain data.
+            method: A method of `NodeAgent`.
+            within_s: How long to wait for replies.
+            archive: A file whose content goes with each call.
+        """
         if not calls:
             return {}
-        replies: dict[str, Reply] = self._call(within_s + _SLACK_S, "ask", dict(calls), method, within_s)
-        return replies
+        requests = {node: encode_request(method, arguments) for node, arguments in calls.items()}
+        replies = self._call(within_s + _SLACK_S, "ask", requests, str(archive or ""), within_s)
+        return {node: _node_reply(replies[node]) for node in calls}
 
     def close(self) -> None:
         """End the process; a call after that starts another one."""
         with self._lock:
-            if self._talk:
-                self._talk.end()
-            self._talk = None
+            if self._driver:
+                self._driver.end()
+            self._driver = None
 
     def _call(self, within_s: float, method: str, *arguments: Any) -> Any:
-        talk = self._talking()
-        talk.wait_to_connect(f"Ray at {self._address} was not reached")
-        return talk.wait(talk.send(method, arguments), within_s, f"Ray at {self._address} did not answer")
+        driver = self._running()
+        driver.wait_to_connect(f"Ray at {self._address} was not reached")
+        return driver.wait(driver.send(method, arguments), within_s, f"Ray at {self._address} did not answer")
 
-    def _talking(self) -> "_Talk":
+    def _running(self) -> "_Driver":
         with self._lock:
             try:
-                if self._talk is None or self._talk.is_over:
-                    self._talk = _Talk(self._start)
+                if self._driver is None or self._driver.has_ended:
+                    self._driver = _Driver(self._start)
             except OSError as error:
-                raise WorldError(f"what speaks with Ray cannot be started ({error})") from None
-            return self._talk
+                raise WorldError(f"the process that speaks with Ray cannot be started ({error})") from None
+            return self._driver
 
     def _start(self) -> "tuple[subprocess.Popen[bytes], Connection]":
         ours, theirs = socket.socketpair()
-        words = [sys.executable, "-m", "mimatrix.launch.ray.driver", self._address, self._place, str(theirs.fileno())]
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self._log.open("wb") as log:
-            process = subprocess.Popen(  # noqa: S603 (the words are ours)
-                words,
+        module = "mimatrix.launch.ray.driver"
+        command = [sys.executable, "-m", module, self._address, self._namespace, str(theirs.fileno())]
+        self._log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with theirs, open(self._log, "wb", opener=_open_private) as log:
+            process = subprocess.Popen(  # noqa: S603 (the command is ours)
+                command,
                 cwd=_CODE,
                 env=dict(self._environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                # Ctrl-C is for the server, which goes on for a while.
+                # Ctrl-C is for the server, which keeps running for a while.
                 start_new_session=True,
             )
         return process, Connection(ours.detach())
 
 
-class _Talk:
+def _node_reply(reply: Mapping[str, str]) -> NodeReply:
+    if "silent" in reply:
+        return Silent(reply["silent"])
+    value = decode_reply(reply["reply"])
+    return Refused(value) if isinstance(value, MiMatrixError) else Answer(value)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+class _Driver:
     """One process, and the calls that wait for it."""
 
     def __init__(self, start: "Callable[[], tuple[subprocess.Popen[bytes], Connection]]") -> None:
-        self.is_over = False
+        self.has_ended = False
         self.connected: Future[Any] = Future()
         self._calls: dict[int, Future[Any]] = {CONNECTED: self.connected}
         self._lock = threading.Lock()
@@ -148,29 +182,31 @@ class _Talk:
         threading.Thread(target=self._listen, name="mimatrix-ray", daemon=True).start()
 
     def send(self, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
-        """Ask; what is told comes out of the future."""
+        """Send a call; its result comes out of the future."""
         call: Future[Any] = Future()
         with self._lock:
-            if self.is_over:
+            if self.has_ended:
                 raise _lost()
             self._number += 1
             self._calls[self._number] = call
-            # A line that is broken has a listener that is about to say so.
+            # A broken line has a listener that is about to fail the call.
             with suppress(OSError):
-                self._line.send(Ask(self._number, method, arguments))
+                send(self._line, DriverCall(self._number, method, arguments))
         return call
 
     def wait_to_connect(self, otherwise: str) -> None:
-        """Until there is a connection, for a while: one that takes long may be there at the next call."""
+        """Wait until Ray is connected, for a while: a slow connection may be there at the next call."""
         try:
-            self.connected.result(_PATIENCE_S)
+            self.connected.result(_CONNECT_WAIT_S)
         except TimeoutError:
-            if time.monotonic() - self._began_s > _CONNECTED_S:
+            if time.monotonic() - self._began_s > _CONNECT_S:
                 self.end()
-            raise WorldError(f"{otherwise} within {_PATIENCE_S:g} s; see that it runs, also on this machine") from None
+            raise WorldError(
+                f"{otherwise} within {_CONNECT_WAIT_S:g} s; see that it runs, also on this machine"
+            ) from None
 
     def wait(self, call: "Future[Any]", within_s: float, otherwise: str) -> Any:
-        """What is told; a process that lets its deadline pass is of no use any more, and is killed."""
+        """Return the result of a call; a process that misses its deadline is of no use any more, and is killed."""
         try:
             return call.result(within_s)
         except TimeoutError:
@@ -178,18 +214,18 @@ class _Talk:
             raise WorldError(f"{otherwise} within {within_s:g} s; see that it runs, also on this machine") from None
 
     def end(self) -> None:
-        """Kill the process, and wait for that. What waits is told."""
+        """Kill the process, and wait for that. Calls that wait fail."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_SLACK_S)
 
     def _listen(self) -> None:
-        with suppress(EOFError, OSError):
+        with suppress(EOFError, OSError, ValueError, TypeError):
             while True:
-                told: Told = self._line.recv()
-                self._settle(told.number, told.value)
+                result = DriverResult(**receive(self._line))
+                self._settle(result.number, WorldError(result.error) if result.error else result.value)
         with self._lock:
-            self.is_over = True
+            self.has_ended = True
             self._line.close()
         self._process.wait()
         for number in list(self._calls):

@@ -1,4 +1,4 @@
-"""A node that is cut off ends what it runs: the others take it for gone, and start its work again elsewhere."""
+"""Fencing: a node that is cut off ends what it runs, as the others start its work again elsewhere."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ _ASKED_S = 1.0
 
 
 def fence(node: str) -> "Fence":
-    """Of the node of this id, as it was told where Ray was started."""
+    """Return the fence of the node of this id, with the time limit that was set where Ray was started."""
     try:
         within_s = float(environment.CUT_OFF_S.get())
     except ValueError:
@@ -21,15 +21,15 @@ def fence(node: str) -> "Fence":
 
 
 class Fence:
-    """Calls `end` when the cluster has given up this node, or has not been heard of for so long."""
+    """Calls `end` when the cluster has lost this node, or has not answered for `within_s` seconds."""
 
     def __init__(self, is_known: Callable[[], bool], within_s: float, end: Callable[[], None]) -> None:
         self._is_known, self._within_s, self._end = is_known, within_s, end
         self._heard_at_s = time.monotonic()
 
     def begin(self) -> None:
-        """Go on in the background."""
-        # To ask may take for ever, so another one looks at the time.
+        """Watch in the background."""
+        # A question may block for ever, so another thread watches the clock.
         for act in (self._ask, self._look):
             threading.Thread(target=act, name="mimatrix-fence", daemon=True).start()
 
@@ -39,7 +39,7 @@ class Fence:
                 if not self._is_known():
                     self._end()
                 self._heard_at_s = time.monotonic()
-            except Exception:  # noqa: BLE001, S110 (whatever Ray raises, nothing was heard)
+            except Exception:  # noqa: BLE001, S110 (whatever Ray raises, there was no answer)
                 pass
             time.sleep(_ASKED_S)
 
@@ -57,5 +57,5 @@ def _is_known(node: str) -> bool:
 
 
 def _end() -> None:
-    """Whoever waits for the end of this process does the rest."""
+    """End this process; the watchdog that waits for that does the rest."""
     os._exit(1)

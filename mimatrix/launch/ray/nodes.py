@@ -1,23 +1,23 @@
-"""Nodes of a Ray cluster as ours: names, addresses, devices and what is near, from resources and labels."""
+"""Nodes of a Ray cluster: names, addresses, devices and what is near, from resources and labels."""
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mimatrix.launch.launcher import DeviceFacts, NodeFacts
+from mimatrix.launch.devices import DeviceInfo, NodeInfo
 
 NEAR, KIND, DEVICES = "mimatrix.near", "mimatrix.kind", "mimatrix.devices"
-"""Labels of ours, given with `ray start --labels`: the last two say what the node is to be taken for."""
+"""Our labels for `ray start --labels`; the last two replace the devices that the node has."""
 _ACCELERATOR = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, slots=True)
 class Raylet:
-    """One node as Ray tells of it."""
+    """One node, as Ray describes it."""
 
     id: str
-    """Another one after each start of Ray on the machine."""
+    """A new one after each start of Ray on the machine."""
     name: str
     address: str
     is_alive: bool
@@ -27,13 +27,13 @@ class Raylet:
     """Why it is not alive, as far as Ray knows."""
 
 
-def node_facts(raylet: Raylet, seen: tuple[DeviceFacts, ...]) -> NodeFacts:
-    """The node, where `seen` are the devices that its own keeper finds there."""
-    return NodeFacts(raylet.name, raylet.address, _devices(raylet, seen), raylet.labels.get(NEAR, ""))
+def node_info(raylet: Raylet, seen: tuple[DeviceInfo, ...]) -> NodeInfo:
+    """Return the node, given the devices that its agent has found there."""
+    return NodeInfo(raylet.name, raylet.address, _devices(raylet, seen), raylet.labels.get(NEAR, ""))
 
 
-def tell_apart(nodes: Mapping[str, NodeFacts]) -> dict[str, NodeFacts]:
-    """The same nodes by their ids; those that share a name have a piece of the id in it."""
+def tell_apart(nodes: Mapping[str, NodeInfo]) -> dict[str, NodeInfo]:
+    """Return the nodes, with a piece of the id in each name that several of them have."""
     count = Counter(node.name for node in nodes.values())
     return {
         known: node if count[node.name] == 1 else replace(node, name=f"{node.name}-{known[:8]}")
@@ -41,12 +41,12 @@ def tell_apart(nodes: Mapping[str, NodeFacts]) -> dict[str, NodeFacts]:
     }
 
 
-def named(nodes: Iterable[NodeFacts]) -> str:
-    """Their names, for a sentence."""
+def join_names(nodes: Iterable[NodeInfo]) -> str:
+    """Return the names of nodes, for a sentence."""
     return ", ".join(sorted(node.name for node in nodes)) or "none"
 
 
-def _devices(raylet: Raylet, seen: tuple[DeviceFacts, ...]) -> tuple[DeviceFacts, ...]:
+def _devices(raylet: Raylet, seen: tuple[DeviceInfo, ...]) -> tuple[DeviceInfo, ...]:
     gpus = int(raylet.resources.get("GPU", 0))
     cpus = int(raylet.resources.get("CPU", 0))
     if raylet.labels.keys() & {KIND, DEVICES}:
@@ -58,18 +58,18 @@ def _devices(raylet: Raylet, seen: tuple[DeviceFacts, ...]) -> tuple[DeviceFacts
     return _alike("cpu", cpus, _memory_bytes(raylet))
 
 
-def _gpus(raylet: Raylet, count: int, seen: tuple[DeviceFacts, ...]) -> tuple[DeviceFacts, ...]:
-    """As the driver names them. Without nvidia-ml-py on the node Ray's word has to do, which knows no memory."""
+def _gpus(raylet: Raylet, count: int, seen: tuple[DeviceInfo, ...]) -> tuple[DeviceInfo, ...]:
+    """Return the GPUs as the driver names them; without nvidia-ml-py on the node, as Ray does, without memory."""
     if len(seen) >= count:
         return seen[:count]
     kind = raylet.labels.get(_ACCELERATOR, "gpu")
-    return tuple(DeviceFacts(kind, 0, {"CUDA_VISIBLE_DEVICES": str(index)}) for index in range(count))
+    return tuple(DeviceInfo(kind, 0, {"CUDA_VISIBLE_DEVICES": str(index)}) for index in range(count))
 
 
-def _alike(kind: str, count: int, memory_bytes: int) -> tuple[DeviceFacts, ...]:
-    return (DeviceFacts(kind, memory_bytes // count),) * count if count else ()
+def _alike(kind: str, count: int, memory_bytes: int) -> tuple[DeviceInfo, ...]:
+    return (DeviceInfo(kind, memory_bytes // count),) * count if count else ()
 
 
 def _memory_bytes(raylet: Raylet) -> int:
-    """What Ray counts on; it may have been told not to count memory."""
+    """Return the memory that Ray manages, or all if it was told not to manage memory."""
     return int(raylet.resources.get("memory", 0)) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
-"""`python -m mimatrix.launch.ray.watchdog FOLDER`: waits for the end of a node's keeper, and kills all that it kept.
+"""Wait for the end of a node's agent, and kill all teams of the node: `python -m mimatrix.launch.ray.watchdog FOLDER`.
 
-The keeper holds the other end of our standard input, and has to do nothing for us to know that it is gone.
+The agent holds the other end of our standard input, which the kernel closes when it dies.
 """
 
 import os
@@ -16,7 +16,7 @@ _KILL_S, _AGAIN_S = 60.0, 0.2
 
 
 def main() -> None:
-    """Go on in a process that is nobody's child."""
+    """Wait in a process that is not a child of the agent."""
     if os.fork():
         return
     while os.read(0, 4096):
@@ -25,13 +25,13 @@ def main() -> None:
 
 
 def kill_all(folder: Path, deadline_s: float) -> None:
-    """Kill every team of the folder; give up at the deadline."""
+    """Kill every team of the directory; give up at the deadline."""
     while _kill(folder) and time.monotonic() < deadline_s:
         time.sleep(_AGAIN_S)
 
 
 def _kill(folder: Path) -> int:
-    """How many have not ended yet."""
+    """Kill all teams that have not ended, and return how many those are."""
     left = 0
     for team, launcher in parts_in(folder):
         with suppress(MiMatrixError, OSError):

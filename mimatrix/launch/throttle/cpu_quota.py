@@ -1,6 +1,6 @@
-"""Limit processes as root: control groups for processors and memory, named after the launcher's process and the rank.
+"""Limit processes as root: control groups for CPUs and memory, named after the launcher's process and the rank.
 
-A launcher that is killed cannot remove its groups. The name tells whose they were, so the next one does it.
+A launcher that is killed cannot remove its groups. The name says which process made them, so the next one does it.
 """
 
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from mimatrix.core.errors import UserError
-from mimatrix.processes.cgroups import LEAST_CPUS, Groups, memory_groups, this_machine
-from mimatrix.processes.proc import identify, lives
-from mimatrix.processes.signals import unheard
+from mimatrix.processes.cgroups import LEAST_CPUS, Cgroups, cpu_cgroups, memory_cgroups
+from mimatrix.processes.proc import identify, is_alive
+from mimatrix.processes.signals import ignore_termination
 
 PREFIX = "mimatrix-run-"
 _REMOVED_S = 5.0
@@ -23,68 +23,68 @@ Limit = TypeVar("Limit", int, float)
 
 @contextmanager
 def quotas(cpus: Mapping[int, float]) -> Iterator[dict[int, Path]]:
-    """A control group for each rank in `cpus`: gives the file that joins it, and removes all groups at the end."""
-    groups = this_machine()
+    """Create a control group for each rank in `cpus`, yield the files that join them, and remove all at the end."""
+    groups = cpu_cgroups()
     if groups is None:
-        raise UserError("this machine has no control groups for processors; use --slow-by signals")
+        raise UserError("this machine has no control groups for CPUs; use --slow-by signals")
     least = min(cpus.values())
     if least < LEAST_CPUS:
-        raise UserError(f"a quota of {least:g} processors is too small; use {LEAST_CPUS} or more, or --slow-by signals")
+        raise UserError(f"a quota of {least:g} CPUs is too small; use {LEAST_CPUS} or more, or --slow-by signals")
     with _removed(groups):
         yield _add(groups, cpus, groups.add, "quota", "use --slow-by signals, or run as root")
 
 
 @contextmanager
 def memory_limits(sizes: Mapping[int, int]) -> Iterator[dict[int, Path]]:
-    """The same for memory: the group of each rank in `sizes` may use so many bytes."""
-    groups = memory_groups()
+    """Create a control group for each rank in `sizes`, whose processes may use that many bytes; see `quotas`."""
+    groups = memory_cgroups()
     if groups is None:
         raise UserError("this machine has no control groups for memory; leave --memory out")
     with _removed(groups):
         yield _add(groups, sizes, groups.add, "memory limit", "run as root")
 
 
-def remove_remains() -> None:
-    """Remove the groups of launchers that live no more; what still runs in them is killed."""
-    for groups in (this_machine(), memory_groups()):
-        for group in groups.named(PREFIX) if groups and os.access(groups.root, os.W_OK) else []:
+def remove_leftovers() -> None:
+    """Remove the groups of launchers that have ended; what still runs in them is killed."""
+    for groups in (cpu_cgroups(), memory_cgroups()):
+        for group in groups.find(PREFIX) if groups and os.access(groups.root, os.W_OK) else []:
             pid = group.name.removeprefix(PREFIX).partition("-")[0]
             if pid.isdigit() and not group.name.startswith(_prefix_of(int(pid))):
                 _remove(group)
 
 
 @contextmanager
-def _removed(groups: Groups) -> Iterator[None]:
-    """Whatever happens, this launcher's groups are gone at the end."""
+def _removed(groups: Cgroups) -> Iterator[None]:
+    """Remove this launcher's groups at the end, whatever happens."""
     try:
         yield
     finally:
-        with unheard():
-            for group in groups.named(_prefix_of(os.getpid())):
+        with ignore_termination():
+            for group in groups.find(_prefix_of(os.getpid())):
                 _remove(group)
 
 
 def _add(
-    groups: Groups, limits: Mapping[int, Limit], add: Callable[[str, Limit], None], what: str, fix: str
+    groups: Cgroups, limits: Mapping[int, Limit], add: Callable[[str, Limit], None], what: str, fix: str
 ) -> dict[int, Path]:
-    """A group for each rank, and the file that joins it."""
+    """Create a group for each rank, and return the files that join them."""
     names = {rank: f"{_prefix_of(os.getpid())}{rank}" for rank in limits}
     try:
         for rank, limit in limits.items():
             add(names[rank], limit)
     except OSError as error:
         raise UserError(f"the {what} of rank {rank} cannot be set ({error.strerror}); {fix}") from None
-    return {rank: groups.members(name) for rank, name in names.items()}
+    return {rank: groups.join_file(name) for rank, name in names.items()}
 
 
 def _prefix_of(pid: int) -> str:
-    """Says which process, and when it began: numbers of processes come back. Of one that has ended: no group's."""
-    who = identify(pid)
-    return f"{PREFIX}{pid}-{who.began if who and lives(who) else 'gone'}-"
+    """Return a prefix with the process and its start time, as numbers are reused; no group has that of an ended one."""
+    process = identify(pid)
+    return f"{PREFIX}{pid}-{process.start_ticks if process and is_alive(process) else 'gone'}-"
 
 
 def _remove(group: Path) -> None:
-    """Remove a group with all who are in it. What the kernel does not let go of, the next launcher tries again."""
+    """Remove a group with all its processes. The next launcher tries again with what the kernel does not release."""
     deadline = time.monotonic() + _REMOVED_S
     while group.exists() and time.monotonic() < deadline:
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Slow processes down from outside without root: stop them and let them go on, many times a second.
+"""Slow processes down from outside without root: stop and continue them, many times a second.
 
-System calls that wait (`epoll_wait`) may come back early with EINTR in a process that was stopped; Python and Gloo ask
-again.
+System calls that wait (`epoll_wait`) may return early with EINTR in a process that was stopped; Python and Gloo call
+them again.
 """
 
 import os
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 PERIOD_S = 0.04
-# Whoever was held up longer than this (a closed laptop) does not make up for it.
+# A delay longer than this (a closed laptop) is not made up for.
 _FORGIVEN_S = 5 * PERIOD_S
 
 
 class Pulse:
-    """When one worker runs and when it is stopped, so that it runs `speed` of the time.
+    """The times at which one worker runs and is stopped, so that it runs `speed` of the time.
 
     A switch that comes late is made up for by the next one, so the share holds over a few periods.
     """
@@ -30,7 +30,7 @@ class Pulse:
         self._ran_s = 0.0
 
     def switch(self, now_s: float) -> None:
-        """Stop a running one, let a stopped one run; `due_s` says when to come back."""
+        """Switch between running and stopped; `due_s` says when to call this again."""
         if now_s - self.due_s > _FORGIVEN_S:
             self._began_s, self._since_s, self._ran_s = now_s, now_s, 0.0
         if self.runs:
@@ -45,8 +45,8 @@ class Pulse:
 
 
 @contextmanager
-def pulsed(groups: Sequence[int] | Mapping[int, int], speeds: Mapping[int, float]) -> Iterator[None]:
-    """While this lasts, the process group of each rank in `speeds` runs only that part of the time; then all run."""
+def pulse(groups: Sequence[int] | Mapping[int, int], speeds: Mapping[int, float]) -> Iterator[None]:
+    """Let the process group of each rank in `speeds` run only that fraction of the time while this lasts."""
     over = threading.Event()
     slow = {groups[rank]: speed for rank, speed in speeds.items()}
     thread = threading.Thread(target=_beat, args=(slow, over), name="pulses", daemon=True)
@@ -70,7 +70,7 @@ def _beat(speeds: Mapping[int, float], over: threading.Event) -> None:
 
 
 def _switch_due(pulses: dict[int, Pulse]) -> None:
-    """A group that is gone is forgotten at once: its number may come back as somebody else's."""
+    """Switch those that are due. A group that is gone is dropped at once: its number may be reused."""
     now_s = time.monotonic()
     for group, pulse in [(group, pulse) for group, pulse in pulses.items() if pulse.due_s <= now_s]:
         pulse.switch(now_s)

@@ -1,4 +1,4 @@
-"""What a step takes: the one cost model, by which plans are searched and which plans show."""
+"""The cost model of a step: plans are searched by it, and predictions are made with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from mimatrix.planner.model.split import Split
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A priced step."""
+    """What a step costs each rank."""
 
     step_s: float
     communication_s: float
-    """Of `step_s`: moving data while nobody computes."""
+    """The part of `step_s` in which data moves and no rank computes."""
     busy_s: tuple[float, ...]
     """Each rank's own computing: its micro-batches and its part of the optimizer's step."""
     memory_bytes: tuple[int, ...]
@@ -22,7 +22,7 @@ class Cost:
 
 
 def meets(stage: int, equal_counts: bool) -> bool:
-    """Whether ranks meet in every micro-step: gradients are cut, or samples of a micro-step belong together."""
+    """Tell whether ranks meet in every micro-step: gradients are cut, or samples of a micro-step are coupled."""
     return stage >= 2 or equal_counts
 
 
@@ -35,13 +35,14 @@ def cost_of(
     communication: Communication,
     equal_counts: bool = False,
 ) -> Cost:
-    """What a step takes. T_i(b) is the time of rank i for a micro-batch of b samples, handling included; T_i(0) is 0.
+    """Return what a step costs.
 
-    Where ranks meet only at the end (stages 0 and 1) each is as long at work as its own micro-batches take, and the
-    step waits for the longest. Where they meet in every micro-step (stages 2 and 3, and everywhere with
+    T_i(b) is the time of rank i for a micro-batch of b samples, handling included; T_i(0) is 0. If ranks meet only at
+    the end (stages 0 and 1), each works as long as its own micro-batches take, and the step waits for the longest. If
+    they meet in every micro-step (stages 2 and 3, and everywhere with
     `equal_counts`) each round takes as long as its slowest rank, and moves data of its own.
-    A rank steps the optimizer over its share, and all wait for the longest. In stage 0 it steps everything and goes
-    on alone; unless there are rounds to meet in, its own sum of both is what counts.
+    A rank steps the optimizer over its share, and all wait for the longest. In stage 0 it steps everything and
+    continues by itself; unless there are rounds to meet in, its own sum of both counts.
     """
     times = [_times(stage, sizes, profile) for sizes, profile in zip(split.micro, profiles, strict=True)]
     owned = shares.fractions if stage else (1.0,) * len(profiles)

@@ -17,9 +17,9 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True)
 class Curve:
-    """Never falls: through the running maximum of what was measured, by PCHIP, and no further than the last point.
+    """A quantity that never falls: the running maximum of what was measured, by PCHIP, up to the last point.
 
-    `points` are (samples, value) as measured, samples rising from 1 or more. Nothing costs nothing: at 0 it is 0.
+    `points` are (samples, value) as measured, samples rising from 1 or more. At 0 samples it is 0.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -35,12 +35,12 @@ class Curve:
 
     @classmethod
     def of(cls, points: Iterable[Sequence[float]]) -> "Curve":
-        """From pairs in any order."""
+        """Make a curve of pairs in any order."""
         return cls(tuple(sorted((int(size), float(value)) for size, value in points)))
 
     @property
     def most(self) -> int:
-        """The largest batch that was measured. Beyond it nothing is known."""
+        """The largest batch that was measured; beyond it the value is unknown."""
         return self.points[-1][0]
 
     @cached_property
@@ -56,15 +56,15 @@ class Curve:
         return table
 
     def at(self, samples: int) -> float:
-        """The value at so many samples; refused beyond what was measured."""
+        """Return the value at this number of samples, which must not be beyond what was measured."""
         if not 0 <= samples <= self.most:
             raise UserError(f"{samples} samples are beyond the {self.most} that were measured; measure more")
         return float(self.table[samples])
 
     def largest(self, limit: float) -> int:
-        """The most samples whose value is `limit` or less; 0 if even one has more."""
+        """Return the most samples whose value is `limit` or less; 0 if even one has more."""
         return max(0, int(np.searchsorted(self.table, limit, side="right")) - 1)
 
     def scaled(self, factor: float) -> "Curve":
-        """All values times `factor`."""
+        """Return the curve with all values times `factor`."""
         return Curve(tuple((size, value * factor) for size, value in self.points))

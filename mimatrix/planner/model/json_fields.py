@@ -1,4 +1,4 @@
-"""Fields of JSON that people may have edited: each is asked for as what it must be, and named where it is not that."""
+"""Read fields of JSON that people may have edited: each is read as a type, and named in the error if it is not that."""
 
 import json
 from collections.abc import Mapping
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 _BEYOND = 1e18
-"""No figure is so large, and what is no number is not below it."""
+"""All figures are below this, and NaN is not."""
 _SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a file. What is not as it is asked for is a ValueError with the place and what was wanted."""
+    """An object of a file. A field of another type raises a ValueError with its place and what was wanted."""
 
     values: Mapping[str, Any]
     where: str = ""
-    """Its place in the file, as a beginning of names: `profiles[0].`."""
+    """Its place in the file, as a prefix of names: `profiles[0].`."""
 
     @classmethod
     def read(cls, text: str) -> "Fields":
-        """From JSON."""
+        """Parse an object from JSON."""
         try:
             return cls.of(json.loads(text), "it")
         except RecursionError:
@@ -28,82 +28,82 @@ class Fields:
 
     @classmethod
     def of(cls, value: object, place: str) -> "Fields":
-        """Of a value that must be an object."""
+        """Wrap a value that must be an object."""
         if not isinstance(value, Mapping):
-            raise _unlike(place, value, "an object in braces")
+            raise _mismatch(place, value, "an object in braces")
         return cls(value, "" if place == "it" else f"{place}.")
 
     def take(self, name: str) -> Any:
-        """Whatever it is, as long as it is there."""
+        """Return a field of any type, which must exist."""
         if name not in self.values:
             raise ValueError(f"{self.where}{name} is missing")
         return self.values[name]
 
     def text(self, name: str) -> str:
-        """Text, which may be empty."""
+        """Return a text, which may be empty."""
         return _text(self.take(name), self.where + name)
 
     def label(self, name: str) -> str:
-        """Text with something in it."""
+        """Return a text that is not blank."""
         found = self.text(name)
         if not found.strip():
-            raise _unlike(self.where + name, found, "a name")
+            raise _mismatch(self.where + name, found, "a name")
         return found
 
     def flag(self, name: str) -> bool:
-        """Yes or no."""
+        """Return a boolean."""
         found = self.take(name)
         if not isinstance(found, bool):
-            raise _unlike(self.where + name, found, "true or false")
+            raise _mismatch(self.where + name, found, "true or false")
         return found
 
     def whole(self, name: str, least: int = 0, most: int | None = None) -> int:
-        """A whole number."""
+        """Return a whole number."""
         found = _whole(self.take(name), self.where + name, least)
         if most is not None and found > most:
-            raise _unlike(self.where + name, found, f"{least} to {most}")
+            raise _mismatch(self.where + name, found, f"{least} to {most}")
         return found
 
     def figure(self, name: str, least: float = 0.0) -> float:
-        """A number."""
+        """Return a number."""
         return _figure(self.take(name), self.where + name, least)
 
     def size(self, name: str) -> int:
-        """Bytes, or a count of what is large: `24e9` will do."""
+        """Return bytes, or another large count, which may be written as `24e9`."""
         return int(self.figure(name))
 
     def entries(self, name: str) -> list[tuple[str, Any]]:
-        """The entries of a list, each with its place."""
+        """Return the entries of a list, each with its place."""
         place = self.where + name
         return [(f"{place}[{index}]", each) for index, each in enumerate(_list(self.take(name), place))]
 
     def objects(self, name: str) -> "tuple[Fields, ...]":
-        """A list of objects."""
+        """Return a list of objects."""
         return tuple(Fields.of(each, place) for place, each in self.entries(name))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of texts."""
+        """Return a list of texts."""
         return tuple(_text(each, place) for place, each in self.entries(name))
 
     def figures(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of so many numbers."""
+        """Return a list of `count` numbers."""
         found = self.entries(name)
         if len(found) != count:
             raise ValueError(f"{self.where}{name} has {len(found)} entries, wanted {count}")
         return tuple(_figure(each, place) for place, each in found)
 
     def wholes(self, name: str, least: int = 0) -> tuple[tuple[int, ...], ...]:
-        """A list of lists of whole numbers."""
+        """Return a list of lists of whole numbers."""
         return tuple(
             tuple(_whole(number, place, least) for number in _list(each, place)) for place, each in self.entries(name)
         )
 
     def points(self, name: str, least: float = 0.0) -> list[tuple[int, float]]:
-        """Pairs of a batch size, each there once, and a number."""
+        """Return pairs of a batch size, each once, and a number."""
         found = {}
         for place, each in self.entries(name):
             if len(_list(each, place)) != 2:
-                raise _unlike(place, each, "a batch size and a number")
+                raise _mismatch(place, each, "a batch size and a number")
             size = _whole(each[0], place, 1)
             if size in found:
                 raise ValueError(f"{place} has the batch size {size} again")
@@ -115,29 +115,29 @@ class Fields:
 
 def _text(value: object, place: str) -> str:
     if not isinstance(value, str):
-        raise _unlike(place, value, "text")
+        raise _mismatch(place, value, "text")
     return value
 
 
 def _whole(value: object, place: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _BEYOND:
-        raise _unlike(place, value, f"a whole number from {least}")
+        raise _mismatch(place, value, f"a whole number from {least}")
     return value
 
 
 def _figure(value: object, place: str, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < _BEYOND:
-        raise _unlike(place, value, f"a number from {least:g}")
+        raise _mismatch(place, value, f"a number from {least:g}")
     return float(value)
 
 
 def _list(value: object, place: str) -> list[Any] | tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise _unlike(place, value, "a list")
+        raise _mismatch(place, value, "a list")
     return value
 
 
-def _unlike(place: str, value: object, wanted: str) -> ValueError:
+def _mismatch(place: str, value: object, wanted: str) -> ValueError:
     try:
         shown = json.dumps(value, default=str)
     except RecursionError:

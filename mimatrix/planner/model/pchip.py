@@ -1,7 +1,7 @@
-"""Piecewise cubics that never fall where their points do not: PCHIP, at whole numbers.
+"""PCHIP at whole numbers: piecewise cubics that do not fall between points that do not.
 
-Many devices bring many curves, each of some ten points, and all that is ever asked is their value at every whole
-number. That takes a fifth of the time of SciPy's general one, which must also be loaded first.
+Many devices have many curves of some ten points each, which are only evaluated at every whole number. That takes a
+fifth of the time of SciPy's general implementation, which must also be imported first.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def pchip(places: Sequence[int], values: Sequence[float]) -> NDArray[np.float64]:
-    """The values at places[0], places[0] + 1, ... places[-1]; `places` rise. As scipy.interpolate.PchipInterpolator."""
+    """Return the values at places[0], places[0] + 1, ... places[-1], as scipy.interpolate.PchipInterpolator does."""
     if len(places) == 1:
         return np.array(values, np.float64)
     widths = np.diff(places)
@@ -29,7 +29,7 @@ def pchip(places: Sequence[int], values: Sequence[float]) -> NDArray[np.float64]
 
 
 def _slopes(widths: list[int], rises: list[float]) -> list[float]:
-    """At each point: a mean of the rises on both sides that keeps the curve from overshooting."""
+    """Return the slope at each point: a mean of the slopes on both sides that keeps the curve from overshooting."""
     if len(rises) == 1:
         return rises * 2
     inner = []
@@ -42,7 +42,7 @@ def _slopes(widths: list[int], rises: list[float]) -> list[float]:
 
 
 def _end_slope(width: int, next_width: int, rise: float, next_rise: float) -> float:
-    """Of the parabola through the last three points, unless that turns round."""
+    """Return the slope of the parabola through the last three points, unless it changes sign."""
     slope = ((2 * width + next_width) * rise - width * next_rise) / (width + next_width)
     if slope * rise <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What was measured of a model and of the devices that are to train it: the ground on which plans stand."""
+"""What was measured of a model and of the devices that are to train it: the input of plans."""
 
 import json
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ class ModelSize:
     """What a model and its optimizer hold, the same on every device."""
 
     fingerprint: str
-    """Differs where curves of one model do not hold for the other."""
+    """Differs if the curves of one model are not valid for the other."""
     name: str
     parameters: int
-    """Elements that learn."""
+    """Trainable elements."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -33,20 +33,20 @@ class ModelSize:
     """Of the largest part that moves at once."""
 
     def kept_bytes(self, stage: int, share: float) -> int:
-        """What a rank keeps that owns `share`: parameters, gradients, optimizer state, units in flight."""
-        flying = (0, 0, 3 * self.unit_bytes, 6 * self.unit_bytes)[stage]
+        """Return what a rank with this share keeps: parameters, gradients, optimizer state, units in flight."""
+        in_flight = (0, 0, 3 * self.unit_bytes, 6 * self.unit_bytes)[stage]
         whole, cut = self.whole_and_cut_bytes(stage)
-        return flying + whole + round(share * cut)
+        return in_flight + whole + round(share * cut)
 
     def whole_and_cut_bytes(self, stage: int) -> tuple[int, int]:
-        """What every rank keeps all of, and what is cut over the ranks."""
+        """Return what every rank keeps all of, and what is cut over the ranks."""
         kinds = (self.optimizer_bytes, self.gradient_bytes, self.parameter_bytes)
         return sum(kinds[stage:]), sum(kinds[:stage])
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One device as one model finds it."""
+    """What was measured of one device with one model."""
 
     device: str
     """Its kind, for people: `NVIDIA A40`, `cpu`."""
@@ -55,23 +55,23 @@ class Profile:
     seconds: Curve
     """Forward and backward pass of a micro-batch, no collective inside."""
     memory: Curve
-    """Bytes at the peak of a micro-batch, beside what a rank keeps."""
+    """Bytes at the peak of a micro-batch, in addition to what a rank keeps."""
     room_bytes: int
-    """For all that a rank keeps and a micro-batch needs; headroom is taken off already."""
+    """For all that a rank keeps and a micro-batch needs; headroom is subtracted already."""
     optimizer_s: float
-    """One step over all elements that learn."""
+    """One step over all trainable elements."""
     handling_s: PerStage = (0.0, 0.0, 0.0, 0.0)
     """What each stage adds to a micro-batch: copying gradients, making room for parameters."""
     noise: float = 0.0
-    """How much times differ from run to run, as a part."""
+    """The relative difference of times from run to run."""
     took_s: float = 0.0
     """How long it took to measure."""
     overflows: int = 0
-    """How often memory ran out while measuring."""
+    """How often the device ran out of memory while measuring."""
 
     def slowed(self, factor: float) -> "Profile":
-        """The same device, taking `factor` times as long."""
-        handling = tuple(each * factor for each in self.handling_s)
+        """Return the profile of a device that takes `factor` times as long."""
+        handling = tuple(seconds * factor for seconds in self.handling_s)
         return replace(
             self,
             seconds=self.seconds.scaled(factor),
@@ -85,7 +85,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Profile":
-        """What `to_json` gave."""
+        """Return what `to_json` was called on."""
         return cls._of(Fields.of(fields, "it"))
 
     @classmethod
@@ -106,25 +106,25 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What one group of ranks pays for moving a model's gradients and parameters, for each stage."""
+    """What a set of ranks pays for moving a model's gradients and parameters, for each stage."""
 
     once_s: PerStage
     """In every step."""
     round_s: PerStage = (0.0, 0.0, 0.0, 0.0)
-    """In every micro-step, where ranks meet in it (stages 2 and 3)."""
+    """In every micro-step in which ranks meet (stages 2 and 3)."""
     reason: str = ""
-    """Where the figures come from."""
+    """The origin of the figures."""
 
     @classmethod
     def of(cls, all_reduce_s: float, reduce_scatter_s: float, all_gather_s: float, reason: str = "") -> "Communication":
-        """From the time of each collective over a whole model, nothing of it hidden behind computing."""
-        meets = reduce_scatter_s
+        """Make the costs of all stages of the time of each collective over a whole model, without overlap."""
+        per_round_s = reduce_scatter_s
         once = (all_reduce_s, reduce_scatter_s + all_gather_s, all_gather_s, 0.0)
-        return cls(once, (0.0, 0.0, meets, meets + 2 * all_gather_s), reason)
+        return cls(once, (0.0, 0.0, per_round_s, per_round_s + 2 * all_gather_s), reason)
 
     @property
     def is_free(self) -> bool:
-        """Costs nothing: of one rank. Of several it means that nobody knows."""
+        """Whether it costs nothing, as with one rank; with several ranks it means that the cost is unknown."""
         return not any((*self.once_s, *self.round_s))
 
 
@@ -140,7 +140,7 @@ class Measurements:
     """Whether the model couples samples of a micro-step (batch norm), so that ranks must run equally many."""
 
     def to_text(self) -> str:
-        """As JSON, for `from_text`."""
+        """Return JSON for `from_text`."""
         fields = {
             "mimatrix_profile": VERSION,
             "model": asdict(self.model),
@@ -152,12 +152,20 @@ class Measurements:
 
     @classmethod
     def from_text(cls, text: str, name: str = "the profile") -> "Measurements":
-        """What `to_text` gave; a sentence for anything else."""
+        """Return the measurements in a file.
+
+        Args:
+            text: The content of the file.
+            name: What errors call the file.
+
+        Raises:
+            UserError: The file is not a profile, is of another version, or is damaged.
+        """
         try:
             fields = Fields.read(text)
             version = fields.take("mimatrix_profile")
         except ValueError:
-            raise UserError(f"{name} is no profile; make one with `mimatrix profile script.py`") from None
+            raise UserError(f"{name} is not a profile; make one with `mimatrix profile script.py`") from None
         if version != VERSION:
             raise UserError(f"{name} has version {version} and this is {VERSION}; measure again: mimatrix profile")
         try:

@@ -1,15 +1,15 @@
 """How a global batch is cut: how many samples each rank takes, and in which micro-batches."""
 
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from mimatrix.core.device_kinds import match_kind
 from mimatrix.core.errors import UserError, nearest
 
-# "auto", one number for every rank, one for each rank, or some by rank or by a part of a device's name.
 Batch = str | int | Sequence[int] | Mapping[int | str, int]
+"""`"auto"`, one number for every rank, one for each rank, or some by rank or by kind of device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Split:
 
     @classmethod
     def of(cls, batches: Sequence[int], micro_batch: int | Sequence[int] | None = None) -> "Split":
-        """Rank r takes `batches[r]` samples, at most `micro_batch[r]` at once; None: all at once.
+        """Let rank r take `batches[r]` samples, at most `micro_batch[r]` at once; None: all at once.
 
         Each rank takes as few micro-steps as possible, as even as possible, the larger ones first.
         """
@@ -35,7 +35,7 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are, those without samples included."""
+        """The number of ranks, including those without samples."""
         return len(self.micro)
 
     @property
@@ -54,7 +54,7 @@ class Split:
         return max(map(len, self.micro))
 
     def for_samples(self, count: int) -> "Split":
-        """The same cut for a last batch of only `count` samples: each rank within one of its proportion.
+        """Return the cut of a last batch of only `count` samples: each rank within one of its proportion.
 
         No rank has more micro-steps or larger micro-batches than in the whole one; ranks with equal micro-steps
         may come to have unequal ones, since a few samples cannot fill them all.
@@ -67,25 +67,33 @@ class Split:
         return Split.of(_in_proportion(count, self.batches), limits)
 
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """Which positions of the global batch each micro-batch of `rank` has: ranks follow one another in order."""
+        """Return the positions in the global batch of each micro-batch of `rank`: ranks follow one another in order."""
         first = sum(map(sum, self.micro[:rank]))
         return tuple(range(start, stop) for start, stop in pairwise(accumulate(self.micro[rank], initial=first)))
 
     def to_json(self) -> list[list[int]]:
-        """As lists, for `from_json`."""
+        """Return lists for `from_json`."""
         return [list(sizes) for sizes in self.micro]
 
     @classmethod
     def from_json(cls, lists: Iterable[Iterable[int]]) -> "Split":
-        """What `to_json` gave."""
+        """Return what `to_json` was called on."""
         return cls(tuple(tuple(sizes) for sizes in lists))
 
 
 def resolve_batches(batch: Batch, global_batch: int | None, devices: Sequence[str]) -> tuple[int, ...]:
-    """How many samples of a global batch each rank takes; `devices[r]` names the kind of device of rank r.
+    """Return how many samples of a global batch each rank takes.
 
-    "auto" is equal, a number is for every rank, a list has one for each rank. A dict has ranks or parts of device
-    names as keys, and a rank's own key wins; ranks that it does not name share what remains equally.
+    "auto" is equal, a number is for every rank, a list has one for each rank. A dict has ranks or kinds of devices as
+    keys, and a rank's own key wins; ranks that it does not name share what remains equally.
+
+    Args:
+        batch: What the user wrote.
+        global_batch: The samples of a step, if they are given.
+        devices: The device of each rank.
+
+    Raises:
+        UserError: The batch is invalid, or does not sum to the global batch.
     """
     if global_batch is not None and _whole("global_batch", global_batch) < 1:
         raise UserError(f"global_batch = {global_batch} has no samples; use 1 or more")
@@ -135,21 +143,19 @@ def _by_name(batch: Mapping[int | str, int], global_batch: int | None, devices: 
 
 
 def _ranks_of(key: int | str, devices: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that `key` names: itself, or those whose device has it in its name."""
+    """Return the ranks that `key` names: itself, or those whose device it matches."""
     if not isinstance(key, str):
         if _whole("a rank in batch", key) not in range(len(devices)):
             raise UserError(f"batch names rank {key} of {len(devices)} ranks; use 0 to {len(devices) - 1}")
         return (key,)
-    # Whole words first: "A40" means the A40 and not the A4000 beside it.
-    for pattern in (rf"(?<![^\W_]){re.escape(key)}(?![^\W_])", re.escape(key)):
-        ranks = tuple(rank for rank, name in enumerate(devices) if key and re.search(pattern, name, re.IGNORECASE))
-        if ranks:
-            return ranks
-    raise UserError(f'batch names "{key}", which is no device of this job{nearest(key, set(devices))}')
+    matches = match_kind(key, devices)
+    if not matches:
+        raise UserError(f'batch names "{key}", and this job has no such device{nearest(key, set(devices))}')
+    return tuple(rank for rank, name in enumerate(devices) if name in matches)
 
 
 def _key_of(rank: int, ranks_of: Mapping[int | str, tuple[int, ...]], devices: Sequence[str]) -> int | str:
-    """The key that counts for `rank`: its own, otherwise the one that says more than every other."""
+    """Return the key that counts for `rank`: its own, otherwise the one that contains all others."""
     if rank in ranks_of:
         return rank
     names = [key for key, ranks in ranks_of.items() if isinstance(key, str) and rank in ranks]
@@ -161,17 +167,17 @@ def _key_of(rank: int, ranks_of: Mapping[int | str, tuple[int, ...]], devices: S
 
 
 def _whole(what: str, value: object) -> int:
-    """`value` as an integer; True and 4.0 are none."""
+    """Return `value` as an integer; True and 4.0 are refused."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]  # whatever a person wrote: that is the question
+        return operator.index(value)  # type: ignore[arg-type]  # checked here
     except TypeError:
         raise UserError(f"{what} = {value!r} is not an integer; write a whole number of samples") from None
 
 
 def _limits(batches: Sequence[int], micro_batch: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The largest micro-batch of each rank."""
+    """Return the largest micro-batch of each rank."""
     if any(_whole(f"batch of rank {rank}", batch) < 0 for rank, batch in enumerate(batches)):
         raise UserError(f"batch = {_shown(batches)} has a negative number; use 0 for a rank without samples")
     if micro_batch is None:
@@ -188,17 +194,17 @@ def _limits(batches: Sequence[int], micro_batch: int | Sequence[int] | None) -> 
 
 
 def _even(samples: int, limit: int) -> tuple[int, ...]:
-    """`samples` in as few parts as possible of at most `limit`."""
+    """Return `samples` in as few parts as possible of at most `limit`."""
     return _shared(samples, -(-samples // limit))
 
 
 def _shared(samples: int, parts: int) -> tuple[int, ...]:
-    """`samples` in equal parts, the remainder one each to the first."""
+    """Return `samples` in equal parts; the first parts have one more if it does not come out even."""
     return tuple((samples + parts - 1 - part) // parts for part in range(parts))
 
 
 def _in_proportion(count: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """`count` in whole parts in the proportion of `weights`; what rounding leaves goes to the largest remainders.
+    """Return `count` in whole parts in the proportion of `weights`; the largest remainders are rounded up.
 
     Integers only: each part is the proportion rounded down or up, so never above its weight while `count` is
     at most their sum.
@@ -213,10 +219,10 @@ def _in_proportion(count: int, weights: Sequence[int]) -> tuple[int, ...]:
 
 
 def _over(batch: Batch, devices: Sequence[str]) -> str:
-    """Where the sum is not seen in `batch` itself: over how many ranks."""
+    """Return a clause with the number of ranks, if `batch` itself does not show it."""
     return f" over {len(devices)} ranks" if isinstance(batch, int | Mapping) else ""
 
 
 def _shown(batch: object) -> str:
-    """As a person would have written it."""
+    """Return a batch as a person would write it."""
     return str(list(batch)) if isinstance(batch, Sequence) and not isinstance(batch, str) else str(batch)

@@ -12,22 +12,29 @@ from mimatrix.core.units import format_seconds
 from mimatrix.planner.model.curve import Curve, Floats
 from mimatrix.planner.model.plan import Plan
 from mimatrix.planner.model.profile import Measurements, Profile
-from mimatrix.planner.present.rows import lanes, rate_text, steps_text
+from mimatrix.planner.present.rows import format_micro_steps, format_rate_per_s, trace_step
 
 COLOURS = {"computing": "#2a9d8f", "optimizer": "#264653", "communication": "#e9a23b", "waiting": "#d9d9d9"}
 _OTHER = "#52b7aa"
-"""Every second micro-step, so that they can be counted."""
-_MOST_DEVICES = 64
-_MOST_LINES = 10
+"""The colour of every second micro-step, so that they can be counted."""
+_MAX_DEVICES = 64
+_MAX_LINES = 10
 
 
 def draw_plan(plan: Plan, profiles: Sequence[Profile], title: str = "", equal_counts: bool = False) -> Figure:
-    """A step as bars, a device a row: micro-steps, optimizer, communication, waiting. `profiles` are of the parts."""
-    shown = min(len(plan.parts), _MOST_DEVICES)
+    """Draw a step as bars, a row for each device: micro-steps, optimizer, communication, waiting.
+
+    Args:
+        plan: The plan to draw.
+        profiles: The profiles of its parts.
+        title: Begins the title of the figure.
+        equal_counts: Whether ranks meet in every micro-step.
+    """
+    shown = min(len(plan.parts), _MAX_DEVICES)
     figure = Figure(figsize=(11, 1.9 + 0.42 * shown), layout="constrained")
     axes = figure.subplots()
     scale, unit = (1e3, "ms") if plan.step_s < 1 else (1.0, "s")
-    for row, spans in enumerate(lanes(plan, profiles, equal_counts)[:shown]):
+    for row, spans in enumerate(trace_step(plan, profiles, equal_counts)[:shown]):
         computed = 0
         for span in spans:
             colour = COLOURS[span.doing]
@@ -35,7 +42,9 @@ def draw_plan(plan: Plan, profiles: Sequence[Profile], title: str = "", equal_co
                 colour, computed = (colour, _OTHER)[computed % 2], computed + 1
             width = (span.ended_s - span.began_s) * scale
             axes.barh(row, width, 0.72, span.began_s * scale, color=colour, edgecolor="white", linewidth=0.4)
-    texts = [f"{part.name}\n{steps_text(sizes)}" for part, sizes in zip(plan.parts, plan.split.micro, strict=True)]
+    texts = [
+        f"{part.name}\n{format_micro_steps(sizes)}" for part, sizes in zip(plan.parts, plan.split.micro, strict=True)
+    ]
     axes.set_yticks(range(shown), texts[:shown], fontsize=8)
     axes.set_ylim(shown - 0.4, -0.6)
     axes.set_xlim(0, plan.step_s * scale * 1.01)
@@ -46,19 +55,20 @@ def draw_plan(plan: Plan, profiles: Sequence[Profile], title: str = "", equal_co
     more = f", the first {shown} of {len(plan.parts)} devices" if len(plan.parts) > shown else ""
     axes.set_title(
         f"{title}{'. ' if title else ''}A step of {plan.global_batch} samples in stage {plan.stage}: "
-        f"{format_seconds(plan.step_s)}{moving}, {rate_text(plan.samples_per_s)} samples/s, {plan.idle:.1%} idle{more}",
+        f"{format_seconds(plan.step_s)}{moving}, {format_rate_per_s(plan.samples_per_s)} samples/s, "
+        f"{plan.idle:.1%} idle{more}",
         fontsize=10,
         loc="left",
     )
     return figure
 
 
-def draw_measurements(found: Measurements, speeds: Sequence[float] = ()) -> Figure:
-    """Time, throughput and memory against the batch, a line for each rank: points as measured, lines as fitted.
+def draw_measurements(measurements: Measurements, speeds: Sequence[float] = ()) -> Figure:
+    """Draw time, throughput and memory against the batch, for each rank: points as measured, lines as fitted.
 
-    Memory only where some was found; `speeds` are the ranks', where they are emulated.
+    Memory is drawn only if some was measured. `speeds` are those of the ranks if they are emulated.
     """
-    lines = list(zip(_labels(found, speeds), found.profiles, strict=True))[:_MOST_LINES]
+    lines = list(zip(_labels(measurements, speeds), measurements.profiles, strict=True))[:_MAX_LINES]
     held = max(value for _, profile in lines for _, value in profile.memory.points)
     scale, unit = (1e9, "GB") if held >= 1e9 else (1e6, "MB")
     figure = Figure(figsize=(16 if held else 11, 4.4), layout="constrained")
@@ -78,18 +88,18 @@ def draw_measurements(found: Measurements, speeds: Sequence[float] = ()) -> Figu
     times.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     rates.set_ylim(bottom=0)
     rates.legend(fontsize=8)
-    figure.suptitle(f"{found.model.name}: measured (points) and fitted (lines)", fontsize=11)
+    figure.suptitle(f"{measurements.model.name}: measured (points) and fitted (lines)", fontsize=11)
     return figure
 
 
-def _labels(found: Measurements, speeds: Sequence[float]) -> list[str]:
-    emulated = [f", speed {speed:g}" for speed in speeds] or [""] * len(found.profiles)
-    ranks = zip(found.profiles, emulated, strict=True)
+def _labels(measurements: Measurements, speeds: Sequence[float]) -> list[str]:
+    emulated = [f", speed {speed:g}" for speed in speeds] or [""] * len(measurements.profiles)
+    ranks = zip(measurements.profiles, emulated, strict=True)
     return [f"rank {rank}: {profile.device}{speed}" for rank, (profile, speed) in enumerate(ranks)]
 
 
 def _plot(axes: Axes, curve: Curve, shown: Callable[[Floats, Floats], Floats], index: int, label: str) -> None:
-    """A curve as a line and its points; `shown` makes of (batch sizes, values) what is drawn."""
+    """Plot a curve as a line with its points; `shown` maps (batch sizes, values) to what is drawn."""
     sizes = np.unique(np.geomspace(curve.points[0][0], curve.most, 200).round().astype(int))
     points = np.array(curve.points)
     axes.plot(sizes, shown(sizes, curve.table[sizes]), color=f"C{index}", label=label)

@@ -1,4 +1,4 @@
-"""Plans and measurements as rows for tables, and a step as it passes on every device."""
+"""Plans and measurements as rows for tables, and a step as a sequence of activities on every device."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class PlanRow:
     batch: int
     micro_steps: str
     share: float
-    """Of the states that it owns; everything where nothing is cut."""
+    """Of the states that it owns; all of them if nothing is cut."""
     busy_s: float
     idle_s: float
     memory_bytes: int
@@ -30,7 +30,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRow:
-    """What one rank was found to be."""
+    """What was measured of one rank."""
 
     rank: int
     device: str
@@ -56,8 +56,8 @@ class SizeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """What a device does for a while."""
+class ActivitySpan:
+    """What a device does in an interval."""
 
     doing: Doing
     began_s: float
@@ -65,13 +65,13 @@ class Span:
 
 
 def plan_rows(plan: Plan) -> list[PlanRow]:
-    """One for each device that takes part."""
+    """Return a row for each device that takes part."""
     shares = plan.shares.fractions if plan.stage else (1.0,) * len(plan.parts)
     return [
         PlanRow(
             part.name,
             sum(sizes),
-            steps_text(sizes),
+            format_micro_steps(sizes),
             share,
             part.busy_s,
             part.idle_s,
@@ -82,14 +82,14 @@ def plan_rows(plan: Plan) -> list[PlanRow]:
     ]
 
 
-def steps_text(sizes: Sequence[int]) -> str:
-    """`4 x 32`, `2 x 32 + 31`; `-` for a device without samples."""
+def format_micro_steps(sizes: Sequence[int]) -> str:
+    """Return micro-batches as `4 x 32` or `2 x 32 + 31`; `-` for a device without samples."""
     runs = [(size, len(list(alike))) for size, alike in groupby(sizes)]
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in runs) or "-"
 
 
-def profile_rows(found: Measurements) -> list[ProfileRow]:
-    """One for each rank."""
+def profile_rows(measurements: Measurements) -> list[ProfileRow]:
+    """Return a row for each rank."""
     return [
         ProfileRow(
             rank,
@@ -102,71 +102,71 @@ def profile_rows(found: Measurements) -> list[ProfileRow]:
             each.took_s,
             each.overflows,
         )
-        for rank, each in enumerate(found.profiles)
+        for rank, each in enumerate(measurements.profiles)
     ]
 
 
-def size_rows(found: Measurements) -> list[SizeRow]:
-    """One for each rank and batch size that was timed."""
+def size_rows(measurements: Measurements) -> list[SizeRow]:
+    """Return a row for each rank and batch size that was timed."""
     return [
         SizeRow(rank, size, seconds, size / seconds if seconds else 0.0, each.memory.at(min(size, each.memory.most)))
-        for rank, each in enumerate(found.profiles)
+        for rank, each in enumerate(measurements.profiles)
         for size, seconds in each.seconds.points
     ]
 
 
 def samples_per_s(profile: Profile, batch: int) -> float:
-    """How fast a device is with micro-batches of that size."""
+    """Return the throughput of a device with micro-batches of this size."""
     seconds = profile.seconds.at(batch)
     return batch / seconds if seconds else 0.0
 
 
-def rate_text(per_s: float) -> str:
-    """Three digits, or all before the point."""
+def format_rate_per_s(per_s: float) -> str:
+    """Return a rate with three digits, or with all digits before the point."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def lanes(plan: Plan, profiles: Sequence[Profile], equal_counts: bool = False) -> list[list[Span]]:
-    """A step on each device of a plan, `profiles` being theirs: what it does when, until all have what they need.
+def trace_step(plan: Plan, profiles: Sequence[Profile], equal_counts: bool = False) -> list[list[ActivitySpan]]:
+    """Return what each device of a plan does in a step, and when; `profiles` are of its parts.
 
-    Where devices meet in every micro-step, they wait in each. In stage 0 without that, a step begins with the
-    optimizer's part of the one before: a device goes on as soon as it has the sum.
+    If devices meet in every micro-step, they wait in each. Otherwise a step in stage 0 begins with the optimizer of the
+    one before: a device continues as soon as it has the sum.
     """
     micro = [_micro_seconds(plan, rank, profile) for rank, profile in enumerate(profiles)]
     stepping = [max(0.0, part.busy_s - sum(each)) for part, each in zip(plan.parts, micro, strict=True)]
-    together = meets(plan.stage, equal_counts)
-    rounds = plan.split.rounds if together else 1
-    found = _Lanes(len(profiles))
-    ahead = plan.stage == 0 and not together
+    in_lockstep = meets(plan.stage, equal_counts)
+    rounds = plan.split.rounds if in_lockstep else 1
+    trace = _StepTrace(len(profiles))
+    ahead = plan.stage == 0 and not in_lockstep
     if ahead:
-        found.do("optimizer", [[each] for each in stepping])
+        trace.add("optimizer", [[each] for each in stepping])
     for number in range(rounds):
-        found.do("computing", [each[number : number + 1] if together else each for each in micro])
-        if together:
-            found.move(plan.communication_s / rounds)
-    if not together:
-        found.move(plan.communication_s)
+        trace.add("computing", [each[number : number + 1] if in_lockstep else each for each in micro])
+        if in_lockstep:
+            trace.communicate(plan.communication_s / rounds)
+    if not in_lockstep:
+        trace.communicate(plan.communication_s)
     if not ahead:
-        found.do("optimizer", [[each] for each in stepping])
-    found.move(0.0)
-    return found.spans
+        trace.add("optimizer", [[each] for each in stepping])
+    trace.communicate(0.0)
+    return trace.spans
 
 
-class _Lanes:
-    """The spans of every device, as they come about."""
+class _StepTrace:
+    """Collects the activities of every device."""
 
     def __init__(self, ranks: int) -> None:
-        self.spans: list[list[Span]] = [[] for _ in range(ranks)]
+        self.spans: list[list[ActivitySpan]] = [[] for _ in range(ranks)]
         self._at_s = [0.0] * ranks
 
-    def do(self, doing: Doing, seconds: Sequence[Sequence[float]]) -> None:
-        """Each device on its own, one thing after the other."""
+    def add(self, doing: Doing, seconds: Sequence[Sequence[float]]) -> None:
+        """Add activities of each device by itself, one after the other."""
         for rank, own in enumerate(seconds):
             for each in own:
                 self._add(rank, doing, self._at_s[rank] + each)
 
-    def move(self, seconds: float) -> None:
-        """All together, when the last is there."""
+    def communicate(self, seconds: float) -> None:
+        """Add communication of all devices, which starts when the last one is ready."""
         met_s = max(self._at_s)
         for rank in range(len(self.spans)):
             self._add(rank, "waiting", met_s)
@@ -174,28 +174,28 @@ class _Lanes:
 
     def _add(self, rank: int, doing: Doing, ended_s: float) -> None:
         if ended_s > self._at_s[rank]:
-            self.spans[rank].append(Span(doing, self._at_s[rank], ended_s))
+            self.spans[rank].append(ActivitySpan(doing, self._at_s[rank], ended_s))
             self._at_s[rank] = ended_s
 
 
-def step_text(plan: Plan) -> str:
-    """What a step takes and brings, in one line."""
+def summarize_step(plan: Plan) -> str:
+    """Return the time, throughput and idle part of a step in one line."""
     known = plan.communication_known
     moving = f"{format_seconds(plan.communication_s)} of it communication" if known else "without communication"
-    rate = f"{rate_text(plan.samples_per_s)} samples/s{'' if known else ' at the most'}"
+    rate = f"{format_rate_per_s(plan.samples_per_s)} samples/s{'' if known else ' at most'}"
     return f"step {format_seconds(plan.step_s)} ({moving}), {rate}, {plan.idle:.1%} idle"
 
 
-def compared(now: Plan, then: Plan) -> Iterator[tuple[str, str, str]]:
-    """Two plans side by side: (what, now, then)."""
-    yield "devices", str(len(now.parts)), str(len(then.parts))
-    yield "stage", str(now.stage), str(then.stage)
-    yield "step", format_seconds(now.step_s), format_seconds(then.step_s)
-    yield "communication", _communication(now), _communication(then)
-    gain = f"{'' if then.communication_known else 'up to '}{then.samples_per_s / now.samples_per_s:.2f}x"
-    yield "samples/s", rate_text(now.samples_per_s), f"{rate_text(then.samples_per_s)} ({gain})"
-    yield "idle", f"{now.idle:.1%}", f"{then.idle:.1%}"
-    yield "left out", _left_out(now), _left_out(then)
+def compare_plans(before: Plan, after: Plan) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of a table of two plans: (what, before, after)."""
+    yield "devices", str(len(before.parts)), str(len(after.parts))
+    yield "stage", str(before.stage), str(after.stage)
+    yield "step", format_seconds(before.step_s), format_seconds(after.step_s)
+    yield "communication", _communication(before), _communication(after)
+    gain = f"{'' if after.communication_known else 'up to '}{after.samples_per_s / before.samples_per_s:.2f}x"
+    yield "samples/s", format_rate_per_s(before.samples_per_s), f"{format_rate_per_s(after.samples_per_s)} ({gain})"
+    yield "idle", f"{before.idle:.1%}", f"{after.idle:.1%}"
+    yield "left out", _left_out(before), _left_out(after)
 
 
 def _communication(plan: Plan) -> str:

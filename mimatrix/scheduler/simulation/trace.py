@@ -1,4 +1,4 @@
-"""Jobs as they came in, and the devices that were there: a trace, read from JSON."""
+"""Jobs as they were submitted, and the devices of the cluster: a trace, read from JSON."""
 
 import json
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mimatrix.core.errors import UserError, nearest
-from mimatrix.core.resources import Wish
-from mimatrix.scheduler.state import Seat
+from mimatrix.core.resources import ResourceRequest
+from mimatrix.scheduler.state import DeviceSlot
 
 _DEVICE_KEYS = ("node", "kind", "count", "speed", "near")
 _JOB_KEYS = ("job", "user", "at_s", "devices", "work_s", "priority", "preemptible", "max_time_s")
@@ -19,10 +19,10 @@ EXAMPLE = (
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A job that comes in at a time and has so much to do."""
+    """A job that is submitted at a time and has an amount of work."""
 
     job: str
-    wish: Wish
+    request: ResourceRequest
     at_s: float
     work_s: float
     """Seconds on the least number of devices that it asks for, if they have speed 1."""
@@ -34,47 +34,51 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happened, or might have."""
+    """Devices, and jobs in the order in which they are submitted."""
 
-    seats: tuple[Seat, ...]
+    devices: tuple[DeviceSlot, ...]
     arrivals: tuple[Arrival, ...]
 
     @classmethod
     def from_text(cls, text: str, name: str = "trace.json") -> "Trace":
-        """From JSON; `name` is what errors call it."""
+        """Parse JSON; `name` is what errors call it.
+
+        Raises:
+            UserError: It is not a trace.
+        """
         try:
             found = json.loads(text)
             devices, jobs = found["devices"], found["jobs"]
             if not isinstance(devices, list) or not isinstance(jobs, list):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{name} is no trace; write devices and jobs, as in {EXAMPLE}") from None
-        seats = tuple(
-            seat for number, each in enumerate(devices) for seat in _seats(each, f"{name}, device {number + 1}")
+            raise UserError(f"{name} is not a trace; write devices and jobs, as in {EXAMPLE}") from None
+        devices = tuple(
+            device for number, each in enumerate(devices) for device in _devices(each, f"{name}, device {number + 1}")
         )
         arrivals = tuple(_arrival(each, f"{name}, job {number + 1}") for number, each in enumerate(jobs))
-        _check_names(seats, arrivals, name)
-        return cls(seats, tuple(sorted(arrivals, key=lambda each: (each.at_s, each.job))))
+        _check_names(devices, arrivals, name)
+        return cls(devices, tuple(sorted(arrivals, key=lambda each: (each.at_s, each.job))))
 
 
-def _seats(entry: Any, place: str) -> tuple[Seat, ...]:
+def _devices(entry: Any, place: str) -> tuple[DeviceSlot, ...]:
     values = _table(entry, _DEVICE_KEYS, ("node",), place)
     count = int(_number(values, "count", 1, place, least=1))
     speed = _number(values, "speed", 1.0, place, least=1e-6)
     kind, near = str(values.get("kind", "gpu")), str(values.get("near", ""))
-    return tuple(Seat(str(values["node"]), number, kind, speed, near) for number in range(count))
+    return tuple(DeviceSlot(str(values["node"]), number, kind, speed, near) for number in range(count))
 
 
 def _arrival(entry: Any, place: str) -> Arrival:
     values = _table(entry, _JOB_KEYS, ("job", "work_s"), place)
     limit = _number(values, "max_time_s", 0.0, place)
     try:
-        wish = Wish.parse(str(values.get("devices", "1")))
+        request = ResourceRequest.parse(str(values.get("devices", "1")))
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     return Arrival(
         str(values["job"]),
-        wish,
+        request,
         _number(values, "at_s", 0.0, place),
         _number(values, "work_s", 0.0, place),
         str(values.get("user", "")),
@@ -86,7 +90,7 @@ def _arrival(entry: Any, place: str) -> Arrival:
 
 def _table(entry: Any, known: tuple[str, ...], needed: tuple[str, ...], place: str) -> Mapping[str, Any]:
     if not isinstance(entry, dict):
-        raise UserError(f"{place} is no object; write {{...}} with the keys {', '.join(known)}")
+        raise UserError(f"{place} is not an object; write {{...}} with the keys {', '.join(known)}")
     for key in entry:
         if key not in known:
             raise UserError(f'{place} has an unknown key "{key}"{nearest(key, known)}')
@@ -103,8 +107,8 @@ def _number(values: Mapping[str, Any], key: str, default: float, place: str, lea
     return value
 
 
-def _check_names(seats: tuple[Seat, ...], arrivals: tuple[Arrival, ...], name: str) -> None:
-    if len({seat.name for seat in seats}) < len(seats):
+def _check_names(devices: tuple[DeviceSlot, ...], arrivals: tuple[Arrival, ...], name: str) -> None:
+    if len({device.name for device in devices}) < len(devices):
         raise UserError(f"{name}: a node is there twice; give every node its own name")
     if len({arrival.job for arrival in arrivals}) < len(arrivals):
         raise UserError(f"{name}: a job is there twice; give every job its own name")

@@ -1,73 +1,58 @@
-"""Who may do what: every route names the roles that it is for."""
+"""Authorization: every route names the roles that it is for."""
 
 from typing import Annotated
 
-from fastapi import Depends, Request
-from fastapi.concurrency import run_in_threadpool
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPBearer
 
 from mimatrix.api.models import Role
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 
-PEOPLE = (Role.ADMIN, Role.USER, Role.VIEWER)
-DOERS = (Role.ADMIN, Role.USER)
-_scheme = HTTPBearer(auto_error=False, description="A token, as mimatrix up printed it")
+USERS = (Role.ADMIN, Role.USER, Role.VIEWER)
+SUBMITTERS = (Role.ADMIN, Role.USER)
+_scheme = HTTPBearer(auto_error=False, description="A token, as `mimatrix tokens add` prints it")
 
 
 def context_of(request: Request) -> Context:
-    """The server's."""
-    found: Context = request.app.state.context
-    return found
+    """Return the context of the server that handles a request."""
+    context: Context = request.app.state.context
+    return context
 
 
 Shared = Annotated[Context, Depends(context_of)]
 
 
-class May:
-    """Lets bearers of these roles in."""
+class RequireRole:
+    """Accepts bearers of these roles. The bearer was found before, by `AuthenticateFirst`."""
 
     def __init__(self, *roles: Role) -> None:
         self.roles = roles
 
-    async def __call__(
-        self, request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_scheme)]
-    ) -> Bearer:
-        """Who it is; a refusal for anybody else."""
-        bearer = await _bearer(request, given.credentials if given else "")
-        request.scope["bearer"] = bearer
+    async def __call__(self, request: Request, _: Annotated[object, Security(_scheme)]) -> Bearer:
+        """Return the bearer of the request.
+
+        Raises:
+            ApiError: The bearer has another role.
+        """
+        bearer: Bearer | None = request.scope.get("bearer")
+        if bearer is None:
+            raise ApiError(401, "a token is needed; set MIMATRIX_TOKEN to that of `mimatrix up`")
         if bearer.role not in self.roles:
-            raise Refusal(403, f"the role {bearer.role} may not do this; ask somebody who is {' or '.join(self.roles)}")
+            roles = " or ".join(self.roles)
+            raise ApiError(403, f"the role {bearer.role} does not allow this; ask a user with the role {roles}")
         return bearer
 
 
-async def _bearer(request: Request, secret: str) -> Bearer:
-    doorkeeper = context_of(request).doorkeeper
-    address = request.client.host if request.client else ""
-    found = doorkeeper.remembered(secret) if secret else None
-    if found:
-        return found
-    if not secret:
-        raise Refusal(401, "a token is needed; set MIMATRIX_TOKEN to what mimatrix up printed")
-    # A right token is let in whoever else guesses from the same address.
-    was_shut = doorkeeper.is_shut(address)
-    found = await run_in_threadpool(doorkeeper.known, secret, address)
-    if found is None and was_shut:
-        raise Refusal(429, "too many wrong tokens came from this address; try again in a minute")
-    if found is None:
-        raise Refusal(401, "this token is not known here; set MIMATRIX_TOKEN to what mimatrix up printed")
-    return found
-
-
-Person = Annotated[Bearer, Depends(May(*PEOPLE))]
-Doer = Annotated[Bearer, Depends(May(*DOERS))]
-Admin = Annotated[Bearer, Depends(May(Role.ADMIN))]
-Worker = Annotated[Bearer, Depends(May(Role.WORKER))]
+AnyUser = Annotated[Bearer, Depends(RequireRole(*USERS))]
+Submitter = Annotated[Bearer, Depends(RequireRole(*SUBMITTERS))]
+Admin = Annotated[Bearer, Depends(RequireRole(Role.ADMIN))]
+Worker = Annotated[Bearer, Depends(RequireRole(Role.WORKER))]
 
 
 def check_owner(job: JobRow, who: Bearer) -> None:
-    """Users see the jobs of others, and leave them alone."""
+    """Refuse a user who is neither the owner of a job nor an admin."""
     if who.role is not Role.ADMIN and job.user != who.user:
-        raise Refusal(403, f"job {job.id} belongs to {job.user}; ask them, or an admin")
+        raise ApiError(403, f"job {job.id} belongs to {job.user}; ask its owner or an admin")

@@ -1,4 +1,4 @@
-"""Tokens: secrets that only their bearers have. The server keeps hashes, and remembers for a moment whom it knew."""
+"""Tokens: secrets that only their bearers have. The server keeps hashes, and caches what it has looked up."""
 
 import hashlib
 import hmac
@@ -16,16 +16,16 @@ from mimatrix.server.db.engine import Sessions
 from mimatrix.server.db.models import TokenRow
 
 _PREFIX = "mm_"
-_REMEMBERED_S, _WORKERS_S = 5.0, 60.0
-"""Workers' tokens end with their jobs, and then all is forgotten; people's may be ended by another process."""
-_MOST_REMEMBERED = 20_000
+_CACHED_S, _WORKERS_S = 5.0, 60.0
+"""Workers' tokens end with their jobs, which clears the cache; another process may revoke those of users."""
+_MAX_CACHED = 20_000
 _FAILURES, _WITHIN_S = 10, 60.0
-_MOST_ADDRESSES = 10_000
+_MAX_ADDRESSES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Bearer:
-    """Who is speaking."""
+    """The owner of a token."""
 
     token: int
     user: str
@@ -34,12 +34,12 @@ class Bearer:
 
 
 def digest_of(secret: str) -> str:
-    """What is kept. Secrets are long and random, so one round of hashing is enough."""
+    """Return what is stored of a secret. Secrets are long and random, so one round of hashing is enough."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def issue(session: Session, user: str, role: Role, now_s: float, job: int | None = None) -> tuple[TokenRow, str]:
-    """A new token, and its secret, which nobody can find out later."""
+    """Create a token, and return it with its secret, which cannot be found out later."""
     secret = _PREFIX + secrets.token_urlsafe(32)
     row = TokenRow(user=user, role=role, digest=digest_of(secret), job=job, created_at=now_s)
     session.add(row)
@@ -48,27 +48,29 @@ def issue(session: Session, user: str, role: Role, now_s: float, job: int | None
 
 
 def revoke_of_job(session: Session, job: int, now_s: float) -> None:
-    """A job's workers have no more business here."""
+    """Revoke the tokens of a job's workers."""
     for row in session.scalars(select(TokenRow).where(TokenRow.job == job, TokenRow.ended_at.is_(None))):
         row.ended_at = now_s
 
 
-class Doorkeeper:
-    """Knows bearers by their secrets; addresses that guess are turned away for a while."""
+class Authenticator:
+    """Finds the bearers of secrets; addresses that guess are throttled."""
 
     def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
         self._sessions, self._clock = sessions, clock
         self._known: dict[str, tuple[Bearer, float]] = {}
         self._failures: dict[str, deque[float]] = {}
         self._lock = Lock()
+        self.refusals = 0
+        """Requests without a valid token, since the server started."""
 
-    def remembered(self, secret: str) -> Bearer | None:
-        """Whom it knew a moment ago, without a look at the database."""
+    def cached(self, secret: str) -> Bearer | None:
+        """Return the bearer if it was looked up a moment ago, without asking the database."""
         found = self._known.get(digest_of(secret))
         return found[0] if found and found[1] > self._clock() else None
 
-    def known(self, secret: str, address: str) -> Bearer | None:
-        """Whose secret it is; None if nobody's."""
+    def authenticate(self, secret: str, address: str) -> Bearer | None:
+        """Return the bearer of a secret; None if it is unknown or revoked."""
         digest = digest_of(secret)
         with self._sessions() as session:
             row = session.scalar(select(TokenRow).where(TokenRow.digest == digest, TokenRow.ended_at.is_(None)))
@@ -76,15 +78,15 @@ class Doorkeeper:
             self._failed(address)
             return None
         bearer = Bearer(row.id, row.user, Role(row.role), row.job)
-        lasts_s = _WORKERS_S if bearer.role is Role.WORKER else _REMEMBERED_S
+        lasts_s = _WORKERS_S if bearer.role is Role.WORKER else _CACHED_S
         with self._lock:
-            if len(self._known) >= _MOST_REMEMBERED:
+            if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[digest] = (bearer, self._clock() + lasts_s)
         return bearer
 
-    def is_shut(self, address: str) -> bool:
-        """Whether this address has guessed too often of late."""
+    def is_throttled(self, address: str) -> bool:
+        """Return whether too many wrong secrets came from this address recently."""
         now = self._clock()
         with self._lock:
             failures = self._failures.get(address)
@@ -92,13 +94,13 @@ class Doorkeeper:
                 failures.popleft()
             return failures is not None and len(failures) >= _FAILURES
 
-    def forget(self) -> None:
-        """What is remembered may be wrong now."""
+    def clear(self) -> None:
+        """Clear the cache, since tokens were revoked."""
         with self._lock:
             self._known.clear()
 
     def _failed(self, address: str) -> None:
         with self._lock:
-            if len(self._failures) >= _MOST_ADDRESSES:
+            if len(self._failures) >= _MAX_ADDRESSES:
                 self._failures.clear()
             self._failures.setdefault(address, deque(maxlen=_FAILURES)).append(self._clock())

@@ -1,1 +1,1 @@
-"""The loop that compares what is with what should be, and acts."""
+"""The controller: sees what the launcher knows, decides and acts, job by job."""

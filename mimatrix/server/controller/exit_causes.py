@@ -1,33 +1,21 @@
-"""How a team ended, for people: whose fault it was, its exit code once, and the last that it said."""
+"""Which rank made a team end, and what it printed last."""
 
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from mimatrix.core.environment import GROUPS
-from mimatrix.core.errors import MiMatrixError, UserError
-from mimatrix.hybrid.groups import Groups, check_groups
-from mimatrix.launch import Launcher, MemberState, Phase, TeamState
+from mimatrix.api.text import one_line
+from mimatrix.core.errors import MiMatrixError
+from mimatrix.core.exit_codes import PREEMPTED
+from mimatrix.launch import EndedFor, ExitCause, Launcher, MemberState, Phase, TeamState
+from mimatrix.server.jobs.events import RankFailure
 
-LEFT = 75
-"""The exit code of a worker that saved and left as it was told (EX_TEMPFAIL)."""
-_BECAUSE = "ended because"
+Groups = tuple[tuple[int, ...], ...]
 _TAIL_BYTES = 4096
-_MOST_CHARACTERS = 200
-# Colours and the like, whole; then every other character that is none to be printed.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")
+_MAX_CHARACTERS = 200
 
 
-def groups_of(environment: Mapping[str, str], ranks: int) -> Groups:
-    """Who goes with whom in a job that says so to its workers; none where all go together."""
-    try:
-        return check_groups(json.loads(GROUPS.get(environment, "[]")), ranks)
-    except (ValueError, TypeError, UserError):
-        return ()  # its workers say what is wrong with it
-
-
-def lost_ranks(state: TeamState, groups: Groups) -> dict[int, int]:
-    """Of each group that was lost while others go on: its number, and who failed in it."""
+def failed_groups(state: TeamState, groups: Groups) -> dict[int, int]:
+    """Return each group that was lost while others run, with the rank that failed in it."""
     found = {}
     for number, group in enumerate(groups if not state.has_ended else ()):
         failed = [rank for rank in group if _has_failed(state.members[rank])]
@@ -37,60 +25,49 @@ def lost_ranks(state: TeamState, groups: Groups) -> dict[int, int]:
 
 
 def first_failed(state: TeamState, ranks: Sequence[int]) -> int:
-    """Of ranks that failed together: who is told to end fails after the one that was the reason."""
-    return next((rank for rank in ranks if _BECAUSE not in state.members[rank].reason), ranks[0])
+    """Return the rank to blame among ranks that failed together: one that was not ended because of another."""
+    return next((rank for rank in ranks if not _was_ended_for_peer(state.members[rank])), ranks[0])
 
 
-def failed_rank(state: TeamState, groups: Groups = (), gone: Collection[int] = ()) -> int | None:
-    """The rank to blame, the first that failed; None where all ended well, or all of some group.
+def failed_rank(state: TeamState, groups: Groups = (), lost: Collection[int] = ()) -> int | None:
+    """Return the rank to blame, the first that failed; None if all ended well, or all of some group did.
 
-    Of groups that were told to save and go, one that did so speaks for all. Those that were `gone` before do not count.
+    Of groups that were told to save and stop, one that did so speaks for all. Those `lost` before do not count.
     """
     codes = [member.code for member in state.members]
     if any(all(codes[rank] == 0 for rank in group) for group in groups):
         return None
-    if groups and LEFT in codes:
-        return codes.index(LEFT)
-    left = [rank for rank, code in enumerate(codes) if code != 0 and rank not in gone]
-    if state.first_failure in gone and left:
+    if groups and PREEMPTED in codes:
+        return codes.index(PREEMPTED)
+    left = [rank for rank, code in enumerate(codes) if code != 0 and rank not in lost]
+    if state.first_failure in lost and left:
         return left[0]
     if state.first_failure is not None:
         return state.first_failure
-    return next((rank for rank, member in enumerate(state.members) if member.code != 0), None)
+    return next((rank for rank, code in enumerate(codes) if code != 0), None)
 
 
-def told(rank: int, seat: str, member: MemberState, words: str = "") -> str:
-    """`rank 0 on n/0 ended with 1; its last line: "ValueError: no"`."""
-    how, more = _how(member)
-    said = f": {more}" if more else ""
-    return f"rank {rank} on {seat} {how}{said}" + (f'; its last line: "{words}"' if words else "")
+def failure_of(launcher: Launcher, team: str, rank: int, state: TeamState, devices: Sequence[str]) -> RankFailure:
+    """Return how a rank failed, with the last line that it printed."""
+    cause = state.members[rank].cause or ExitCause.lost()
+    device = str(devices[rank]) if rank < len(devices) else "?"
+    return RankFailure(rank=rank, device=device, cause=cause, last_line=last_line(launcher, team, rank))
 
 
-def last_words(launcher: Launcher, team: str, rank: int) -> str:
-    """The last line that a rank printed, if any: not long, and nothing but characters that can be seen."""
+def last_line(launcher: Launcher, team: str, rank: int) -> str:
+    """Return the last line that a rank printed, if any: not long, and of printable characters only."""
     try:
         data = launcher.read_log(team, rank, -_TAIL_BYTES).data
     except MiMatrixError:
         return ""  # never started, forgotten, or its node is gone
-    lines = (_visible(line) for line in reversed(re.split(r"[\r\n]+", data.decode(errors="replace"))))
+    lines = (one_line(line) for line in reversed(re.split(r"[\r\n]+", data.decode(errors="replace"))))
     line = next(filter(None, lines), "")
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
+    return line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 3]}..."
 
 
-def _how(member: MemberState) -> tuple[str, str]:
-    """What became of it, and what else is known; the launcher's reason has the code, too."""
-    if member.phase is Phase.LOST:
-        return "was lost", member.reason
-    first, _, rest = member.reason.partition("; ")
-    if first.startswith("killed by "):
-        return f"was {first}", rest
-    return f"ended with {member.code}", rest if first == f"exit code {member.code}" else member.reason
+def _was_ended_for_peer(member: MemberState) -> bool:
+    return member.cause is not None and member.cause.ended_for is EndedFor.PEER
 
 
 def _has_failed(member: MemberState) -> bool:
-    return member.phase is Phase.LOST or (member.phase is Phase.EXITED and member.code not in (0, LEFT))
-
-
-def _visible(line: str) -> str:
-    plain = _ESCAPES.sub("", line).replace("\t", " ")
-    return "".join(each for each in plain if each.isprintable()).strip()
+    return member.phase is Phase.LOST or (member.phase is Phase.EXITED and member.code not in (0, PREEMPTED))

@@ -1,17 +1,23 @@
-"""Looks at what workers report, and names who holds the others up: in the job's events, its log, and the server's."""
+"""Look at what workers report, and name ranks that hold the others up: in events, in the job's log, in the server's."""
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mimatrix.api.models import JobState, Report, Trouble
-from mimatrix.monitor.hangs import Hang, hanging
+from mimatrix.api.models import JobState, Report, StragglerReport
+from mimatrix.monitor.hangs import Hang, find_hang
 from mimatrix.monitor.rank_metrics import Awaited, RankFigures
-from mimatrix.monitor.stragglers import Slow, Slowness
+from mimatrix.monitor.stragglers import Straggler, StragglerTracker
 from mimatrix.server.context import Context
+from mimatrix.server.controller.faults import Faults
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.jobs.lifecycle import is_active, note
+from mimatrix.server.jobs import events
+from mimatrix.server.jobs.events import JobEvent
+from mimatrix.server.jobs.lifecycle import record_event, state_of
 from mimatrix.server.metrics.live_state import LiveJob
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -19,113 +25,113 @@ class _Watched:
     """One job in one generation."""
 
     generation: int
-    slowness: dict[int, Slowness] = field(default_factory=lambda: defaultdict(Slowness))
-    """By group: who does not wait for somebody is not slower than he."""
+    trackers: dict[int, StragglerTracker] = field(default_factory=lambda: defaultdict(StragglerTracker))
+    """Keyed by group: ranks of different groups never wait for each other, so they are not compared."""
     hanging: dict[int, int | None] = field(default_factory=dict)
-    """The rank of each group that does not come."""
+    """The rank of each group that others wait for in a collective."""
 
 
-class Watching:
-    """All jobs that run."""
+class StragglerWatch:
+    """Follows all jobs that run."""
 
-    def __init__(self, context: Context, say: Callable[[str], None]) -> None:
-        self._context, self._say = context, say
+    def __init__(self, context: Context, faults: Faults) -> None:
+        self._context, self._faults = context, faults
         self._watched: dict[int, _Watched] = {}
 
-    def look(self) -> None:
-        """Once around."""
+    def check(self) -> None:
+        """Look at every job."""
         jobs = self._context.live.all()
-        self._watched = {number: each for number, each in self._watched.items() if number in jobs}
-        for number, live in jobs.items():
-            watched = self._watched.get(number)
+        self._watched = {job: watched for job, watched in self._watched.items() if job in jobs}
+        for job, live in jobs.items():
+            watched = self._watched.get(job)
             if watched is None or watched.generation != live.generation:
-                watched = self._watched[number] = _Watched(live.generation)
-            self._look_at(number, live, watched)
+                watched = self._watched[job] = _Watched(live.generation)
+            with self._faults.contain("stragglers", job):
+                self._check(job, live, watched)
 
-    def _look_at(self, number: int, live: LiveJob, watched: _Watched) -> None:
-        ranks = figures_of(live)
-        trains = bool(ranks) and live.reports[ranks[0].rank].state is JobState.TRAINING
+    def _check(self, job: int, live: LiveJob, watched: _Watched) -> None:
+        reports = live.reports
+        ranks = figures_of(live, reports)
+        trains = bool(ranks) and reports[ranks[0].rank].state is JobState.TRAINING
         groups: dict[int, list[RankFigures]] = {}
-        for each in ranks:
-            groups.setdefault(live.reports[each.rank].group, []).append(each)
-        troubles: list[Trouble] = []
+        for figures in ranks:
+            groups.setdefault(reports[figures.rank].group, []).append(figures)
+        found: list[Hang | Straggler] = []
         for group, members in groups.items():
-            troubles += self._look_at_group(number, live, watched, group, members if trains else [])
-        live.troubles = tuple(troubles)
+            is_complete = len(reports) == live.ranks
+            found += self._check_group(job, live, watched, group, members if trains else [], is_complete)
+        live.set_stragglers(map(straggler_report, found))
 
-    def _look_at_group(
-        self, number: int, live: LiveJob, watched: _Watched, group: int, ranks: Sequence[RankFigures]
-    ) -> list[Trouble]:
-        """Those that wait for each other; in a job that is not split into groups, all."""
-        slowness = watched.slowness[group]
-        new = slowness.observe(self._context.clock(), ranks if len(live.reports) == live.ranks else ())
-        stuck = hanging(ranks)
-        # Figures of steps are old where there are no more steps.
-        slow = slowness.named if stuck is None else None
+    def _check_group(
+        self, job: int, live: LiveJob, watched: _Watched, group: int, ranks: Sequence[RankFigures], is_complete: bool
+    ) -> list[Hang | Straggler]:
+        """Look at ranks that wait for each other; in a job without groups, all of them."""
+        tracker = watched.trackers[group]
+        new = tracker.observe(self._context.monotonic(), ranks if is_complete else ())
+        hang = find_hang(ranks)
+        # Step times are out of date where there are no more steps.
+        straggler = tracker.named if hang is None else None
         if new:
-            self._tell(number, live, str(new))
-        if stuck and stuck.rank != watched.hanging.get(group):
-            self._tell(number, live, str(stuck))
-        watched.hanging[group] = stuck.rank if stuck else None
-        return [trouble_of(each) for each in (stuck, slow) if each]
+            self._tell(job, live, events.straggler(new.describe(), {"group": group, **new.to_json()}))
+        if hang and hang.rank != watched.hanging.get(group):
+            self._tell(job, live, events.hang(hang.describe(), {"group": group, **hang.to_json()}))
+        watched.hanging[group] = hang.rank if hang else None
+        return [each for each in (hang, straggler) if each]
 
-    def _tell(self, number: int, live: LiveJob, sentence: str) -> None:
-        live.notices.append(sentence)
-        self._say(f"job {number}: {sentence}")
+    def _tell(self, job: int, live: LiveJob, event: JobEvent) -> None:
+        live.add_notice(event.sentence)
+        logger.info("job %d: %s", job, event.sentence)
         with self._context.sessions.begin() as session:
-            job = session.get(JobRow, number, with_for_update=True)
-            if job and job.generation == live.generation and is_active(job):
-                note(session, job, sentence, self._context.clock())
+            row = session.get(JobRow, job, with_for_update=True)
+            if row and row.generation == live.generation and state_of(row).is_active:
+                record_event(session, row, event, self._context.clock())
 
 
-def figures_of(live: LiveJob) -> list[RankFigures]:
-    """What each rank said last."""
+def figures_of(live: LiveJob, reports: dict[int, Report]) -> list[RankFigures]:
+    """Return what each rank that is not lost reported last, in the order of ranks."""
     by_group: dict[int, list[int]] = {}
-    for rank, said in sorted(live.reports.copy().items()):
-        by_group.setdefault(said.group, []).append(rank)
+    for rank, report in reports.items():
+        by_group.setdefault(report.group, []).append(rank)
 
-    def peer_of(said: Report) -> int | None:
-        """By its number in the job. As long as not all have reported nobody knows."""
-        number, members = said.waiting.peer if said.waiting else None, by_group.get(said.group, [])
+    def peer_of(report: Report) -> int | None:
+        """Return the rank in the job of the peer in the group; unknown as long as not all have reported."""
+        number, members = report.waiting.peer if report.waiting else None, by_group[report.group]
         return members[number] if number is not None and number < len(members) else None
 
     return [
         RankFigures(
             rank=rank,
-            place=live.seats[rank],
-            at_s=live.heard.get(rank, 0.0),
-            step=said.step,
-            step_s=said.step_s,
-            compute_s=said.compute_s,
-            data_s=said.data_s,
-            waiting_s=said.waiting_s,
-            communication_s=said.communication_s,
-            planned_s=said.planned_s,
-            follows=said.follows,
-            memory_full=_full(said.use.memory_bytes, said.use.memory_total_bytes) if said.use else 0.0,
-            awaited=Awaited(said.waiting.call, said.waiting.round, peer_of(said), said.waiting.seconds)
-            if said.waiting
+            device=live.devices[rank],
+            at_s=live.last_seen(rank),
+            step=report.step,
+            step_s=report.step_s,
+            compute_s=report.compute_s,
+            data_s=report.data_s,
+            waiting_s=report.waiting_s,
+            communication_s=report.communication_s,
+            planned_s=report.planned_s,
+            follows=report.follows,
+            memory_full=_full(report.use.memory_bytes, report.use.memory_total_bytes) if report.use else 0.0,
+            awaited=Awaited(report.waiting.call, report.waiting.round, peer_of(report), report.waiting.seconds)
+            if report.waiting
             else None,
-            aside=said.aside,
+            aside=report.aside,
         )
-        for rank, said in sorted(live.reports.copy().items())
-        if rank < live.ranks and rank not in live.gone
+        for rank, report in reports.items()
+        if rank < live.ranks and rank not in live.lost_ranks
     ]
 
 
-def trouble_of(found: Slow | Hang) -> Trouble:
-    """For people."""
-    if isinstance(found, Hang):
-        return Trouble(
-            kind="hang",
-            rank=found.rank,
-            seat=found.place,
-            cause="",
-            lost_s=found.since_s,
-            sentence=str(found),
-        )
-    return Trouble(
-        kind="slow", rank=found.rank, seat=found.place, cause=found.cause, lost_s=found.lost_s, sentence=str(found)
+def straggler_report(found: Straggler | Hang) -> StragglerReport:
+    """Return what the API tells of a rank that holds the others up."""
+    is_hang = isinstance(found, Hang)
+    return StragglerReport(
+        kind="hang" if is_hang else "slow",
+        rank=found.rank,
+        seat=found.device,
+        cause="" if isinstance(found, Hang) else found.cause.value,
+        lost_s=found.since_s if isinstance(found, Hang) else found.lost_s,
+        sentence=found.describe(),
     )
 
 

@@ -1,15 +1,19 @@
-// The page: who looks, which view the address names, and whether the server is there.
+// The application: signing in, the view that the address names, and the connection to the server.
+//
+// A view is { title, element, refresh, leave }: `refresh` fetches and shows its data, and may return the seconds until
+// it wants to be called again; `leave` is called when another view takes its place. Both are optional.
 
-import { Away, Refused, get, token } from "./api.js";
-import { clusterView } from "./cluster.js";
-import { deviceView } from "./device.js";
-import { fill, h } from "./dom.js";
-import { jobView } from "./job.js";
-import { overview } from "./overview.js";
-import { Poll } from "./poll.js";
-import { mayHandIn, onRefresh, setWho, who } from "./session.js";
-import { signIn } from "./signin.js";
-import { submitView } from "./submit.js";
+import { Away, Refused, get, token } from "./lib/api.js";
+import { askFirst } from "./parts/dialog.js";
+import { clusterView } from "./views/cluster.js";
+import { deviceView } from "./views/device.js";
+import { fill, h } from "./lib/dom.js";
+import { jobView } from "./views/job.js";
+import { overview } from "./views/jobs.js";
+import { Poll } from "./lib/poll.js";
+import { mayHandIn, onRefresh, setWho, who } from "./lib/session.js";
+import { signIn } from "./views/signin.js";
+import { submitView } from "./views/submit.js";
 
 const VIEWS = [
   [/^#\/?$/, () => overview()],
@@ -18,21 +22,19 @@ const VIEWS = [
   [/^#\/cluster\/([^/]+)\/(\d+)$/, (node, number) => deviceView(decodeURIComponent(node), Number(number))],
   [/^#\/submit$/, () => submitView()],
 ];
-const UNKNOWN = "The server does not know this token (any more); sign in with another one.";
+const UNKNOWN = "The server does not know this token, or it was revoked; sign in with another one.";
 const $ = (id) => document.getElementById(id);
 const main = $("main");
-// How far down each page was read: whoever comes back finds their place again.
+// The scroll position of each page, for when it is visited again.
 const places = new Map();
 let view = null;
 let poll = null;
 
 async function begin(reason = "") {
   close();
-  const handed = /^#token=(.+)$/.exec(location.hash);
-  if (handed) {
-    token.set(decodeURIComponent(handed[1]), false);
-    history.replaceState(null, "", `${location.pathname}#/`);
-  }
+  const linked = tokenOfLink();
+  if (linked && token.get() && linked !== token.get()) return askReplace(linked);
+  if (linked) token.set(linked, false);
   if (!token.get()) return askWho(reason);
   try {
     setWho(await get("/me"));
@@ -46,6 +48,27 @@ async function begin(reason = "") {
   $("nav").hidden = $("who").hidden = false;
   $("to-submit").hidden = !mayHandIn();
   return route();
+}
+
+/** The token of a link such as `#token=...`, which is removed from the address and the history at once. */
+function tokenOfLink() {
+  const found = /^#token=(.+)$/.exec(location.hash);
+  if (found) history.replaceState(null, "", `${location.pathname}#/`);
+  return found && decodeURIComponent(found[1]);
+}
+
+/** Otherwise a link could sign a user in as another one, who could then read what the user submits. */
+function askReplace(linked) {
+  askFirst({
+    title: "Sign in with another token?",
+    text: "The link that you followed has another token than the one that you are signed in with.",
+    yes: "Use the other token",
+    no: "Stay signed in",
+    async act() {
+      token.set(linked, false);
+    },
+    closed: () => begin(),
+  });
 }
 
 function askWho(reason) {
@@ -86,9 +109,9 @@ async function refreshed(shown) {
     if (error instanceof Away) throw error;
     if (error.status === 401) return begin(error.message);
     if (!(error instanceof Refused)) console.error(error);
-    const sentence = error instanceof Refused ? error.message : "The page made a mistake; reload it.";
+    const sentence = error instanceof Refused ? error.message : "Something went wrong in this page; reload it.";
     main.replaceChildren(trouble(sentence));
-    // It is asked no more: what is refused now is refused in two seconds, too.
+    // A request that is refused now will be refused again.
     poll.stop();
     return undefined;
   }
@@ -101,14 +124,14 @@ function close() {
 }
 
 function nowhere() {
-  return { title: "Nothing here", element: trouble("There is no such page.") };
+  return { title: "Not found", element: trouble("There is no such page.") };
 }
 
 function trouble(sentence) {
   return h(
     "section",
     { class: "alone" },
-    h("h1", {}, "That did not work"),
+    h("h1", {}, "Error"),
     h("p", { role: "alert" }, sentence),
     h("p", {}, h("a", { href: "#/", class: "button" }, "All jobs")),
   );

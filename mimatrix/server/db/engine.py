@@ -1,4 +1,4 @@
-"""The database: SQLite in a folder, or PostgreSQL by its address. An older one is upgraded, a newer one refused."""
+"""The database: SQLite in a folder, or PostgreSQL by its address. Older ones are upgraded, newer ones refused."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,24 +27,35 @@ class Sessions:
     def __init__(self, engine: Engine) -> None:
         self._reading = sessionmaker(engine, expire_on_commit=False)
         # SQLite must know of a write when the transaction begins: later another one may have come first.
-        self._writing = sessionmaker(engine.execution_options(begin="IMMEDIATE"), expire_on_commit=False)
+        writing = engine.execution_options(begin="IMMEDIATE", synchronous="FULL")
+        self._writing = sessionmaker(writing, expire_on_commit=False)
+        self._writing_soon = sessionmaker(writing.execution_options(synchronous="NORMAL"), expire_on_commit=False)
 
     def __call__(self) -> Session:
-        """To read."""
+        """Return a session to read with."""
         return self._reading()
 
-    def begin(self) -> AbstractContextManager[Session]:
-        """To write: all of it when the context is left, or nothing if an error leaves it."""
-        return self._writing.begin()
+    def begin(self, *, durable: bool = True) -> AbstractContextManager[Session]:
+        """Write: all of it when the context is left, or nothing if an error leaves it.
+
+        Args:
+            durable: Survive a power loss from then on. Metrics need not, and are written more cheaply without.
+        """
+        return (self._writing if durable else self._writing_soon).begin()
 
 
 def address_in(folder: Path) -> str:
-    """Of the embedded database."""
+    """Return the address of the embedded database in a folder."""
     return f"sqlite:///{folder / DATABASE_FILE}"
 
 
 def opened(address: str) -> tuple[Engine, Sessions]:
-    """An engine on a database with today's tables."""
+    """Open a database, and bring its tables up to date.
+
+    Raises:
+        UserError: It is not a database that this version can use.
+        WorldError: It does not answer, or cannot be written.
+    """
     engine = _engine(address)
     try:
         _upgrade(engine)
@@ -66,16 +77,16 @@ def _engine(address: str) -> Engine:
         if url.drivername == "postgresql":
             url = url.set(drivername="postgresql+psycopg")
         if url.get_backend_name() not in ("sqlite", "postgresql"):
-            raise UserError(
-                f"the database {_shown(address)} is of no kind that is known; use postgresql://user@host/name"
-            )
+            raise UserError(f"the database {_shown(address)} is of an unknown kind; use postgresql://user@host/name")
         options: dict[str, Any] = {"pool_pre_ping": True}
         if url.get_backend_name() == "sqlite":
             options = {"connect_args": {"timeout": _PATIENCE_S, "check_same_thread": False}}
         # Most of the time that an answer takes would be spent in reading JSON; pydantic's reader takes a quarter of it.
         engine = create_engine(url, json_deserializer=from_json, **options)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        raise UserError(f'"{_shown(address)}" is no database ({error}); write postgresql://user@host/name') from None
+        raise UserError(
+            f'"{_shown(address)}" is not the address of a database ({error}); write postgresql://user@host/name'
+        ) from None
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -90,7 +101,11 @@ def _set_up_sqlite(connection: Any, _record: Any) -> None:
 
 
 def _begin_sqlite(connection: Any) -> None:
-    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('begin', 'DEFERRED')}")
+    options = connection.get_execution_options()
+    if "synchronous" in options:
+        # In WAL mode FULL is one more fsync per commit: without it the last commits may be lost with the power.
+        connection.exec_driver_sql(f"PRAGMA synchronous={options['synchronous']}")
+    connection.exec_driver_sql(f"BEGIN {options.get('begin', 'DEFERRED')}")
 
 
 def _upgrade(engine: Engine) -> None:
@@ -109,7 +124,7 @@ def _upgrade(engine: Engine) -> None:
 
 
 def _shown(address: str) -> str:
-    """Without its password."""
+    """Return the address without its password."""
     try:
         return make_url(address).render_as_string(hide_password=True)
     except ArgumentError:

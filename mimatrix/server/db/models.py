@@ -1,4 +1,4 @@
-"""What the server remembers. Times are seconds since 1970; lists and tables inside of a row are JSON."""
+"""The tables of the server. Times are seconds since 1970; lists and tables within a row are JSON."""
 
 from typing import Any, ClassVar
 
@@ -10,13 +10,13 @@ _Number = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Base(DeclarativeBase):
-    """Of all tables."""
+    """The base of all tables."""
 
     type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[str]: JSON, dict[str, str]: JSON}
 
 
 class JobRow(Base):
-    """One job. Its `state` changes in `life.move` and nowhere else."""
+    """A job. Its `state` changes in `lifecycle.transition` and nowhere else."""
 
     __tablename__ = "jobs"
 
@@ -25,6 +25,7 @@ class JobRow(Base):
     user: Mapped[str] = mapped_column(String(100), index=True)
     state: Mapped[str] = mapped_column(String(20), index=True)
     reason: Mapped[str] = mapped_column(Text, default="")
+    reason_data: Mapped[dict[str, Any]] = mapped_column(default=dict)
     script: Mapped[str] = mapped_column(Text)
     arguments: Mapped[list[str]] = mapped_column(default=list)
     environment: Mapped[dict[str, str]] = mapped_column(default=dict)
@@ -33,17 +34,28 @@ class JobRow(Base):
     priority: Mapped[int] = mapped_column(Integer)
     preemptible: Mapped[bool]
     max_time_s: Mapped[float | None] = mapped_column(Float)
-    retries: Mapped[int] = mapped_column(Integer, default=0)
-    retried: Mapped[int] = mapped_column(Integer, default=0)
+    max_restarts: Mapped[int] = mapped_column("retries", Integer, default=0)
+    restarts: Mapped[int] = mapped_column("retried", Integer, default=0)
+    """How often it was restarted after a failure since a user queued it."""
+    groups: Mapped[list[Any]] = mapped_column(JSON, default=list)
+    """The ranks of each group of hybrid mode."""
     generation: Mapped[int] = mapped_column(Integer, default=0)
     seats: Mapped[list[str]] = mapped_column(default=list)
-    leaving: Mapped[str] = mapped_column(String(20), default="")
-    """Why it was told to go, if it was: preempt, cancel or limit."""
-    leaving_at: Mapped[float | None] = mapped_column(Float)
+    stop_kind: Mapped[str] = mapped_column("leaving", String(20), default="")
+    """A `StopKind` if it was told to stop."""
+    stop_requested_at: Mapped[float | None] = mapped_column("leaving_at", Float)
     exit_code: Mapped[int | None] = mapped_column(Integer)
+    exit_cause: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    failed_rank: Mapped[int | None] = mapped_column(Integer)
+    server_error: Mapped[str] = mapped_column(Text, default="")
+    """What the server could not handle about it since it was started last, if anything."""
+    start_failures: Mapped[int] = mapped_column(Integer, default=0)
+    """Failed attempts to start it since it ran last."""
     created_at: Mapped[float] = mapped_column(Float)
+    submitted_at: Mapped[float] = mapped_column(Float)
+    """When a user queued it last: what it ages from, also after it was preempted or restarted."""
     waiting_since: Mapped[float] = mapped_column(Float)
-    """When it was queued last, or preempted: what it ages from."""
+    """When it came into the queue last."""
     started_at: Mapped[float | None] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
     progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
@@ -55,21 +67,24 @@ class JobRow(Base):
 
 
 class EventRow(Base):
-    """Something that happened to a job."""
+    """An event of a job."""
 
     __tablename__ = "events"
-    __table_args__ = (Index("events_of_job", "job", "id"),)
+    __table_args__ = (Index("events_of_job", "job", "id"), Index("events_of_time", "at"))
 
     id: Mapped[int] = mapped_column(_Number, primary_key=True)
     job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
     at: Mapped[float] = mapped_column(Float)
     state: Mapped[str] = mapped_column(String(20))
     generation: Mapped[int] = mapped_column(Integer)
+    kind: Mapped[str] = mapped_column(String(40))
     reason: Mapped[str] = mapped_column(Text)
+    """The sentence for people; no code reads it."""
+    data: Mapped[dict[str, Any]] = mapped_column(default=dict)
 
 
 class NodeRow(Base):
-    """A machine that a launcher has shown."""
+    """A node that the launcher has listed."""
 
     __tablename__ = "nodes"
 
@@ -81,7 +96,7 @@ class NodeRow(Base):
 
 
 class TokenRow(Base):
-    """Who may come in: the hash of a secret that only its bearer has."""
+    """A token: the hash of a secret that only its bearer has."""
 
     __tablename__ = "tokens"
 
@@ -90,13 +105,13 @@ class TokenRow(Base):
     role: Mapped[str] = mapped_column(String(20))
     digest: Mapped[str] = mapped_column(String(64), unique=True)
     job: Mapped[int | None] = mapped_column(ForeignKey("jobs.id"), index=True)
-    """Of a worker: it lives as long as its job runs."""
+    """The job of a worker's token, which is valid as long as the job runs."""
     created_at: Mapped[float] = mapped_column(Float)
     ended_at: Mapped[float | None] = mapped_column(Float)
 
 
 class UsageRow(Base):
-    """What a user had of late, at a time."""
+    """What a user had recently, as of a time."""
 
     __tablename__ = "usage"
 
@@ -105,8 +120,8 @@ class UsageRow(Base):
     at: Mapped[float] = mapped_column(Float)
 
 
-class StintRow(Base):
-    """A job had a device for a while."""
+class AllocationRow(Base):
+    """A device that a job had, or has."""
 
     __tablename__ = "stints"
     __table_args__ = (Index("stints_of_seat", "seat", "id"), Index("stints_of_job", "job", "ended_at"))
@@ -120,7 +135,7 @@ class StintRow(Base):
 
 
 class SampleRow(Base):
-    """Figures of a job at a time, or means over a while (see `history`); of the cluster under job 0."""
+    """Metrics of a job at a time, or means over a period (see `metrics.store`); those of the cluster under job 0."""
 
     __tablename__ = "samples"
     __table_args__ = (Index("samples_of_tier", "tier", "at"),)
@@ -132,7 +147,7 @@ class SampleRow(Base):
 
 
 class AuditRow(Base):
-    """Who changed what."""
+    """A request that changed something, or tried to."""
 
     __tablename__ = "audit"
 
@@ -143,3 +158,25 @@ class AuditRow(Base):
     action: Mapped[str] = mapped_column(String(200))
     status: Mapped[int] = mapped_column(Integer)
     address: Mapped[str] = mapped_column(String(100))
+
+
+class CodeArchiveRow(Base):
+    """A code archive, and the user who uploaded it first."""
+
+    __tablename__ = "code_archives"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    user: Mapped[str] = mapped_column(String(100), index=True)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    uploaded_at: Mapped[float] = mapped_column(Float)
+
+
+class SubmissionKeyRow(Base):
+    """The job that a user's submission with a key became, so that a repeated request is not another job."""
+
+    __tablename__ = "submission_keys"
+
+    user: Mapped[str] = mapped_column(String(100), primary_key=True)
+    key: Mapped[str] = mapped_column(String(100), primary_key=True)
+    job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
+    at: Mapped[float] = mapped_column(Float, index=True)

@@ -1,4 +1,4 @@
-"""How a device was used over time: a rank of this job, then of that one, each in what was kept of its job."""
+"""How a device was used over time: a rank of one job after another, by the history of each job."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,12 @@ from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from mimatrix.monitor.downsampling import mean
-from mimatrix.server.db.models import StintRow
+from mimatrix.server.db.models import AllocationRow
 from mimatrix.server.metrics import store
 
 _MOST_JOBS = 100
 _FIGURES = ("busy", "memory_bytes", "power_w", "temperature_c")
-# So long after a job nobody has it: lines of one job do not go on into those of the next.
+# After this time no job has it: lines of one job do not go on into those of the next.
 _FREE_AFTER_S = 1.0
 
 
@@ -26,7 +26,7 @@ class _Start(NamedTuple):
 
 
 def read(session: Session, seat: str, since_s: float, now_s: float, points: int) -> list[store.Point]:
-    """At most so many points since a time, the oldest first; one without figures after each job."""
+    """Return at most this number of points since a time, the oldest first; one without metrics after each job."""
     found: list[store.Point] = []
     for job, starts in _starts(session, seat, since_s, now_s).items():
         begin_s = max(since_s, starts[0].begin_s)
@@ -40,13 +40,18 @@ def read(session: Session, seat: str, since_s: float, now_s: float, points: int)
 
 
 def _starts(session: Session, seat: str, since_s: float, now_s: float) -> dict[int, list[_Start]]:
-    """The generations of those jobs that had it, with the devices of all their ranks."""
-    recent = or_(StintRow.ended_at.is_(None), StintRow.ended_at > since_s)
-    asked = select(StintRow.job).where(StintRow.seat == seat, recent).order_by(StintRow.id.desc()).limit(_MOST_JOBS)
+    """Return the generations of the jobs that had it, with the devices of all their ranks."""
+    recent = or_(AllocationRow.ended_at.is_(None), AllocationRow.ended_at > since_s)
+    asked = (
+        select(AllocationRow.job)
+        .where(AllocationRow.seat == seat, recent)
+        .order_by(AllocationRow.id.desc())
+        .limit(_MOST_JOBS)
+    )
     jobs = set(session.scalars(asked))
     found: dict[tuple[int, int], _Start] = {}
     # A job's devices were written down in the order of its ranks.
-    for row in session.scalars(select(StintRow).where(StintRow.job.in_(jobs)).order_by(StintRow.id)):
+    for row in session.scalars(select(AllocationRow).where(AllocationRow.job.in_(jobs)).order_by(AllocationRow.id)):
         start = _Start(row.started_at, row.ended_at or now_s, [])
         found.setdefault((row.job, row.generation), start).seats.append(row.seat)
     by_job: dict[int, list[_Start]] = {}

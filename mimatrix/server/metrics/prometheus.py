@@ -1,24 +1,24 @@
-"""Figures for Prometheus, as they are at the moment of asking. Names and labels are listed in docs/monitoring.md."""
+"""Metrics for Prometheus, as of the moment of asking. Names and labels are listed in docs/monitoring.md."""
 
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
 
-from mimatrix.api.models import ACTIVE, JobState, Pushed, Report
+from mimatrix.api.models import JobState, PushStats, Report
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow, NodeRow
-from mimatrix.server.jobs.lifecycle import WAITING
+from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, WAITING_STATES
 from mimatrix.server.metrics.live_state import LiveJob
 
 Figure = Callable[[Report], float | None]
 JobFigure = Callable[[LiveJob, Report], float | None]
-GroupFigure = Callable[[Pushed], float]
+GroupFigure = Callable[[PushStats], float]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_RANKS = 2000
-"""Series of ranks are given for so many of them, of the newest jobs; of the others only those of their jobs."""
+"""Series of ranks are given for this number of them, of the newest jobs; other jobs have only series of their own."""
 _OF_JOB: dict[str, tuple[str, JobFigure]] = {
     "mimatrix_job_step": ("Steps done", lambda _, said: said.step),
     "mimatrix_job_step_seconds": ("A step, measured", lambda _, said: said.step_s),
@@ -49,7 +49,7 @@ _OF_RANK: dict[str, tuple[str, Figure]] = {
 
 
 def exposition(context: Context) -> bytes:
-    """All of it."""
+    """Return all metrics in the text format."""
     registry = CollectorRegistry()
     registry.register(_Now(context))
     return generate_latest(registry)
@@ -60,7 +60,7 @@ class _Now(Collector):
         self._context = context
 
     def collect(self) -> Iterator[Metric]:
-        """What the server and the workers know now."""
+        """Yield what the server and the workers know now."""
         yield from self._of_server()
         live = dict(sorted(self._context.live.all().items(), reverse=True))
         yield from _of_jobs(live)
@@ -70,10 +70,10 @@ class _Now(Collector):
         with self._context.sessions() as session:
             asked = select(JobRow.state, func.count()).group_by(JobRow.state)
             counts = {str(state): int(count) for state, count in session.execute(asked)}
-            oldest = session.scalar(select(func.min(JobRow.waiting_since)).where(JobRow.state.in_(WAITING)))
+            oldest = session.scalar(select(func.min(JobRow.waiting_since)).where(JobRow.state.in_(WAITING_STATES)))
             used = {
                 seat
-                for seats in session.scalars(select(JobRow.seats).where(JobRow.state.in_(ACTIVE)))
+                for seats in session.scalars(select(JobRow.seats).where(JobRow.state.in_(ACTIVE_STATES)))
                 for seat in seats
             }
             nodes = [(row.name, row.devices["devices"], row.seen_at) for row in session.scalars(select(NodeRow))]
@@ -81,6 +81,10 @@ class _Now(Collector):
         for state in JobState:
             jobs.add_metric([state.value], counts.get(state.value, 0))
         yield jobs
+        turned_s = self._context.monotonic() - self._context.controller_turned_at_s
+        yield GaugeMetricFamily(
+            "mimatrix_controller_turned_seconds", "Since the controller completed a turn", value=max(0.0, turned_s)
+        )
         now_s = self._context.clock()
         waits = now_s - oldest if oldest is not None else 0.0
         yield GaugeMetricFamily("mimatrix_queue_oldest_seconds", "How long the oldest waiting job waits", value=waits)
@@ -95,29 +99,32 @@ class _Now(Collector):
                 devices.add_metric([node, kind, "free"], len(of_kind) - busy)
         yield devices
         yield heard
+        refusals = self._context.authenticator.refusals
+        about = "Requests that were refused because their token was missing or unknown"
+        yield CounterMetricFamily("mimatrix_unauthenticated_requests", about, value=refusals)
 
 
 def _of_jobs(live: dict[int, LiveJob]) -> Iterator[Metric]:
     for name, (about, figure) in _OF_JOB.items():
         family = GaugeMetricFamily(name, about, labels=["job"])
         for number, job in live.items():
-            said = job.first
+            said = job.leader_report
             _add(family, [str(number)], figure(job, said) if said else None)
         yield family
     yield from _of_groups(live)
     troubles = GaugeMetricFamily("mimatrix_job_trouble", "A rank holds the others up", labels=["job", "kind", "rank"])
     for number, job in live.items():
-        for each in job.troubles:
+        for each in job.stragglers:
             troubles.add_metric([str(number), each.kind, str(each.rank)], 1)
     yield troubles
 
 
 def _of_groups(live: dict[int, LiveJob]) -> Iterator[Metric]:
-    """Of those that do not wait for each other; so many as of ranks."""
+    """Yield metrics of groups that do not wait for each other; at most as many as of ranks."""
     said = [
         ([str(number), str(each.group)], each.pushed)
         for number, job in live.items()
-        for each in job.firsts.values()
+        for each in job.group_leaders.values()
         if each.pushed
     ][:MOST_RANKS]
     for name, (about, figure) in _OF_GROUP.items():
@@ -131,8 +138,8 @@ def _of_ranks(live: dict[int, LiveJob]) -> Iterator[Metric]:
     said: list[tuple[list[str], Report]] = []
     for number, job in live.items():
         if len(said) + job.ranks <= MOST_RANKS:
-            reports = sorted(job.reports.copy().items())
-            said += [([str(number), str(rank), job.seats[rank]], each) for rank, each in reports if rank < job.ranks]
+            reports = job.reports.items()
+            said += [([str(number), str(rank), job.devices[rank]], each) for rank, each in reports if rank < job.ranks]
     for name, (about, figure) in _OF_RANK.items():
         family = GaugeMetricFamily(name, about, labels=["job", "rank", "seat"])
         for labels, report in said:

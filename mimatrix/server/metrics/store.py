@@ -1,9 +1,10 @@
-"""What is kept of reports: points of every job that runs and of the cluster, thinned as they grow old."""
+"""The history of metrics: points of every running job and of the cluster, thinned as they grow old."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session
 
 from mimatrix.api.models import Report
@@ -12,21 +13,22 @@ from mimatrix.server.db.engine import Sessions
 from mimatrix.server.db.models import SampleRow
 from mimatrix.server.metrics.live_state import LiveJob
 
+Contain = Callable[[int], AbstractContextManager[None]]
+"""Contains exceptions of one job."""
 CLUSTER = 0
-"""What is kept under this number is no job's."""
+"""The number under which the metrics of the cluster are kept; no job has it."""
 _MOST_RANKS = 128
-"""Of larger jobs only what rank 0 says of all is kept."""
-_PRUNED_S = 60.0
+"""Of larger jobs only what the leader reports is kept."""
 _APART_S = 1e-3
 """Between points of what was logged, which come before that of the job at the same time."""
 _BY_RANK = ("compute_s", "data_s", "waiting_s", "communication_s")
 _BY_GROUP = ("pushes", "samples", "staleness", "moved_s", "waited_s")
-"""Known of the first rank of each group, where there are groups."""
+"""Reported by the first rank of each group, where there are groups."""
 _BY_DEVICE = ("busy", "memory_bytes", "power_w", "temperature_c")
 
 
 class Point(NamedTuple):
-    """What is known of a time."""
+    """Metrics at a time."""
 
     at: float
     figures: dict[str, Any]
@@ -38,40 +40,35 @@ class History:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._kept_at = [0.0] * len(TIERS)
-        self._pruned_at = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time for a point."""
-        return now_s - self._kept_at[0] >= TIERS[0].every_s
+        """Whether it is time for a point. A clock that was set back begins again."""
+        return not 0 <= now_s - self._kept_at[0] < TIERS[0].every_s
 
-    def keep(self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any]) -> None:
-        """How all is now."""
-        found = {number: point_of(live) for number, live in jobs.items() if live.first}
-        points = [(CLUSTER, dict(cluster)), *found.items()]
-        with self._sessions.begin() as session:
+    def keep(self, now_s: float, jobs: Mapping[int, LiveJob], cluster: Mapping[str, Any], contain: Contain) -> None:
+        """Write a point of the cluster and of each job; `contain` keeps a job that raises from the others."""
+        with self._sessions.begin(durable=False) as session:
+            _write(session, 0, now_s, [(CLUSTER, dict(cluster))])
             for number, live in jobs.items():
-                _write_logged(session, now_s, number, live)
-            _write(session, 0, now_s, points)
+                with contain(number), session.begin_nested():
+                    _write_logged(session, now_s, number, live)
+                    if live.leader_report:
+                        _write(session, 0, now_s, [(number, point_of(live))])
             self._kept_at[0] = now_s
             for number in range(1, len(TIERS)):
-                self._thin(session, number, now_s)
-            if now_s - self._pruned_at > _PRUNED_S:
-                self._pruned_at = now_s
-                for number, tier in enumerate(TIERS):
-                    old = (SampleRow.tier == number, SampleRow.at < now_s - tier.kept_s)
-                    session.execute(delete(SampleRow).where(*old))
+                self._thin(session, number, now_s, contain)
 
     def keep_last(self, session: Session, now_s: float, number: int, live: LiveJob | None) -> None:
-        """How a job was when it ended."""
+        """Write the last point of a job that has ended."""
         if live:
             _write_logged(session, now_s, number, live)
-        if live and live.first and live.first.step:
+        if live and live.leader_report and live.leader_report.step:
             _write(session, 0, now_s, [(number, point_of(live))])
 
-    def _thin(self, session: Session, number: int, now_s: float) -> None:
-        """Means of the tier below, once its time is full."""
+    def _thin(self, session: Session, number: int, now_s: float, contain: Contain) -> None:
+        """Write means of the tier below, once its period is over."""
         tier = TIERS[number]
-        if not self._kept_at[number]:
+        if not self._kept_at[number] or self._kept_at[number] > now_s:
             self._kept_at[number] = now_s
         if now_s - self._kept_at[number] < tier.every_s:
             return
@@ -80,16 +77,18 @@ class History:
         by_job: dict[int, list[dict[str, Any]]] = {}
         for row in session.scalars(asked.order_by(SampleRow.at)):
             by_job.setdefault(row.job, []).append(row.figures)
-        _write(session, number, now_s, [(job, mean(points)) for job, points in by_job.items()])
+        for job, points in by_job.items():
+            with contain(job), session.begin_nested():
+                _write(session, number, now_s, [(job, mean(points))])
 
 
 def read(
     session: Session, job: int, since_s: float, now_s: float, points: int, *, only_last_ranks: bool = False
 ) -> tuple[float, list[Point]]:
-    """How far apart, and at most so many points since a time, the oldest first.
+    """Return the distance of points, and at most this number of them since a time, the oldest first.
 
-    What a tier does not have yet, since its time is not full, comes from the finer ones. `only_last_ranks`: figures of
-    ranks, which are most of it, are left out of all points but the last.
+    What a tier does not have yet, because its period is not over, comes from the finer ones. `only_last_ranks`: metrics
+    of ranks, which are most of it, are left out of all points but the last.
     """
     known = select(func.min(SampleRow.at), func.max(SampleRow.at)).where(SampleRow.job == job, SampleRow.at >= since_s)
     first_s, last_s = session.execute(known).one()
@@ -108,9 +107,9 @@ def read(
 
 
 def point_of(live: LiveJob) -> dict[str, Any]:
-    """What the ranks of a job said last, as one point."""
-    first = live.first
-    assert first
+    """Return what the ranks of a job reported last, as one point."""
+    first, reports = live.leader_report, live.reports
+    assert first, "the leader has reported"
     known: dict[str, Any] = {
         "step": first.step,
         "samples_per_s": short(live.samples_per_s),
@@ -119,13 +118,13 @@ def point_of(live: LiveJob) -> dict[str, Any]:
         "metrics": {name: short(value) for name, value in live.metrics.items()},
     }
     if live.ranks <= _MOST_RANKS:
-        known["ranks"] = _by_rank([live.reports.get(rank) for rank in range(live.ranks)])
+        known["ranks"] = _by_rank([reports.get(rank) for rank in range(live.ranks)])
     return known
 
 
 def _write_logged(session: Session, now_s: float, number: int, live: LiveJob) -> None:
-    """What was logged now and then: each at its step, without the figures of that time."""
-    logged = [live.logged.popleft() for _ in range(len(live.logged))]
+    """Write what was logged now and then: each at its step, without the metrics of that time."""
+    logged = live.drain_logged()
     for place, entry in enumerate(logged):
         metrics = {name: short(value) for name, value in entry.metrics.items()}
         at_s = now_s - _APART_S * (len(logged) - place)
@@ -141,7 +140,7 @@ def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:
 
 
 def _known(said: Sequence[object | None], names: Mapping[str, str]) -> dict[str, list[float | None]]:
-    """Of each that anybody knows a list with a value for each rank, under another name."""
+    """Return a list with a value for each rank, under another name, of each metric that any rank has."""
     found = {new: [short(getattr(each, old)) if each else None for each in said] for old, new in names.items()}
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
 

@@ -1,135 +1,139 @@
-"""Jobs, as people hand them in, look at them and end them."""
+"""Jobs: submit, list, change and cancel them, and read their logs."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import PurePath
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from mimatrix.api import models as m
 from mimatrix.core.errors import UserError
 from mimatrix.scheduler import Start
-from mimatrix.server.auth.dependencies import Doer, Person, Shared, check_owner
-from mimatrix.server.auth.tokens import Bearer
-from mimatrix.server.context import Context, team_name
-from mimatrix.server.db.models import EventRow, JobRow, StintRow
-from mimatrix.server.errors import Refusal
-from mimatrix.server.jobs.lifecycle import WAITING, is_active, move, note
+from mimatrix.scheduler.reasons import to_json
+from mimatrix.server.auth.dependencies import AnyUser, Shared, Submitter
+from mimatrix.server.context import team_name
+from mimatrix.server.db.models import AllocationRow, EventRow, JobRow
+from mimatrix.server.errors import ApiError
+from mimatrix.server.jobs import service
+from mimatrix.server.jobs.lifecycle import state_of
+from mimatrix.server.jobs.service import find_job
 
 router = APIRouter(prefix="/api", tags=["jobs"])
-Number = Annotated[int, Path(ge=1, le=(1 << 53))]
+JobId = Annotated[int, Path(ge=1, le=(1 << 53))]
 DigestPath = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
-@router.head("/snapshots/{digest}", status_code=200, response_class=Response)
-def has_snapshot(digest: DigestPath, shared: Shared, _: Doer) -> Response:
-    """Whether an archive was uploaded already."""
-    if shared.snapshots.path(digest) is None:
-        raise Refusal(404, "it was not uploaded yet; put it here")
+@router.head("/code-archives/{digest}", status_code=200, response_class=Response)
+def check_code_archive(digest: DigestPath, shared: Shared, _: Submitter) -> Response:
+    """Check whether a code archive is stored."""
+    if shared.code_archives.path(digest) is None:
+        raise ApiError(404, "this code archive is not stored yet; upload it with PUT")
     return Response(status_code=200)
 
 
 @router.put(
-    "/snapshots/{digest}",
+    "/code-archives/{digest}",
     status_code=204,
     response_class=Response,
     openapi_extra={
         "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
 )
-async def upload(digest: DigestPath, request: Request, shared: Shared, _: Doer) -> Response:
-    """Store the archive of a script's folder."""
-    await shared.snapshots.store(digest, request.stream())
+async def upload_code_archive(digest: DigestPath, request: Request, shared: Shared, who: Submitter) -> Response:
+    """Upload a code archive: the directory of a script as .tar.gz, named by its SHA-256."""
+    await run_in_threadpool(service.check_upload, shared, digest, who)
+    await shared.code_archives.store(digest, request.stream())
+    await run_in_threadpool(service.record_upload, shared, digest, who)
     return Response(status_code=204)
 
 
 @router.post("/jobs", status_code=201)
-def submit(said: m.Submission, shared: Shared, who: Doer) -> m.Job:
-    """Hand a job in."""
-    if shared.snapshots.path(said.snapshot) is None:
-        raise Refusal(409, "the folder of the script was not uploaded; put it to /api/snapshots first")
-    now_s = shared.clock()
-    with shared.sessions.begin() as session:
-        job = row_of(said, who.user, now_s)
-        session.add(job)
-        session.flush()
-        note(session, job, f"handed in by {who.user}", now_s)
-    shared.wake.set()
-    return shown(job)
+def submit(said: m.Submission, shared: Shared, who: Submitter) -> m.Job:
+    """Submit a job."""
+    return to_job(service.submit(shared, said, who))
 
 
 @router.post("/jobs/dry-run")
-def would(said: m.Submission, request: Request, who: Doer, shared: Shared) -> m.Wait:
-    """What would become of a job now."""
-    job = row_of(said, who.user, shared.clock())
+def dry_run(said: m.Submission, request: Request, who: Submitter, shared: Shared) -> m.DryRunResult:
+    """Return what the scheduler would do with a job if it were submitted now."""
+    job = service.new_row(said, who.user, shared.clock())
     job.id = 0
-    found = request.app.state.loop.would(job)
-    return m.Wait(starts=isinstance(found, Start), reason=found.reason.replace("job 0", "it"))
+    decision = request.app.state.controller.dry_run(job)
+    starts, reason = isinstance(decision, Start), decision.reason
+    return m.DryRunResult(starts=starts, reason=reason.describe(), reason_data=to_json(reason))
 
 
 @router.get("/jobs")
-def jobs(
+def list_jobs(
     shared: Shared,
-    _: Person,
+    _: AnyUser,
     before: Annotated[int | None, Query(ge=1, le=(1 << 53))] = None,
-    most: Annotated[int, Query(ge=1, le=1000)] = 50,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50,
     state: Annotated[list[m.JobState] | None, Query(max_length=20)] = None,
     user: Annotated[str, Query(max_length=100)] = "",
 ) -> m.Jobs:
-    """A page of jobs, the newest first."""
+    """List jobs, the newest first, page by page."""
     wanted: list[ColumnElement[bool]] = [JobRow.state.in_(state)] if state else []
     wanted += [JobRow.user == user] if user else []
     newer = [JobRow.id < before] if before else []
     with shared.sessions() as session:
-        page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(most)))
-        more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == most else 0
-    listed = tuple(shown(row, shared.live.places) for row in page)
+        page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(limit)))
+        more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == limit else 0
+    listed = tuple(to_job(row, shared.live.queue_positions) for row in page)
     return m.Jobs(jobs=listed, next_before=page[-1].id if more else None, more=more)
 
 
 @router.get("/jobs/{number}")
-def job(number: Number, shared: Shared, _: Person) -> m.Job:
-    """One of them."""
+def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
+    """Get a job."""
     with shared.sessions() as session:
-        row = found(session, number)
-        more = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
-        return shown(row, shared.live.places).model_copy(update=more)
+        row = find_job(session, number)
+        more: dict[str, Any] = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
+        more["resumes_from"] = _resumes_from(row)
+        return to_job(row, shared.live.queue_positions).model_copy(update=more)
 
 
 @router.get("/jobs/{number}/events")
-def events(number: Number, shared: Shared, _: Person) -> list[m.Event]:
-    """All that happened to it, in order."""
+def list_events(number: JobId, shared: Shared, _: AnyUser) -> list[m.Event]:
+    """List the events of a job, the oldest first."""
     with shared.sessions() as session:
-        found(session, number)
-        wanted = (EventRow.id, EventRow.at, EventRow.state, EventRow.generation, EventRow.reason)
-        rows = session.execute(select(*wanted).where(EventRow.job == number).order_by(EventRow.id))
+        find_job(session, number)
+        rows = session.scalars(select(EventRow).where(EventRow.job == number).order_by(EventRow.id))
         return [
             m.Event(
-                id=row.id, at=_time(row.at), state=m.JobState(row.state), generation=row.generation, reason=row.reason
+                id=row.id,
+                at=_time(row.at),
+                state=m.JobState(row.state),
+                generation=row.generation,
+                kind=m.EventKind(row.kind),
+                reason=row.reason,
+                data=row.data,
             )
             for row in rows
         ]
 
 
 @router.get("/jobs/{number}/log")
-def log(
-    number: Number,
+def get_log(
+    number: JobId,
     shared: Shared,
-    _: Person,
+    _: AnyUser,
     rank: Annotated[int, Query(ge=0, le=100_000)] = 0,
     offset: Annotated[int, Query(ge=-(1 << 53), le=(1 << 53))] = 0,
     generation: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
 ) -> m.Log:
-    """Output of a rank from `offset` on; below 0 counted from its end."""
+    """Get the output of a rank, from an offset in bytes; a negative one counts from the end."""
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
     wanted = row.generation if generation is None else generation
-    has_ended = row.state in m.ENDED or wanted < row.generation
+    has_ended = state_of(row).is_final or wanted < row.generation
     if row.seats and rank >= len(row.seats):
-        raise Refusal(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
+        raise ApiError(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
     try:
         part = shared.launcher.read_log(team_name(number, wanted), rank, offset)
     except UserError:
@@ -140,102 +144,48 @@ def log(
 
 
 @router.patch("/jobs/{number}")
-def change(number: Number, said: m.Change, shared: Shared, who: Doer) -> m.Job:
-    """Another priority."""
-    with shared.sessions.begin() as session:
-        row = _own(session, number, who)
-        if row.state in m.ENDED:
-            raise Refusal(409, f"job {number} is {row.state}; it has no more use for a priority")
-        row.priority = said.priority
-        note(session, row, f"priority {said.priority}, by {who.user}", shared.clock())
-    shared.wake.set()
-    return shown(row)
+def update_job(number: JobId, said: m.JobUpdate, shared: Shared, who: Submitter) -> m.Job:
+    """Change a job's priority."""
+    return to_job(service.change_priority(shared, number, said.priority, who))
 
 
 @router.post("/jobs/{number}/cancel")
-def cancel(number: Number, shared: Shared, who: Doer) -> m.Job:
-    """End it, wherever it is."""
-    now_s = shared.clock()
-    with shared.sessions.begin() as session:
-        row = _own(session, number, who)
-        if row.state in WAITING:
-            move(session, row, m.JobState.CANCELLED, f"cancelled by {who.user}", now_s)
-        elif is_active(row):
-            row.leaving, row.leaving_at = "cancel", now_s
-            note(session, row, f"told to end: cancelled by {who.user}", now_s)
-        else:
-            raise Refusal(409, f"job {number} is {row.state} already")
-    shared.wake.set()
-    return shown(row)
+def cancel_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
+    """Cancel a job, whatever its state."""
+    return to_job(service.cancel(shared, number, who))
 
 
 @router.post("/jobs/{number}/retry")
-def retry(number: Number, shared: Shared, who: Doer) -> m.Job:
-    """Queue one that has ended once more; it goes on from its last checkpoint, if it left one."""
-    with shared.sessions.begin() as session:
-        row = _own(session, number, who)
-        if row.state not in m.ENDED:
-            raise Refusal(409, f"job {number} is {row.state}; only a job that has ended can be tried again")
-        _check_snapshot(shared, row)
-        row.retried = 0
-        move(session, row, m.JobState.QUEUED, f"tried again by {who.user}", shared.clock())
-    shared.wake.set()
-    return shown(row)
+def requeue_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
+    """Requeue a job that has ended; it resumes from its last checkpoint, if it has one."""
+    return to_job(service.requeue(shared, number, who))
 
 
-def row_of(said: m.Submission, user: str, now_s: float) -> JobRow:
-    """A job as it is written down first."""
-    return JobRow(
-        name=said.name,
-        user=user,
-        state=m.JobState.QUEUED,
-        reason="",
-        script=said.script,
-        arguments=list(said.arguments),
-        environment=dict(said.environment),
-        snapshot=said.snapshot,
-        devices=said.devices,
-        priority=said.priority,
-        preemptible=said.preemptible,
-        max_time_s=said.max_time_s,
-        retries=said.retries,
-        retried=0,
-        generation=0,
-        seats=[],
-        leaving="",
-        created_at=now_s,
-        waiting_since=now_s,
-        progress={},
-    )
-
-
-def found(session: Session, number: int, *, to_change: bool = False) -> JobRow:
-    """The job of that number, or a refusal; `to_change`: nobody else changes it meanwhile."""
-    row = session.get(JobRow, number, with_for_update=to_change)
-    if row is None:
-        raise Refusal(404, f"there is no job {number}; see mimatrix jobs")
-    return row
-
-
-def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Job:
-    """As people see it; `places` are those in the queue."""
+def to_job(row: JobRow, positions: Mapping[int, int] = MappingProxyType({})) -> m.Job:
+    """Return a job for the API, with its position in the queue."""
+    state = state_of(row)
     return m.Job(
         id=row.id,
         name=row.name,
         user=row.user,
-        state=m.JobState(row.state),
+        state=state,
         reason=row.reason,
-        place=places.get(row.id) if row.state in WAITING else None,
+        reason_data=row.reason_data,
+        server_error=row.server_error,
+        queue_position=positions.get(row.id) if state.is_waiting else None,
         script=row.script,
         arguments=tuple(row.arguments),
         devices=row.devices,
         priority=row.priority,
         preemptible=row.preemptible,
         max_time_s=row.max_time_s,
-        retries=row.retries,
+        max_restarts=row.max_restarts,
+        groups=tuple(tuple(group) for group in row.groups),
         generation=row.generation,
         seats=tuple(row.seats),
         exit_code=row.exit_code,
+        exit_cause=row.exit_cause,
+        failed_rank=row.failed_rank,
         created_at=_time(row.created_at),
         started_at=_time(row.started_at) if row.started_at else None,
         ended_at=_time(row.ended_at) if row.ended_at else None,
@@ -244,12 +194,18 @@ def shown(row: JobRow, places: Mapping[int, int] = MappingProxyType({})) -> m.Jo
 
 
 def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
-    """Of a job that was started and has none now."""
+    """Return the devices that a job held last, if it holds none now."""
     if row.seats or not row.generation:
         return ()
     # They were written down in the order of ranks.
-    asked = select(StintRow.seat).where(StintRow.job == row.id, StintRow.generation == row.generation)
-    return tuple(session.scalars(asked.order_by(StintRow.id)))
+    asked = select(AllocationRow.seat).where(AllocationRow.job == row.id, AllocationRow.generation == row.generation)
+    return tuple(session.scalars(asked.order_by(AllocationRow.id)))
+
+
+def _resumes_from(row: JobRow) -> int | None:
+    """Return the step of the newest checkpoint in the job's own directory, where a restart looks for it."""
+    own = (saved for saved in row.checkpoints if PurePath(saved["path"]).parent.name == f"job-{row.id}")
+    return next((int(saved["step"]) for saved in own), None)
 
 
 def _has_plan(session: Session, number: int) -> bool:
@@ -257,7 +213,7 @@ def _has_plan(session: Session, number: int) -> bool:
 
 
 def _whole(data: bytes) -> tuple[str, int]:
-    """As text, and how many bytes at its end are only the beginning of a character: they come with the next piece."""
+    """Decode output; also return how many bytes at its end belong to a character that is not complete yet."""
     for left in range(min(4, len(data))):
         if left == 0 or data[-left] & 0xC0 == 0xC0:
             try:
@@ -268,23 +224,12 @@ def _whole(data: bytes) -> tuple[str, int]:
 
 
 def _from_character(data: bytes) -> bytes:
-    """Without the end of a character whose beginning was not read."""
+    """Remove the end of a character whose beginning was not read."""
     return data.lstrip(bytes(range(0x80, 0xC0)))
 
 
 def _count(session: Session, *wanted: ColumnElement[bool]) -> int:
     return session.scalar(select(func.count(JobRow.id)).where(*wanted)) or 0
-
-
-def _own(session: Session, number: int, who: Bearer) -> JobRow:
-    row = found(session, number, to_change=True)
-    check_owner(row, who)
-    return row
-
-
-def _check_snapshot(shared: Context, row: JobRow) -> None:
-    if shared.snapshots.path(row.snapshot) is None:
-        raise Refusal(409, "its snapshot is gone; submit it again")
 
 
 def _time(seconds: float) -> datetime:

@@ -1,81 +1,55 @@
-"""What people look at: ranks as they are now, how it went, who used what."""
+"""Metrics of jobs: ranks as they are now, history, plan and checkpoints; and all metrics for Prometheus."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse
-from sqlalchemy import select
 
 from mimatrix.api import models as m
-from mimatrix.server.auth.dependencies import Person, Shared
-from mimatrix.server.db.models import JobRow, StintRow
-from mimatrix.server.errors import Refusal
-from mimatrix.server.metrics import device_usage, store
+from mimatrix.server.auth.dependencies import AnyUser, Shared
+from mimatrix.server.errors import ApiError
+from mimatrix.server.jobs.service import find_job
+from mimatrix.server.metrics import store
+from mimatrix.server.metrics.live_state import LiveJob
 from mimatrix.server.metrics.prometheus import CONTENT_TYPE, exposition
-from mimatrix.server.routes.jobs import Number, found
+from mimatrix.server.routes.jobs import JobId
 
-router = APIRouter(tags=["seeing"])
-_HOUR_S = 3600.0
+router = APIRouter(tags=["metrics"])
+HOUR_S = 3600.0
 Since = Annotated[float | None, Query(ge=0, le=1e11)]
 Points = Annotated[int, Query(ge=2, le=1000)]
 Hours = Annotated[float, Query(gt=0, le=24 * 62)]
-NodePath = Annotated[str, Path(min_length=1, max_length=200)]
-DeviceNumber = Annotated[int, Path(ge=0, le=100_000)]
-
-
-@router.get("/api/me")
-def me(who: Person) -> m.Me:
-    """Whose token this is."""
-    return m.Me(user=who.user, role=who.role)
 
 
 @router.get("/api/jobs/{number}/ranks")
-def ranks(number: Number, shared: Shared, _: Person) -> m.Ranks:
-    """What the ranks of a job that runs said last, and who holds the others up."""
+def get_ranks(number: JobId, shared: Shared, _: AnyUser) -> m.Ranks:
+    """Get the last reports of a running job's ranks, and its stragglers."""
     with shared.sessions() as session:
-        row = found(session, number)
-    live = shared.live.of(number, row.generation)
+        row = find_job(session, number)
+    live = shared.live.get(number, row.generation)
     if live is None:
-        return m.Ranks(ranks=(), troubles=())
-    return m.Ranks(
-        ranks=tuple(
-            m.Rank(
-                rank=rank,
-                seat=live.seats[rank],
-                at=_time(live.heard.get(rank, 0.0)),
-                step=said.step,
-                step_s=said.step_s,
-                compute_s=said.compute_s,
-                data_s=said.data_s,
-                waiting_s=said.waiting_s,
-                communication_s=said.communication_s,
-                samples=said.samples,
-                planned_s=said.planned_s,
-                use=said.use,
-                group=said.group,
-                samples_per_s=said.samples_per_s,
-                pushed=said.pushed,
-            )
-            for rank, said in sorted(live.reports.copy().items())
-            if rank < live.ranks and rank not in live.gone
-        ),
-        troubles=live.troubles,
-    )
+        return m.Ranks(ranks=(), stragglers=())
+    reports = live.reports.items()
+    ranks = (_rank(live, rank, report) for rank, report in reports if rank < live.ranks and rank not in live.lost_ranks)
+    return m.Ranks(ranks=tuple(ranks), stragglers=live.stragglers)
 
 
 @router.get("/api/jobs/{number}/history")
-def history(
-    number: Number,
+def get_history(
+    number: JobId,
     shared: Shared,
-    _: Person,
+    _: AnyUser,
     since: Since = None,
     points: Points = 300,
     ranks: Literal["all", "last"] = "all",
 ) -> m.History:
-    """How a job went, from a time on (seconds since 1970) or its start; with ranks in all points, or in the last."""
+    """Get a job's metrics over time, since its start or since a time (seconds since 1970).
+
+    Metrics of ranks come with all points, or only with the last one.
+    """
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
         since_s = since if since is not None else row.started_at or row.created_at
         until_s = row.ended_at or shared.clock()
         begin_s, now_s = min(since_s, until_s), shared.clock()
@@ -84,63 +58,20 @@ def history(
 
 
 @router.get("/api/jobs/{number}/plan")
-def plan(number: Number, shared: Shared, _: Person) -> m.Stored:
-    """The plan that it runs by."""
+def get_plan(number: JobId, shared: Shared, _: AnyUser) -> m.JsonDocument:
+    """Get the plan of a job."""
     with shared.sessions() as session:
-        content = found(session, number).plan
+        content = find_job(session, number).plan
     if content is None:
-        raise Refusal(404, f'job {number} has no plan; one is made by mimatrix.init(..., plan="profile")')
-    return m.Stored(content=content)
+        raise ApiError(404, f'job {number} has no plan; one is made by mimatrix.init(..., plan="profile")')
+    return m.JsonDocument(content=content)
 
 
 @router.get("/api/jobs/{number}/checkpoints")
-def checkpoints(number: Number, shared: Shared, _: Person) -> list[m.Checkpoint]:
-    """What it has saved, the newest first."""
+def list_checkpoints(number: JobId, shared: Shared, _: AnyUser) -> list[m.Checkpoint]:
+    """List the checkpoints of a job, the newest first."""
     with shared.sessions() as session:
-        return [m.Checkpoint.model_validate(each) for each in found(session, number).checkpoints]
-
-
-@router.get("/api/use")
-def use(shared: Shared, _: Person, hours: Hours = 24.0, points: Points = 300) -> list[m.UsePoint]:
-    """How much of the cluster was used."""
-    now_s = shared.clock()
-    with shared.sessions() as session:
-        _every_s, rows = store.read(session, store.CLUSTER, now_s - hours * _HOUR_S, now_s, points)
-    return [m.UsePoint(at=_time(point.at), **point.figures) for point in rows]
-
-
-@router.get("/api/devices/{node}/{number}")
-def device(node: NodePath, number: DeviceNumber, shared: Shared, _: Person) -> m.DeviceHistory:
-    """Who used a device, the newest first."""
-    seat = f"{node}/{number}"
-    asked = select(StintRow, JobRow).join(JobRow).where(StintRow.seat == seat).order_by(StintRow.id.desc()).limit(100)
-    with shared.sessions() as session:
-        rows = list(session.execute(asked))
-    return m.DeviceHistory(
-        seat=seat,
-        jobs=tuple(
-            m.DeviceJob(
-                id=row.id,
-                name=row.name,
-                user=row.user,
-                state=m.JobState(row.state),
-                started_at=_time(stint.started_at),
-                ended_at=_time(stint.ended_at) if stint.ended_at else None,
-            )
-            for stint, row in rows
-        ),
-    )
-
-
-@router.get("/api/devices/{node}/{number}/use")
-def use_of_device(
-    node: NodePath, number: DeviceNumber, shared: Shared, _: Person, hours: Hours = 24.0, points: Points = 300
-) -> list[m.DevicePoint]:
-    """How a device was used, as the jobs that had it told."""
-    now_s = shared.clock()
-    with shared.sessions() as session:
-        rows = device_usage.read(session, f"{node}/{number}", now_s - hours * _HOUR_S, now_s, points)
-    return [m.DevicePoint(at=_time(point.at), **point.figures) for point in rows]
+        return [m.Checkpoint.model_validate(saved) for saved in find_job(session, number).checkpoints]
 
 
 @router.get(
@@ -148,15 +79,28 @@ def use_of_device(
     response_class=PlainTextResponse,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
-def metrics(shared: Shared, _: Person) -> Response:
-    """Figures for Prometheus."""
+def get_metrics(shared: Shared, _: AnyUser) -> Response:
+    """Get all metrics in the format of Prometheus."""
     return Response(exposition(shared), media_type=CONTENT_TYPE)
+
+
+def to_datetime(seconds: float) -> datetime:
+    """Return a time that is given in seconds since 1970."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+_RANK_FIELDS = m.Report.model_fields.keys() & m.Rank.model_fields.keys()
+
+
+def _rank(live: LiveJob, rank: int, report: m.Report) -> m.Rank:
+    shared = {name: getattr(report, name) for name in _RANK_FIELDS}
+    return m.Rank(**shared, seat=live.devices[rank], at=to_datetime(live.last_seen(rank)))
 
 
 def _point(point: store.Point) -> m.Point:
     figures = point.figures
     return m.Point(
-        at=_time(point.at),
+        at=to_datetime(point.at),
         step=figures.get("step") or 0,
         samples_per_s=figures.get("samples_per_s"),
         step_s=figures.get("step_s"),
@@ -164,7 +108,3 @@ def _point(point: store.Point) -> m.Point:
         metrics=figures.get("metrics") or {},
         ranks=figures.get("ranks") or {},
     )
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

@@ -1,4 +1,4 @@
-"""What workers say: they join, they report, they hand in curves and plans. Sizes are limited, tensors are none."""
+"""Workers: rendezvous, reports, profiles, plans and checkpoints. Tensors never come here."""
 
 from collections import Counter
 
@@ -9,27 +9,27 @@ from mimatrix.server.auth.dependencies import Shared, Worker
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
 from mimatrix.server.db.models import JobRow
-from mimatrix.server.errors import Refusal
-from mimatrix.server.jobs.lifecycle import note
+from mimatrix.server.errors import ApiError
+from mimatrix.server.jobs.documents import checked_plan, checked_profile
+from mimatrix.server.jobs.events import plan_changed
+from mimatrix.server.jobs.lifecycle import record_event
+from mimatrix.server.jobs.service import find_job
 from mimatrix.server.metrics.live_state import LiveJob
-from mimatrix.server.routes.jobs import Number, found
+from mimatrix.server.routes.jobs import JobId
 
 router = APIRouter(prefix="/api", tags=["workers"])
-_MOST_WHY = 500
-_SPLITS_S = 60.0
-"""Where speeds jump, splits change every few steps: not each of them is worth an event."""
+_MAX_REASON = 500
 
 
 @router.post("/jobs/{number}/join")
-def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
-    """A worker is there, and learns where the others are; until rank 0 has come, the port is 0."""
+def join(number: JobId, said: m.RendezvousRequest, shared: Shared, who: Worker) -> m.Rendezvous:
+    """Announce a worker, and get the address of rank 0; the port is 0 until rank 0 has announced itself."""
     live = _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions() as session:
-        row = found(session, number)
+        row = find_job(session, number)
     _check_rank(number, said.rank, len(row.seats))
-    live.joined[said.rank] = said
-    first = live.joined.get(0)
-    return m.Joined(
+    first = live.join(said.rank, said)
+    return m.Rendezvous(
         ranks=len(row.seats),
         local_rank=_local_rank(row, said.rank),
         local_ranks=Counter(map(_node, row.seats))[_node(row.seats[said.rank])],
@@ -40,72 +40,76 @@ def join(number: Number, said: m.Join, shared: Shared, who: Worker) -> m.Joined:
 
 
 @router.post("/jobs/{number}/report")
-async def report(number: Number, said: m.Report, shared: Shared, who: Worker) -> m.Orders:
-    """How it goes. Nothing is written to disk here: the loop does that for rank 0, now and then."""
+async def report(number: JobId, said: m.Report, shared: Shared, who: Worker) -> m.ReportReply:
+    """Report progress and metrics. Nothing is written to disk here; the controller does that periodically."""
     return take_report(number, said, shared, who)
 
 
-def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.Orders:
-    """What the worker is to do; a refusal for one that has no business here."""
+def take_report(number: int, said: m.Report, shared: Context, who: Bearer) -> m.ReportReply:
+    """Store a report, and return the reply.
+
+    Raises:
+        ApiError: The worker is not one of this job's current generation.
+    """
     live = _live(number, said.protocol, said.generation, shared, who)
     _check_rank(number, said.rank, live.ranks)
-    live.reports[said.rank], live.heard[said.rank] = said, shared.clock()
-    speaks = said.rank == live.speaker
-    if speaks:
-        live.take_logged(said.logged)
-    notice = live.notices.popleft() if live.notices and speaks else ""
-    return m.Orders(leave=live.leave, again_s=shared.live.again_s(), notice=notice, speaks=speaks)
+    speaks = live.record_report(said.rank, said, shared.clock())
+    notice = live.pop_notice() if speaks else ""
+    return m.ReportReply(
+        leave=live.leave, report_interval_s=shared.live.report_interval_s(), notice=notice, speaks=speaks
+    )
 
 
 @router.put("/jobs/{number}/profile", status_code=204, response_class=Response)
-def profile(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Response:
-    """The curves of its devices."""
+def profile(number: JobId, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
+    """Store the profile of a job's devices."""
     return _store(number, said, shared, who, "profile")
 
 
 @router.put("/jobs/{number}/plan", status_code=204, response_class=Response)
-def plan(number: Number, said: m.Measured, shared: Shared, who: Worker) -> Response:
-    """The plan that its rank 0 made."""
+def plan(number: JobId, said: m.DocumentUpload, shared: Shared, who: Worker) -> Response:
+    """Store the plan of a job."""
     return _store(number, said, shared, who, "plan")
 
 
 @router.put("/jobs/{number}/checkpoints", status_code=204, response_class=Response)
-def saved(number: Number, said: m.Saved, shared: Shared, who: Worker) -> Response:
-    """What its rank 0 has saved."""
+def saved(number: JobId, said: m.CheckpointList, shared: Shared, who: Worker) -> Response:
+    """Store the list of a job's checkpoints."""
     _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions.begin() as session:
-        found(session, number, to_change=True).checkpoints = said.model_dump(mode="json")["checkpoints"]
+        find_job(session, number, to_change=True).checkpoints = said.model_dump(mode="json")["checkpoints"]
     return Response(status_code=204)
 
 
-def _store(number: int, said: m.Measured, shared: Context, who: Bearer, what: str) -> Response:
+def _store(number: int, said: m.DocumentUpload, shared: Context, who: Bearer, what: str) -> Response:
+    content = checked_plan(said.content) if what == "plan" else checked_profile(said.content)
     live, now_s = _live(number, said.protocol, said.generation, shared, who), shared.clock()
     with shared.sessions.begin() as session:
-        row = found(session, number, to_change=True)
-        setattr(row, what, said.content)
-        why = said.content.get("why")
-        if what == "plan" and isinstance(why, str) and why and now_s - live.split_noted_s >= _SPLITS_S:
-            note(session, row, f"another split: {why}"[:_MOST_WHY], now_s)
-            live.split_noted_s = now_s
+        row = find_job(session, number, to_change=True)
+        setattr(row, what, content)
+        why = content.get("why")
+        if why and live.claim_plan_event(now_s):
+            record_event(session, row, plan_changed(why[:_MAX_REASON]), now_s)
     return Response(status_code=204)
 
 
 def _live(number: int, protocol: int, generation: int, shared: Context, who: Bearer) -> LiveJob:
     if who.job != number:
-        raise Refusal(403, f"this token is of a worker of job {who.job}; it has no business with job {number}")
+        raise ApiError(403, f"this token belongs to a worker of job {who.job}; it is not valid for job {number}")
     if protocol != m.PROTOCOL:
-        raise Refusal(
-            409, f"this server speaks version {m.PROTOCOL} and the worker {protocol}; install the same on both"
+        raise ApiError(
+            409,
+            f"the server has protocol version {m.PROTOCOL} and the worker {protocol}; install the same version on both",
         )
-    live = shared.live.of(number, generation)
+    live = shared.live.get(number, generation)
     if live is None:
-        raise Refusal(409, f"generation {generation} of job {number} does not run; it was ended or started again")
+        raise ApiError(409, f"generation {generation} of job {number} does not run; it was stopped or restarted")
     return live
 
 
 def _check_rank(number: int, rank: int, ranks: int) -> None:
     if rank >= ranks:
-        raise Refusal(422, f"job {number} has {ranks} ranks, and rank {rank} is none of them")
+        raise ApiError(422, f"rank {rank} is not one of the {ranks} ranks of job {number}")
 
 
 def _node(seat: str) -> str:

@@ -1,1 +1,1 @@
-"""HTTP beside the routes: limits, static files, TLS, addresses, documentation of the interface."""
+"""Web layer of the server: middleware, static files, TLS and addresses; the REST interface is in `routes`."""

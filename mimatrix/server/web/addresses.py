@@ -1,4 +1,4 @@
-"""Addresses of this machine: which of them others can use."""
+"""Addresses of this machine, and which of them other machines can use."""
 
 import ipaddress
 import socket
@@ -8,18 +8,18 @@ from mimatrix.core.addresses import local_address
 
 
 def own_address(prefers_six: bool) -> str:
-    """By which others reach this machine, as far as it can tell; nothing is sent for that."""
-    found = [_outward(socket.AF_INET6, "2001:db8::1"), _outward(socket.AF_INET, "192.0.2.1")]
+    """Return the address by which other machines reach this one, or an empty text; nothing is sent for that."""
+    addresses = [_outward(socket.AF_INET6, "2001:db8::1"), _outward(socket.AF_INET, "192.0.2.1")]
     if not prefers_six:
-        found = found[1:]  # who listens on 0.0.0.0 does not hear the others
+        addresses = addresses[1:]  # a listener on 0.0.0.0 does not accept IPv6
     with suppress(OSError):
         family = socket.AF_UNSPEC if prefers_six else socket.AF_INET
-        found += [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, family)]
-    return next((address for address in found if _is_for_others(address)), "")
+        addresses += [str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None, family)]
+    return next((address for address in addresses if _is_for_others(address)), "")
 
 
 def is_any(host: str) -> bool:
-    """Whether listening there means on all addresses."""
+    """Return whether listening on this host means all addresses."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -27,7 +27,7 @@ def is_any(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return whether only this machine can reach a host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _outward(family: socket.AddressFamily, far: str) -> str:
-    """The address that packets to `far` would come from: of the interface of the default route."""
+    """Return the source address of packets to `far`."""
     try:
         return local_address(far, family=family)
     except OSError:

@@ -1,4 +1,4 @@
-"""The interface as one plain page, made from its OpenAPI description: no script, and nothing from elsewhere."""
+"""The API documentation as one page, made from the OpenAPI description without scripts or external resources."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -13,7 +13,7 @@ _STYLE = (
     "h2{margin-top:2rem}h3{font-size:1rem;margin:1.5rem 0 0}code{font-family:monospace}"
     "p,ul{margin:.25rem 0}li{margin-left:-1rem}"
 )
-# A browser that is told so asks nobody else, whatever the page holds.
+# The browser loads nothing from elsewhere, whatever the page contains.
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
@@ -27,7 +27,7 @@ def install(app: FastAPI) -> None:
 
 
 def page(described: Schema) -> str:
-    """All operations: how they are called, what they take, what they are for."""
+    """Return the page with all operations, their parameters and descriptions."""
     about = described["info"]
     title = escape(about["title"])
     parts = [
@@ -66,7 +66,7 @@ def _line(name: str, place: str, kind: str, is_required: bool) -> str:
 
 
 def _kind(schema: Schema, described: Schema) -> str:
-    """`integer from 1 to 1000`, `array of string`, `integer or null`."""
+    """Return a type in words: `integer from 1 to 1000`, `array of string`, `integer or null`."""
     schema = _resolved(schema, described)
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))

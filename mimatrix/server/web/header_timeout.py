@@ -1,4 +1,4 @@
-"""Connections on which no whole request head comes are closed: otherwise anybody could hold all that a server has."""
+"""Close connections whose request header does not arrive in time: otherwise a client could occupy all connections."""
 
 import asyncio
 
@@ -6,27 +6,27 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 20.0
-"""From the first byte of a head, or from the connection, to the last byte of the head."""
+"""From the first byte of a header, or from the connection, to the last byte of the header."""
 
 
-class PromptHeads(H11Protocol):
-    """HTTP as uvicorn has it; bodies have their own time (`application.Bounds`), and idle connections theirs."""
+class HeaderTimeoutProtocol(H11Protocol):
+    """The HTTP protocol of uvicorn with a deadline for headers; bodies have theirs in `limits.BodyLimits`."""
 
     head_s = HEAD_S
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is awaited."""
+        """Start the deadline of the first header."""
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """A part of a head, or what ends it."""
+        """Handle a part of a request."""
         super().data_received(data)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """Stop the deadline."""
         self._stop_waiting()
         super().connection_lost(exc)
 

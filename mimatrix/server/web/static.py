@@ -1,4 +1,4 @@
-"""The dashboard: files that the server has in memory, and hands to any browser. What they show needs a token."""
+"""The files of the dashboard, served from memory. They need no token; the data that they show do."""
 
 import hashlib
 import mimetypes
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 
-from mimatrix.server.errors import Refusal
+from mimatrix.server.errors import ApiError
 
 FOLDER = Path(__file__).parents[1] / "dashboard"
 _SHOWN = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Not even a script that got into the page could ask anybody else, or be framed by them.
+# Not even an injected script could contact another host, and no other page can embed this one.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -21,14 +21,14 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    # Kept by the browser, and asked for at each visit: another version of the server is another page at once.
+    # Cached, but revalidated at each visit, so that an upgraded server shows its own dashboard at once.
     "Cache-Control": "no-cache",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One of them."""
+    """A file of the dashboard."""
 
     content: bytes
     kind: str
@@ -36,16 +36,16 @@ class File:
 
 
 def install(app: FastAPI) -> None:
-    """Serve the page at /, and what it is made of below /dashboard."""
+    """Serve the page at /, and its files below /dashboard."""
     files = read(FOLDER)
 
     def page(request: Request) -> Response:
         return answer(files["index.html"], request.headers)
 
     def part(name: str, request: Request) -> Response:
-        # Only names that were found at the start: no path leads out of the folder.
+        # Only names that were read at the start: no path leads out of the directory.
         if name not in files:
-            raise Refusal(404, f'the dashboard has no "{name}"; reload the page')
+            raise ApiError(404, f'the dashboard has no "{name}"; reload the page')
         return answer(files[name], request.headers)
 
     for path, route in (("/", page), ("/dashboard/{name:path}", part)):
@@ -53,12 +53,12 @@ def install(app: FastAPI) -> None:
 
 
 def read(folder: Path) -> Mapping[str, File]:
-    """All files by their paths."""
+    """Return all files of a directory by their relative paths."""
     return {str(path.relative_to(folder)): _file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def answer(file: File, asked: Mapping[str, str]) -> Response:
-    """The file, unless the browser has this very one already."""
+    """Return a file, or status 304 if the browser has this version already."""
     headers = {**_HEADERS, "ETag": file.tag}
     known = {tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")}
     if file.tag in known:

@@ -1,4 +1,4 @@
-"""What TLS is spoken with, looked at before anything is served: a sentence and the fix, not OpenSSL's words."""
+"""The certificate and key of TLS, checked before anything is served, with readable errors."""
 
 import ssl
 from pathlib import Path
@@ -9,7 +9,11 @@ _MAKE = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -keyout key.pem -ou
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Refuse a certificate and a key that cannot be used together."""
+    """Refuse a certificate and a key that cannot be used together.
+
+    Raises:
+        UserError: One of them is missing, unreadable, encrypted or damaged, or they do not match.
+    """
     _check_part(cert, b"-----BEGIN CERTIFICATE-----", "certificate", "--tls-cert")
     text = _check_part(key, b"PRIVATE KEY-----", "key", "--tls-key")
     if b"ENCRYPTED" in text:
@@ -23,7 +27,7 @@ def check_certificate(cert: Path, key: Path) -> None:
             raise UserError(
                 f'"{key}" is the key of another certificate than "{cert}"; give two that were made together'
             ) from None
-        raise UserError(f'"{cert}" or "{key}" is damaged or too weak; fetch or make them anew: {_MAKE}') from None
+        raise UserError(f'"{cert}" or "{key}" is damaged or too weak; obtain or create them again: {_MAKE}') from None
 
 
 def _check_part(file: Path, mark: bytes, what: str, option: str) -> bytes:

@@ -137,7 +137,8 @@ def test_coordinator_process_that_is_killed_is_named_by_all_ranks(
         until = time.monotonic() + 5
         while not caplog.messages and time.monotonic() < until:
             time.sleep(0.01)
-    assert caplog.messages == ["the coordinator ended with exit code -9: it said nothing"]
+    # A coordinator of another test, which is taken down by a kill as well, may be told here too.
+    assert set(caplog.messages) == {"the coordinator ended with exit code -9: it said nothing"}
 
 
 def test_coordinator_process_shows_no_secret(process: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:

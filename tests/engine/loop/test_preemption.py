@@ -8,7 +8,7 @@ import torch
 from support.models import Perceptron, adamw, cross_entropy, vectors
 from support.runs import in_runs
 
-from mimatrix.engine.loop.preemption import EXIT_PREEMPTED
+from mimatrix.core.exit_codes import PREEMPTED
 from mimatrix.engine.run import Run
 
 pytestmark = pytest.mark.timeout(90)
@@ -68,7 +68,7 @@ def test_a_preempted_run_resumes_as_if_not_interrupted(
 ) -> None:
     (whole,) = train(1, tmp_path / "whole", global_batch=8)
     preempted = train(ranks, tmp_path / "saved", preempt_at, ranks - 1, **settings)
-    assert [rank.code for rank in preempted] == [EXIT_PREEMPTED] * ranks
+    assert [rank.code for rank in preempted] == [PREEMPTED] * ranks
     assert len({rank.ended for rank in preempted}) == 1
     assert all(rank.phases <= {"training", "saving"} for rank in preempted)
     resumed = train(AFTER[0], tmp_path / "saved", **AFTER[1])

@@ -1,4 +1,4 @@
-"""Plans of a run: measured, learned, stored; and splits that change in its middle, exact throughout."""
+"""Plans of a run: measured, estimate_drift, stored; and splits that change in its middle, exact throughout."""
 
 import copy
 import json
@@ -22,11 +22,11 @@ from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
 from mimatrix.engine.run import Run
 from mimatrix.planner.drift import Change, Keep
-from mimatrix.planner.model.plan import LeftOut, Part, Plan
+from mimatrix.planner.model.plan import LeftOut, Plan, RankPlan
 from mimatrix.planner.model.split import Split
 
 BATCH, STEPS = 12, 12
-PART = (Part("rank 0", 1.0, 0.0, 0, 0),)
+PART = (RankPlan(name="rank 0", busy_s=1.0, idle_s=0.0, memory_bytes=0, room_bytes=0),)
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +90,16 @@ class Script:
 
 
 def plan_of(split: Split, stage: int, shares: Shares) -> Plan:
-    parts = tuple(Part(f"rank {rank}", 1.0, 0.0, 0, 0) for rank in range(split.ranks))
-    return Plan(stage, split, shares, parts, 1.0, 0.0, ("for a test",))
+    parts = tuple(replace(PART[0], name=f"rank {rank}") for rank in range(split.ranks))
+    return Plan(
+        stage=stage,
+        split=split,
+        shares=shares,
+        parts=parts,
+        step_s=1.0,
+        communication_s=0.0,
+        reasons=("for a test",),
+    )
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""`mimatrix demo`: three workers of unlike speed train on digits, evenly and then as planned."""
+"""`mimatrix demo`: three workers of different speeds train on digits, evenly and then as planned."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mimatrix.cli.output import check_file, plain_console, print_json, save_picture
-from mimatrix.cli.train.demo.display import Board, Result, Way, result
-from mimatrix.cli.train.run import SlowBy, say
+from mimatrix.cli.output import check_file, plain_console, print_json, save_picture, say
+from mimatrix.cli.train.demo.display import Board, Result, Way, summarize
+from mimatrix.cli.train.run import SlowBy
 from mimatrix.core.errors import UserError
 from mimatrix.core.units import format_seconds
 
@@ -28,50 +28,50 @@ _COLOURS = {"computing": "#2a9d8f", "moving data": "#e9a23b", "waiting": "#d9d9d
 
 
 def demo(
-    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = _PICTURE,
-    epochs: Annotated[int, typer.Option(help="How often each of the two trainings sees all digits.")] = 15,
+    picture: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the picture.")] = _PICTURE,
+    epochs: Annotated[int, typer.Option(metavar="N", help="Epochs of each of the two trainings.")] = 15,
     slow_by: SlowBy = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train on three workers of this machine with speeds 1, 0.5 and 0.25: evenly as DDP does, then as planned.
 
-    Trains a small network on scikit-learn's digits. Shows who computes and who waits, then a table and a picture. It
-    takes one to two minutes and needs no root.
+    Trains a small network on scikit-learn's digits. Shows which workers compute and which wait, then a table and a
+    picture. It takes one to two minutes and does not need root.
 
     Example: mimatrix demo --picture demo.png
     """
     if picture == _PICTURE:
-        with suppress(OSError):  # that there is no folder is said below
+        with suppress(OSError):  # a missing directory is reported below
             picture.parent.mkdir(exist_ok=True)
     check_file(picture, (".png", ".svg", ".pdf"))
     if epochs < 2:
         raise UserError(f"{epochs} epochs are too few to measure; use --epochs 2 or more")
     if find_spec("sklearn") is None:
         raise UserError("the demo trains on scikit-learn's digits; install it: pip install scikit-learn")
-    found = _trained(epochs, slow_by)
-    save_picture(_drawn(found), picture)
+    found = _train(epochs, slow_by)
+    save_picture(_draw(found), picture)
     if as_json:
         print_json(asdict(found) | {"picture": str(picture)})
     else:
         _print(found, picture)
 
 
-def _trained(epochs: int, slow_by: str) -> Result:
-    """What three workers found. Whatever happens, none of them stays behind."""
+def _train(epochs: int, slow_by: str) -> Result:
+    """Train with three workers and return the results. No worker is left running, whatever happens."""
     from mimatrix import launch as launches
-    from mimatrix.cli.train.demo.progress import Told, watched
+    from mimatrix.cli.train.demo.progress import WorkerOutput, show_progress
 
     board, began_s = Board(len(SPEEDS)), time.monotonic()
-    words = launches.module_words("mimatrix.worker.demo", ["--epochs", str(epochs)])
-    launch = launches.Launch(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
-    launches.check(launch)
-    with watched(board, SPEEDS) as show:
+    words = launches.module_command("mimatrix.worker.demo", ["--epochs", str(epochs)])
+    launch = launches.RunSpec(words, len(SPEEDS), SPEEDS, slow_by=slow_by, threads=1, timeout_s=_TIMEOUT_S)
+    launches.validate_run(launch)
+    with show_progress(board, SPEEDS) as show:
         show()
-        outcome = launches.run_local(launch, os.environ, Told(board, show), sys.stderr.buffer, say)
+        outcome = launches.run_local(launch, os.environ, WorkerOutput(board, show), sys.stderr.buffer, say)
     if outcome.code:
-        say(outcome.reason)
+        say(outcome.describe())
         raise typer.Exit(outcome.code)
-    return result(board, SPEEDS, time.monotonic() - began_s)
+    return summarize(board, SPEEDS, time.monotonic() - began_s)
 
 
 def _print(found: Result, picture: Path) -> None:
@@ -99,7 +99,7 @@ def _print(found: Result, picture: Path) -> None:
         f"Planned is {found.speedup:.2f} times as fast as even. Ideal is {found.ideal_samples_per_s:.0f} samples/s: "
         f"what the workers do side by side without exchanging anything."
     )
-    console.print(f"Both computed the same: losses differ by {found.largest_loss_difference:.1e} at the most.")
+    console.print(f"Both computed the same: losses differ by at most {found.largest_loss_difference:.1e}.")
     console.print(f"Picture: {picture}")
 
 
@@ -107,7 +107,7 @@ def _predicted(way: Way) -> str:
     return format_seconds(way.predicted_step_s) if way.predicted_step_s else "-"
 
 
-def _drawn(found: Result) -> "Figure":
+def _draw(found: Result) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")

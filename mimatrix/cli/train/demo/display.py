@@ -1,4 +1,4 @@
-"""What the workers of the demo told, as figures: pure, so that a demo can be replayed from its lines."""
+"""The state of the demo, from the lines of its workers: pure, so that a demo can be replayed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,25 @@ class Lane:
     """One worker in one phase: sums over the steps that count."""
 
     steps: int = 0
-    """All that were told."""
+    """All that were reported."""
     seconds: float = 0.0
     busy_s: float = 0.0
     moving_s: float = 0.0
     waiting_s: float = 0.0
 
     def part(self, seconds: float) -> float:
-        """Of the time that counts."""
+        """Return a part of the time that counts."""
         return seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass(slots=True)
-class Phase:
-    """One way to train, and what came of it."""
+class TrainingPhase:
+    """One way to train, and its results."""
 
     lanes: list[Lane]
     state: str = ""
     steps: int = 0
-    """That it will have."""
+    """Steps that it will have."""
     batches: tuple[int, ...] = ()
     accuracy: float = 0.0
     losses: tuple[float, ...] = ()
@@ -40,7 +40,7 @@ class Phase:
 
     @property
     def samples_per_s(self) -> float:
-        """All workers together: they step together, so that each one's steps have a global batch each."""
+        """The throughput of all workers, which step together: each step is a global batch."""
         return sum(self.batches) / self.step_s if self.step_s else 0.0
 
     @property
@@ -50,17 +50,17 @@ class Phase:
 
     @property
     def step_s(self) -> float:
-        """The mean."""
+        """The mean time of a step."""
         counted = [lane.seconds / (lane.steps - WARM_UP) for lane in self.lanes if lane.steps > WARM_UP]
         return sum(counted) / len(counted) if counted else 0.0
 
 
 @dataclass(slots=True)
 class Board:
-    """All that was told so far."""
+    """Everything that was reported so far."""
 
     ranks: int
-    phases: dict[str, Phase] = field(default_factory=dict)
+    phases: dict[str, TrainingPhase] = field(default_factory=dict)
     alone: dict[int, float] = field(default_factory=dict)
     """Samples a second of each worker that works alone."""
 
@@ -70,18 +70,18 @@ class Board:
         return sum(self.alone.values())
 
     @property
-    def now(self) -> tuple[str, Phase] | None:
+    def now(self) -> tuple[str, TrainingPhase] | None:
         """The current phase."""
         return list(self.phases.items())[-1] if self.phases else None
 
-    def hear(self, rank: int, text: str) -> bool:
-        """One line of a worker; False if it is not one of ours."""
+    def read_line(self, rank: int, text: str) -> bool:
+        """Read one line of a worker; return False if it is not one of ours."""
         try:
             fields = json.loads(text)
             name, event = str(fields["phase"]), str(fields["event"])
         except (ValueError, KeyError, TypeError):
             return False
-        phase = self.phases.setdefault(name, Phase([Lane() for _ in range(self.ranks)]))
+        phase = self.phases.setdefault(name, TrainingPhase([Lane() for _ in range(self.ranks)]))
         match event:
             case "step":
                 phase.state = "training"
@@ -114,7 +114,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What one way to train came to."""
+    """The results of one way to train."""
 
     samples_per_s: float
     idle: float
@@ -127,7 +127,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the demo found."""
+    """The results of the demo."""
 
     even: Way
     planned: Way
@@ -139,8 +139,8 @@ class Result:
     seconds: float
 
 
-def result(board: Board, speeds: Sequence[float], seconds: float) -> Result:
-    """The figures of a demo that has come to its end."""
+def summarize(board: Board, speeds: Sequence[float], seconds: float) -> Result:
+    """Return the results of a demo that has ended."""
     even, planned = (board.phases[name] for name in ("even", "planned"))
     differences = (abs(one - other) for one, other in zip(even.losses, planned.losses, strict=True))
     return Result(
@@ -154,7 +154,7 @@ def result(board: Board, speeds: Sequence[float], seconds: float) -> Result:
     )
 
 
-def _way(phase: Phase, board: Board, speeds: Sequence[float]) -> Way:
+def _way(phase: TrainingPhase, board: Board, speeds: Sequence[float]) -> Way:
     workers = tuple(
         Worker(rank, speed, batch, lane.part(lane.busy_s), lane.part(lane.moving_s), lane.part(lane.waiting_s))
         for rank, (speed, batch, lane) in enumerate(zip(speeds, phase.batches, phase.lanes, strict=True))

@@ -1,4 +1,4 @@
-"""Workers while they train: a moving table on a terminal, a line now and then elsewhere."""
+"""Show workers while they train: a live table on a terminal, a line every few seconds elsewhere."""
 
 import io
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mimatrix.cli.train.demo.display import Board, Lane, Phase
+from mimatrix.cli.train.demo.display import Board, Lane, TrainingPhase
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,45 +23,45 @@ _STATES = {
 TITLES = {"alone": "each worker alone", "even": "evenly, as DDP does", "planned": "as planned"}
 
 
-class Told(io.BytesIO):
-    """Takes the labelled lines of workers as they come; what is none of ours goes to standard error."""
+class WorkerOutput(io.BytesIO):
+    """Takes the labelled lines of workers; lines that are not ours are written to standard error."""
 
     def __init__(self, board: Board, show: Callable[[], None]) -> None:
         super().__init__()
         self._board, self._show = board, show
 
     def write(self, data: Any, /) -> int:
-        """Whole lines, as the launcher gives them."""
+        """Take whole lines, as the launcher writes them."""
         for line in bytes(data).decode(errors="replace").splitlines():
             label, _, text = line.partition(" ")
-            if not (label[1:-1].isdigit() and self._board.hear(int(label[1:-1]), text)):
+            if not (label[1:-1].isdigit() and self._board.read_line(int(label[1:-1]), text)):
                 sys.stderr.write(line + "\n")
         self._show()
         return len(data)
 
 
 @contextmanager
-def watched(board: Board, speeds: Sequence[float]) -> Iterator[Callable[[], None]]:
-    """Gives what is to be called when the board has changed; shows it on standard error."""
+def show_progress(board: Board, speeds: Sequence[float]) -> Iterator[Callable[[], None]]:
+    """Show the board on standard error; yields what is to be called when it has changed."""
     from rich.console import Console
     from rich.live import Live
 
     console = Console(stderr=True, markup=False, highlight=False)
     if not console.is_terminal:
-        yield _Lines(board).show
+        yield _LinePrinter(board).show
         return
-    with Live(console=console, refresh_per_second=8, transient=True, get_renderable=lambda: drawn(board, speeds)):
+    with Live(console=console, refresh_per_second=8, transient=True, get_renderable=lambda: render(board, speeds)):
         yield lambda: None
 
 
-class _Lines:
-    """For output that is not a terminal: a line when something begins, then one every few seconds."""
+class _LinePrinter:
+    """Prints to what is not a terminal: a line when a phase begins, then one every few seconds."""
 
     def __init__(self, board: Board) -> None:
         self._board, self._said, self._at_s = board, "", time.monotonic()
 
     def show(self) -> None:
-        """Say something if it is time."""
+        """Print a line if it is time."""
         text = headline(self._board)
         now_s = time.monotonic()
         if text == self._said or (text[:12] == self._said[:12] and now_s - self._at_s < _EVERY_S):
@@ -71,7 +71,7 @@ class _Lines:
 
 
 def headline(board: Board) -> str:
-    """Where the demo stands, in a line."""
+    """Return the state of the demo in one line."""
     if board.now is None:
         return "starting the workers"
     name, phase = board.now
@@ -83,8 +83,8 @@ def headline(board: Board) -> str:
     return f"{title}: step {done} of {phase.steps}, {phase.samples_per_s:.0f} samples/s, busy {busy}"
 
 
-def drawn(board: Board, speeds: Sequence[float]) -> "RenderableType":
-    """The headline, and a bar for each worker."""
+def render(board: Board, speeds: Sequence[float]) -> "RenderableType":
+    """Return the headline, and a bar for each worker."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -100,7 +100,7 @@ def drawn(board: Board, speeds: Sequence[float]) -> "RenderableType":
     return Group(*lines)
 
 
-def _row(phase: Phase, rank: int, speed: float, lane: Lane) -> list[Any]:
+def _row(phase: TrainingPhase, rank: int, speed: float, lane: Lane) -> list[Any]:
     from rich.text import Text
 
     busy, moving = (round(_WIDTH * lane.part(each)) for each in (lane.busy_s, lane.moving_s))

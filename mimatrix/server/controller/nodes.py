@@ -1,0 +1,92 @@
+"""The nodes that answer, and their devices as the scheduler sees them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.orm import Session
+
+from mimatrix.core.errors import MiMatrixError
+from mimatrix.launch import NodeInfo
+from mimatrix.scheduler import DeviceSlot
+from mimatrix.scheduler.device_speeds import speed_of_kind
+from mimatrix.server.context import Context
+from mimatrix.server.controller.faults import RepeatedLog
+from mimatrix.server.db.models import NodeRow
+
+_REFRESH_S = 2.0
+"""How often it is written that nodes still answer."""
+_MAX_DEVICES = 4096
+
+
+class NodeTracker:
+    """Lists nodes, writes down those that answer, and keeps their devices."""
+
+    def __init__(self, context: Context, log: RepeatedLog) -> None:
+        self._context, self._log = context, log
+        self._nodes: dict[str, NodeInfo] = {}
+        self._written_s = float("-inf")
+        self.slots: Mapping[str, DeviceSlot] = {}
+        """Devices of nodes that answer, by name; replaced as a whole."""
+        self.version = 0
+        """Rises when the slots may have changed."""
+
+    def refresh(self) -> None:
+        """Look which nodes answer. A node whose facts cannot be used is left out, with a word in the log."""
+        try:
+            listed = {node.name: node for node in self._context.launcher.nodes()}
+        except MiMatrixError as error:
+            self._log.warn(f"nodes cannot be listed: {error}")
+            return
+        now_s = self._context.monotonic()
+        if listed == self._nodes and now_s - self._written_s < _REFRESH_S:
+            return
+        slots: dict[str, DeviceSlot] = {}
+        with self._context.sessions.begin(durable=False) as session:
+            for node in listed.values():
+                try:
+                    with session.begin_nested():
+                        self._write(session, node)
+                    slots |= _slots_of(node)
+                except (OperationalError, InterfaceError):
+                    raise
+                except Exception as error:  # noqa: BLE001 (other nodes must not suffer)
+                    self._log.warn(f"node {node.name} cannot be used ({error}); see what it says of its devices")
+        self.version += slots != self.slots
+        self._nodes, self.slots, self._written_s = listed, slots, now_s
+
+    def _write(self, session: Session, node: NodeInfo) -> None:
+        row = session.get(NodeRow, node.name) or NodeRow(name=node.name)
+        row.address, row.near, row.seen_at = node.address, node.near, self._context.clock()
+        row.devices = {"devices": [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]}
+        session.add(row)
+
+
+def slots_of_row(row: NodeRow) -> dict[str, DeviceSlot]:
+    """Return the devices of a node as they were written down."""
+    kinds = [str(device["kind"]) for device in row.devices["devices"]]
+    return _slots(row.name, row.near, kinds)
+
+
+def _slots_of(node: NodeInfo) -> dict[str, DeviceSlot]:
+    return _slots(node.name, node.near, [device.kind for device in node.devices])
+
+
+def _slots(node: str, near: str, kinds: list[str]) -> dict[str, DeviceSlot]:
+    slots = (
+        DeviceSlot(node, number, kind, speed_of_kind(kind), near) for number, kind in enumerate(kinds[:_MAX_DEVICES])
+    )
+    return {slot.name: slot for slot in slots}
+
+
+def slot_named(name: str, slots: Mapping[str, DeviceSlot]) -> DeviceSlot:
+    """Return a device by its name, also one whose node does not answer now: the job has it all the same."""
+    if name in slots:
+        return slots[name]
+    node, _, number = name.rpartition("/")
+    return DeviceSlot(node, int(number))
+
+
+def cluster_point(slots: Mapping[str, DeviceSlot], used: int, queued: int) -> dict[str, Any]:
+    """Return the metrics of the whole cluster at one time."""
+    return {"devices": len(slots), "used": used, "queued": queued}

@@ -1,0 +1,304 @@
+"""One job, team or node whose data are bad harms no other: proofs of what stopped the whole server before."""
+
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, text
+from support.servers import House, house
+from test_controller import Clock, row, submitted, turned_until, uploaded
+
+from mimatrix.api.models import ENDED, PROTOCOL, EventKind, JobState, Report
+from mimatrix.core.errors import WorldError
+from mimatrix.launch import Launcher, Member, Team
+from mimatrix.server.db.models import CodeArchiveRow, JobRow, TokenRow
+from mimatrix.server.jobs.quotas import Quotas
+
+pytestmark = pytest.mark.timeout(90)
+SLEEPS = "import time; time.sleep(60)"
+
+
+def reported(there: House, number: int, rank: int, **more: Any) -> None:
+    live = there.context.live.all()[number]
+
+    body = {"protocol": PROTOCOL, "generation": live.generation, "rank": rank, "state": "training", **more}
+    live.record_report(rank, Report.model_validate(body), there.context.clock())
+
+
+def test_a_stored_plan_of_huge_numbers_stops_no_other_job(tmp_path: Path) -> None:
+    """H1: any worker may store a plan, and the scheduler computes with it."""
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
+        bad = submitted(there, "print(1)")
+        turned_until(there, bad, *ENDED)
+        clock.ahead_s += 60  # speeds of earlier runs are read again
+        with there.context.sessions.begin() as session:
+            plan = {"ranks": [{"name": "cpu", "busy_s": 0.5}], "micro": [[10**400]]}
+            session.get_one(JobRow, bad).plan = plan
+        clean = submitted(there, "print(2)")
+        assert turned_until(there, clean, *ENDED).state == JobState.DONE
+
+
+def test_deeply_nested_groups_stop_no_other_job(tmp_path: Path) -> None:
+    """H2: groups came as JSON in the environment of a submission."""
+    with house(tmp_path) as there:
+        body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, "print(1)")}
+        nested = {**body, "environment": {"MIMATRIX_GROUPS": "[" * 4096}}
+        refused = there.ask("ben", "POST", "/api/jobs", json=nested)
+        assert (refused.status_code, "give groups as a field" in refused.json()["detail"]) == (422, True)
+        bad = submitted(there, "print(1)")
+        deep = "[" * 100 + "]" * 100
+        with there.context.sessions.begin() as session:
+            session.execute(text("UPDATE jobs SET groups = :deep WHERE id = :id"), {"deep": deep, "id": bad})
+        clean = submitted(there, "print(2)")
+        assert turned_until(there, clean, *ENDED).state == JobState.DONE
+        assert turned_until(there, bad, *ENDED).state == JobState.FAILED
+
+
+def test_reports_that_sum_to_more_than_a_message_takes_stop_no_other_job(tmp_path: Path) -> None:
+    """H3: two groups report 1e9 samples per second each, and `Progress` takes 1e9."""
+    with house(tmp_path) as there:
+        bad = submitted(there, SLEEPS, devices="2")
+        turned_until(there, bad, JobState.STARTING)
+        for rank in (0, 1):
+            reported(there, bad, rank, group=rank, samples_per_s=1e9)
+        clean = submitted(there, "print(2)")
+        assert turned_until(there, clean, *ENDED).state == JobState.DONE
+        assert row(there, bad).state == JobState.TRAINING
+
+
+def sleeper(name: str, node: str, ranks: int, folder: Path) -> Team:
+    """A team of the launcher that no job of the database has started."""
+    archive = folder / "code.tar.gz"
+    (folder / "x.py").write_text(SLEEPS)
+    with tarfile.open(archive, mode="w:gz") as tar:
+        tar.add(folder / "x.py", "x.py")
+    members = tuple(Member(node, rank) for rank in range(ranks))
+    return Team(name=name, command=(sys.executable, "x.py"), members=members, archive=archive)
+
+
+def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None:
+    """H10: as after a restored backup, or when the last commit was lost."""
+
+    with house(tmp_path, devices=2) as there:
+        node = there.context.launcher.nodes()[0].name
+        there.context.launcher.start(sleeper("job-99.1", node, 2, tmp_path))
+        deadline = time.monotonic() + 30
+        while "job-99.1" in (states := there.context.launcher.states()) and not states["job-99.1"].has_ended:
+            assert time.monotonic() < deadline, "it runs on"
+            there.controller.reconcile()
+            time.sleep(0.05)
+
+
+class Flaky:
+    """A launcher that cannot start anything for a while, as a node without descriptors or memory cannot."""
+
+    def __init__(self, inner: Launcher, failures: int, error: Exception) -> None:
+        self.inner, self.failures, self.error = inner, failures, error
+
+    def start(self, team: Team) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise self.error
+        self.inner.start(team)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("error", [WorldError("too many open files"), OSError(24, "Too many open files")])
+def test_a_start_that_fails_for_a_moment_is_tried_again_and_is_not_a_restart(tmp_path: Path, error: Exception) -> None:
+    """M12: with `max_restarts` 0, the default, such a job failed for good."""
+    clock = Clock()
+    with house(tmp_path, clock=clock, wrap=lambda launcher: Flaky(launcher, 2, error)) as there:
+        number = submitted(there, "print(1)")
+        deadline = time.monotonic() + 30
+        while row(there, number).state not in ENDED:
+            assert time.monotonic() < deadline
+            there.controller.reconcile()
+            clock.ahead_s += 5
+            time.sleep(0.05)
+        assert row(there, number).state == JobState.DONE
+        assert row(there, number).restarts == 0
+
+
+def test_a_clock_that_jumps_ends_no_job(tmp_path: Path) -> None:
+    """M14: time limits and grace periods went by the wall clock."""
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
+        number = submitted(there, SLEEPS, max_time_s=600)
+        turned_until(there, number, JobState.STARTING)
+        clock.jumped_s = 7200
+        there.controller.reconcile()
+        assert row(there, number).stop_kind == ""
+
+
+def test_a_clock_that_jumps_deletes_no_output(tmp_path: Path) -> None:
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
+        number = submitted(there, "print('hello')")
+        turned_until(there, number, *ENDED)
+        clock.jumped_s = 20 * 365 * 86_400
+        there.controller.reconcile()
+        assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "hello\n"
+
+
+POISONS = {
+    "no such devices": "UPDATE jobs SET devices = 'x y z' WHERE id = :id",
+    "environment that is a list": "UPDATE jobs SET environment = '[1, 2]' WHERE id = :id",
+    "arguments that are a number": "UPDATE jobs SET arguments = '7' WHERE id = :id",
+    "an archive without a name": "UPDATE jobs SET snapshot = '../..' WHERE id = :id",
+    "devices that are a number": "UPDATE jobs SET seats = '7', state = 'training', generation = 1 WHERE id = :id",
+}
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_job_whose_stored_data_raise_stops_no_other(tmp_path: Path, poison: str) -> None:
+    with house(tmp_path) as there:
+        bad = submitted(there, "print(1)")
+        with there.context.sessions.begin() as session:
+            session.execute(text(POISONS[poison]), {"id": bad})
+        clean = [submitted(there, f"print({number})") for number in (2, 3)]
+        for number in clean:
+            assert turned_until(there, number, *ENDED).state == JobState.DONE
+
+
+class Poison:
+    """What a worker said, which raises whatever is asked of it."""
+
+    logged = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"poison in {name}")
+
+
+def test_a_job_whose_reports_raise_stops_no_other(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        bad = submitted(there, SLEEPS)
+        turned_until(there, bad, JobState.STARTING)
+        there.context.live.all()[bad].record_report(0, Poison(), 0.0)  # type: ignore[arg-type]
+        clean = [submitted(there, f"print({number})") for number in (2, 3)]
+        for number in clean:
+            assert turned_until(there, number, *ENDED).state == JobState.DONE
+
+
+def test_a_running_job_whose_stored_data_raise_keeps_its_devices_until_it_has_ended(tmp_path: Path) -> None:
+    """Its devices are known from what was allocated; otherwise another job would get them while it runs."""
+    with house(tmp_path, devices=1) as there:
+        bad = submitted(there, SLEEPS)
+        turned_until(there, bad, JobState.STARTING)
+        with there.context.sessions.begin() as session:
+            session.execute(text("UPDATE jobs SET seats = '[7]' WHERE id = :id"), {"id": bad})
+        clean = submitted(there, "print(2)")
+        there.controller.reconcile()
+        assert row(there, clean).state == JobState.QUEUED
+        assert turned_until(there, clean, *ENDED).state == JobState.DONE
+        assert row(there, bad).state == JobState.FAILED
+        assert row(there, bad).server_error
+
+
+def test_what_went_wrong_is_recorded_once_and_not_each_turn(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        bad = submitted(there, SLEEPS)
+        turned_until(there, bad, JobState.STARTING)
+        there.context.live.all()[bad].record_report(0, Poison(), 0.0)  # type: ignore[arg-type]
+        for _ in range(5):
+            there.controller.reconcile()
+        told = there.ask("ben", "GET", f"/api/jobs/{bad}/events").json()
+        errors = [event for event in told if event["kind"] == EventKind.SERVER_ERROR]
+        assert len({event["data"]["stage"] for event in errors}) == len(errors) > 0
+        assert "poison" in there.ask("ben", "GET", f"/api/jobs/{bad}").json()["server_error"]
+        assert row(there, bad).state == JobState.STARTING
+
+
+def test_a_failed_start_is_told_as_a_value_with_a_pause_that_grows(tmp_path: Path) -> None:
+    clock, error = Clock(), WorldError("too many open files")
+    with house(tmp_path, clock=clock, wrap=lambda launcher: Flaky(launcher, 3, error)) as there:
+        number = submitted(there, "print(1)")
+        while row(there, number).state not in ENDED:
+            there.controller.reconcile()
+            clock.ahead_s += 4
+            time.sleep(0.02)
+        told = there.ask("ben", "GET", f"/api/jobs/{number}/events").json()
+        pauses = [event["data"]["pause_s"] for event in told if event["kind"] == EventKind.START_FAILED]
+        assert pauses == [5.0, 10.0, 20.0]
+        assert [event["data"]["wait"]["kind"] for event in told if event["kind"] == EventKind.WAITING].count(
+            "start_paused"
+        ) == 3
+
+
+def test_teams_are_left_alone_while_the_database_cannot_be_read(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        number = submitted(there, SLEEPS)
+        turned_until(there, number, JobState.STARTING)
+        with there.context.sessions.begin() as session:
+            session.execute(text("ALTER TABLE jobs RENAME TO elsewhere"))
+        there.controller.reconcile()
+        (state,) = there.context.launcher.states().values()
+        assert not state.has_ended
+        assert there.context.monotonic() - there.context.controller_turned_at_s >= 0
+        with there.context.sessions.begin() as session:
+            session.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
+
+
+def test_a_restored_database_gives_teams_new_names(tmp_path: Path) -> None:
+    """A team of the lost future has the name that the job would get next, and other code."""
+    with house(tmp_path, devices=1) as there:
+        number = submitted(there, "print('new')")
+        node = there.context.launcher.nodes()[0].name
+        there.context.launcher.start(sleeper(f"job-{number}.1", node, 1, tmp_path))
+        found = turned_until(there, number, *ENDED)
+        assert (found.state, found.generation) == (JobState.DONE, 2)
+        assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "new\n"
+
+
+def test_a_user_cannot_fill_the_queue_for_all(tmp_path: Path) -> None:
+    with house(tmp_path, quotas=Quotas(queued_jobs=2, code_archive_bytes=1)) as there:
+        for _ in range(2):
+            submitted(there, "print(1)")
+        body = {"name": "x", "script": "x.py", "code_archive": "0" * 64}
+        refused = there.ask("ben", "POST", "/api/jobs", json=body)
+        assert refused.status_code == 409
+        with pytest.raises(AssertionError):
+            uploaded(there, "print('more')")
+
+
+def test_a_dry_run_does_not_touch_the_controller(tmp_path: Path) -> None:
+    with house(tmp_path, devices=1) as there:
+        there.controller.refresh_nodes()
+        body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, "print(1)")}
+        assert there.ask("ben", "POST", "/api/jobs/dry-run", json=body).json()["starts"]
+        found = there.ask("ben", "POST", "/api/jobs/dry-run", json={**body, "devices": "9"}).json()
+        assert (found["starts"], found["reason_data"]["kind"]) == (False, "too_few_devices")
+
+
+def test_a_preempted_or_restarted_job_keeps_its_age(tmp_path: Path) -> None:
+    """As in `simulate-queue`, and as the scheduler's state says."""
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
+        number = submitted(there, "import sys; sys.exit(3)", max_restarts=1)
+        submitted_at = row(there, number).submitted_at
+        clock.ahead_s += 100
+        assert turned_until(there, number, *ENDED).generation == 2
+        assert row(there, number).submitted_at == submitted_at
+        assert row(there, number).waiting_since > submitted_at + 90
+
+
+def test_old_events_tokens_and_archives_are_deleted(tmp_path: Path) -> None:
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
+        number = submitted(there, "print(1)")
+        waits = submitted(there, "print(2)", devices="99")
+        turned_until(there, number, *ENDED)
+        clock.ahead_s += 400 * 86_400
+        there.controller.delete_old()
+        assert there.ask("dee", "GET", f"/api/jobs/{number}/events").json() == []
+        assert there.ask("dee", "GET", f"/api/jobs/{waits}/events").json() != []
+        with there.context.sessions() as session:
+            assert list(session.scalars(select(TokenRow).where(TokenRow.job == number))) == []
+            archives = set(session.scalars(select(CodeArchiveRow.digest)))
+        assert archives == {row(there, waits).snapshot}
+        assert there.context.code_archives.path(row(there, number).snapshot) is None
