@@ -21,6 +21,7 @@ from mimatrix.engine.data.position import DataPosition
 from mimatrix.engine.data.source import MicroBatchSource
 from mimatrix.engine.loop.automatic_saves import AutomaticSaves, PeriodicSaves
 from mimatrix.engine.loop.batch_agreement import BatchAgreement
+from mimatrix.engine.loop.batch_exchange import BatchExchange
 from mimatrix.engine.loop.global_step import GlobalStep, ShadowStep
 from mimatrix.engine.loop.hidden_grads import HiddenGrads
 from mimatrix.engine.loop.hyperparam_sync import Hyperparams, HyperparamSync
@@ -170,6 +171,21 @@ def prepare(
         folder=str(preemption.folder) if preemption else DEFAULT_FOLDER,
         max_failed_saves=world.settings.max_failed_saves,
     )
+    idle_ranks = IdleRanks(world.rank, schedulers, checkpoints, peers)
+    periodic = PeriodicSaves(interval) if interval and world.rank == 0 else None
+    saves = AutomaticSaves(checkpoints, preemption, periodic)
+    metrics = _create_metric_log(world, peers[1].run_id if peers else None)
+    reports = BatchExchange(
+        world,
+        strategy=strategy,
+        global_step=global_step,
+        plans=plans,
+        saves=saves,
+        metrics=metrics,
+        checkpoints=checkpoints,
+        idle_ranks=idle_ranks,
+        lr_schedulers=schedulers,
+    )
     loop = TrainLoop(
         world,
         strategy=strategy,
@@ -179,12 +195,11 @@ def prepare(
         source=context.source,
         plans=plans,
         checkpoints=checkpoints,
-        idle_ranks=IdleRanks(world.rank, schedulers, checkpoints, peers),
+        idle_ranks=idle_ranks,
         lr_schedulers=schedulers,
-        saves=AutomaticSaves(
-            checkpoints, preemption, PeriodicSaves(interval) if interval and world.rank == 0 else None
-        ),
-        metrics=_create_metric_log(world, peers[1].run_id if peers else None),
+        saves=saves,
+        reports=reports,
+        metrics=metrics,
         stage=stage,
         shares=shares,
     )

@@ -21,7 +21,7 @@ from mimatrix.comm.control.faults import Fault
 from mimatrix.comm.control.key_value_store import KeyValueStore, StoreReply, StoreRequest
 from mimatrix.comm.control.messages import LEFT, ControlMessage, MessageType, close_in_children
 from mimatrix.comm.control.server import ControlServer, ServerLimits
-from mimatrix.comm.control.synchronisation import Arrival, Synchronisation
+from mimatrix.comm.control.synchronisation import RankArrival, Synchronisation
 from mimatrix.comm.control.unfinished_calls import RankState, UnfinishedCall, UnfinishedCalls, WaitingRank
 from mimatrix.comm.control.user_calls import UserCall, describe_calls, describe_ended
 from mimatrix.comm.control.wait_graph import Culprit, Query, WaitGraphSearch
@@ -181,7 +181,7 @@ class Coordinator:
 
     def _on_arrive(self, rank: int, body: dict[str, Any]) -> None:
         """Once all members of a group have reached the same ticket, let them go, each with the payloads of all."""
-        arrival = Arrival.from_json(body)
+        arrival = RankArrival.from_json(body)
         if payloads := self._synchronisation.arrive(rank, arrival):
             answer = {"group": arrival.group, "ticket": arrival.ticket, "payloads": list(payloads.values())}
             self._server.send(payloads, MessageType.GO, answer)

@@ -18,7 +18,7 @@ _Point = tuple[str, tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class RankArrival:
     """That a rank has reached a ticket of a group."""
 
     group: str
@@ -28,7 +28,7 @@ class Arrival:
     payload: Any = None
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> "Arrival":
+    def from_json(cls, body: dict[str, Any]) -> "RankArrival":
         """Return the arrival that a message carries.
 
         Raises:
@@ -53,7 +53,7 @@ class Synchronisation:
     _arrived: dict[_Point, dict[int, Any]] = field(default_factory=dict)
     """The payloads of the members that have reached a point."""
 
-    def arrive(self, rank: int, arrival: Arrival) -> dict[int, Any] | None:
+    def arrive(self, rank: int, arrival: RankArrival) -> dict[int, Any] | None:
         """Take an arrival; return the payloads of all members, in the group's order, if it is the last one.
 
         Raises:
@@ -82,7 +82,7 @@ class Synchronisation:
         for key in [key for key in self._members if key[0] == rank]:
             del self._members[key]
 
-    def _members_of(self, rank: int, arrival: Arrival) -> tuple[int, ...]:
+    def _members_of(self, rank: int, arrival: RankArrival) -> tuple[int, ...]:
         if arrival.members:
             self._members[rank, arrival.group] = arrival.members
         members = self._members.get((rank, arrival.group), ())

@@ -59,6 +59,7 @@ class TrainLoop:
         idle_ranks: IdleRanks,
         lr_schedulers: list[SyncedLRScheduler],
         saves: AutomaticSaves,
+        reports: BatchExchange,
         metrics: MetricLog,
         stage: int,
         shares: Shares,
@@ -66,22 +67,11 @@ class TrainLoop:
         self._world, self.strategy, self.optimizer, self._stepper = world, strategy, optimizer, stepper
         self.global_step, self.source, self.plans = global_step, source, plans
         self.checkpoints, self._idle, self._lr_schedulers = checkpoints, idle_ranks, lr_schedulers
-        self._outer, self._saves = world.outer, saves
+        self._outer, self._saves, self._reports = world.outer, saves, reports
         self.metrics, self.stage, self.shares = metrics, stage, shares
         self.step = 0
         """Global batches done."""
         self._cursor = EpochCursor(source, world.outer)
-        self._reports = BatchExchange(
-            world,
-            strategy=strategy,
-            global_step=global_step,
-            plans=plans,
-            saves=saves,
-            metrics=metrics,
-            checkpoints=checkpoints,
-            idle_ranks=idle_ranks,
-            lr_schedulers=lr_schedulers,
-        )
         self.stats: list[StepStats] = []
         self.grad_norm: float | None = None
         """Of the last global batch, before clipping; None where it was not computed."""
