@@ -167,7 +167,7 @@ GROUPS = Variable(
 JOB = Variable("MIMATRIX_JOB", "job server", "Number of the job that this worker belongs to.", "7")
 JOB_SECRET = Variable(
     "MIMATRIX_JOB_SECRET",
-    "`mimatrix run`, `mimatrix lab run`, job server",
+    "`mimatrix run`, `mimatrix lab`, job server, you",
     "Secret that all ranks of a job share, and from which the token of its coordinator is made. Default: a random one "
     "that ranks exchange through the store of torch.distributed, which everyone who reaches its port can read.",
 )

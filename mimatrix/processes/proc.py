@@ -43,7 +43,11 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Return whether the process still runs."""
+    """Return whether the process still runs.
+
+    Raises:
+        OSError: It cannot be told now, for example because no descriptor is left.
+    """
     stat = _read_stat(process.pid)
     return stat is not None and stat.process == process and not stat.has_ended
 
@@ -155,7 +159,7 @@ def _close_all_but(kept: Collection[int]) -> None:
 def _read_stat(pid: int) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     # Its name stands in brackets and may hold any character, so count from the last bracket on.
     state, parent, *fields = text.rpartition(b")")[2].split()

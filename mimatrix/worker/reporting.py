@@ -160,9 +160,9 @@ class Reporter:
     def _send_documents(self) -> bool:
         """Send what the server keeps of a job, where it is new."""
         if self._run is not None and self._is_speaker:
-            self._send_profiles()
-            self._send_plan()
-            self._send_checkpoints()
+            self._attempt("sending the profiles", self._send_profiles)
+            self._attempt("sending the plan", self._send_plan)
+            self._attempt("sending the checkpoints", self._send_checkpoints)
         return True
 
     def _attempt(self, what: str, function: Callable[[], T]) -> T | None:
@@ -248,8 +248,12 @@ class Reporter:
         plan = self._run.plan
         if plan and plan.version > self._sent_plan_version:
             why = next((why for _, changed, why in self._run.plan_changes if changed.version == plan.version), "")
-            self._store("plan", plan.to_json() | {"why": why})
-            self._sent_plan_version = plan.version
+            self._sent_plan_version, before = plan.version, self._sent_plan_version
+            try:
+                self._store("plan", plan.to_json() | {"why": why})
+            except WorldError:
+                self._sent_plan_version = before  # the server does not answer; what it refuses is not sent again
+                raise
 
     def _send_checkpoints(self) -> None:
         checkpoints = self._run.checkpoints

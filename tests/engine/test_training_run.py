@@ -125,7 +125,7 @@ def test_stats_show_which_rank_is_slow(stage: int) -> None:
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
         _, optimizer, loader = run.prepare(model, optimizer, vectors(20), loss=cross_entropy)
-        time.sleep(0.1)
+        time.sleep(0.5)
         for batch in loader:
             if run.rank == 1:
                 time.sleep(0.05)
@@ -148,7 +148,7 @@ def test_stats_show_which_rank_is_slow(stage: int) -> None:
             assert step.moved_bytes
             assert step.memory_bytes["optimizer"] > 0
             assert step.memory_bytes.get("units in flight", 0) == 0
-    assert fast[0].seconds < 0.1
+    assert fast[0].seconds < 0.5, "what comes before the loop is in no step"
 
 
 def usual(stats: list[Any], name: str) -> float:

@@ -107,7 +107,7 @@ def test_who_takes_too_much_is_killed_and_named() -> None:
     words = (sys.executable, "-S", "-u", "-c", EAT)
     out, err = BytesIO(), BytesIO()
     ended = run_local(RunSpec(words, memory=(256 << 20,), timeout_s=60), os.environ, out, err, lambda _: None)
-    assert (ended.code, ended.describe()) == (128 + signal.SIGKILL, "rank 0 ended by SIGKILL")
+    assert (ended.code, ended.describe()) == (128 + signal.SIGKILL, "rank 0 was killed by SIGKILL")
     enough = run_local(RunSpec(words, memory=(2 << 30,), timeout_s=60), os.environ, out, err, lambda _: None)
     assert (enough.code, out.getvalue()) == (0, f"[0] {600 << 20}\n".encode())
 
@@ -118,7 +118,7 @@ def test_without_groups_workers_are_told_only(monkeypatch: pytest.MonkeyPatch) -
     with limit_memory((1 << 30,), said.append) as joins:
         assert joins == {}
     assert len(said) == 1
-    assert "told their memory but not held to it" in said[0]
+    assert "the memory limit of the workers is not enforced" in said[0]
 
 
 LAUNCHER = """

@@ -28,6 +28,7 @@ from mimatrix.launch.ray.split import (
     split,
 )
 from mimatrix.launch.ray.store import TeamRecords
+from mimatrix.launch.start_failure import StartError
 
 NODES = {known: NodeInfo(name, "10.0.0.1", (DeviceInfo("cpu", 1),) * 2) for known, name in (("a", "n0"), ("b", "n1"))}
 OWN = {"a": "n0", "b": "n1"}
@@ -72,8 +73,9 @@ def test_a_team_is_cut_by_nodes() -> None:
     assert {known: each.ranks for known, each in parts.items()} == {"b": (0, 2), "a": (1,)}
     assert {known: each.peers for known, each in parts.items()} == {"b": ("a",), "a": ("b",)}
     assert parts["b"].team.members == (Member("n1", 0), Member("n1", 1))
-    with pytest.raises(UserError, match='no node "n2" here; those that answer are n0, n1'):
+    with pytest.raises(StartError, match='no node "n2" here; those that answer are n0, n1') as raised:
         split(replace(TEAM, members=(Member("n2", 0),)), NODES, OWN, "start-1")
+    assert raised.value.is_transient, "a node that does not answer now may do so in a moment"
 
 
 def test_parts_are_put_together_in_the_order_of_ranks() -> None:

@@ -36,7 +36,7 @@ def test_a_stored_plan_of_huge_numbers_stops_no_other_job(tmp_path: Path) -> Non
         turned_until(there, bad, *ENDED)
         clock.ahead_s += 60  # speeds of earlier runs are read again
         with there.context.sessions.begin() as session:
-            plan = {"ranks": [{"name": "cpu", "busy_s": 0.5}], "micro": [[10**400]]}
+            plan = {"parts": [{"name": "cpu", "busy_s": 0.5}], "split": [[10**400]]}
             session.get_one(JobRow, bad).plan = plan
         clean = submitted(there, "print(2)")
         assert turned_until(there, clean, *ENDED).state == JobState.DONE

@@ -49,18 +49,18 @@ def test_a_plan_and_a_profile_of_a_worker_are_stored(there: House) -> None:
     assert put(there, number, "plan", plan()).status_code == 204
     assert put(there, number, "profile", profile()).status_code == 204
     stored = there.ask("dee", "GET", f"/api/jobs/{number}/plan").json()["content"]
-    assert (stored["micro"], stored["ranks"][1]["name"]) == ([[4], [4]], "n/1")
+    assert (stored["split"], stored["parts"][1]["name"]) == ([[4], [4]], "n/1")
 
 
 @pytest.mark.parametrize(
     "content",
     [
         {},
-        plan(micro=[[10**400], [4]]),
-        plan(micro=[[4], ["4"]]),
+        plan(split=[[10**400], [4]]),
+        plan(split=[[4], ["4"]]),
         plan(step_s=-1),
         plan(step_s=10**30),
-        plan(ranks=[{**plan()["ranks"][0], "busy_s": 1e-300}] * 2),
+        plan(parts=[{**plan()["parts"][0], "busy_s": 1e-300}] * 2),
         plan(extra=nested(60)),
         plan(reasons=["x" * 5000]),
         [],

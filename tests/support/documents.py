@@ -10,12 +10,12 @@ def plan(**changes: Any) -> dict[str, Any]:
         for rank in range(2)
     ]
     return {
-        "mimatrix_plan": 1,
+        "mimatrix_plan": 2,
         "stage": 0,
         "global_batch": 8,
-        "micro": [[4], [4]],
+        "split": [[4], [4]],
         "shares": [0.5, 0.5],
-        "ranks": ranks,
+        "parts": ranks,
         "step_s": 0.1,
         "communication_s": 0.0,
         "reasons": ["equal devices"],

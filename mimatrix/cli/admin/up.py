@@ -56,7 +56,12 @@ def up(
         bool, typer.Option("--insecure", help="Accept connections from other machines without TLS.")
     ] = False,
     python: Annotated[
-        str, typer.Option(metavar="FILE", help="Python that runs jobs; MiMatrix must be installed there.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Python that runs jobs; MiMatrix must be installed there.",
+            show_default="the one of this command",
+        ),
     ] = sys.executable,
     run_as: Annotated[str, typer.Option(metavar="USER", help="User that jobs run as; needs root.")] = "",
     advertise: Annotated[

@@ -212,7 +212,7 @@ class Coordinator:
         """Start to search for the rank that blocks the others, unless it is known or a search is in progress."""
         if self._search or self._is_known(body["members"]):
             return
-        suspect = body["waits_for"]
+        suspect = None if body["waits_for"] is None else int(body["waits_for"])
         if body["arrival"]:
             group, ticket = body["arrival"]
             suspect = self._synchronisation.find_missing(str(group), int(ticket), default=suspect)

@@ -32,11 +32,11 @@ class BlockedRank:
         if body is None:
             return None
         return cls(
-            group=body["group"],
-            number=body["number"],
-            needs=tuple(body["needs"]),
-            begun=body["begun"],
-            background=frozenset(body["background"]),
+            group=str(body["group"]),
+            number=int(body["number"]),
+            needs=tuple(int(rank) for rank in body["needs"]),
+            begun={str(group): int(number) for group, number in body["begun"].items()},
+            background=frozenset(str(group) for group in body["background"]),
             call=UserCall.from_json(body["call"]),
         )
 

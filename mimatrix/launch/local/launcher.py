@@ -210,14 +210,14 @@ def _state(folder: TeamFolder) -> TeamState | None:
         state = folder.read_state() or _unclaimed(folder)
         if state is None:
             return TeamState((MemberState(Phase.STARTING),) * folder.ranks())
+        if state.team.has_ended or state.team.unreadable or (state.supervisor and is_alive(state.supervisor)):
+            return state.team
+        # Between our reading and our looking it may have written its last state and ended.
+        return judge(folder.read_state() or state, is_alive)
     except FileNotFoundError:
         return None
     except OSError as error:  # no descriptor is left, or the disk fails
         return TeamState((), unreadable=f"{folder.path} cannot be read ({error.strerror})")
-    if state.team.has_ended or state.team.unreadable or (state.supervisor and is_alive(state.supervisor)):
-        return state.team
-    # Between our reading and our looking it may have written its last state and ended.
-    return judge(folder.read_state() or state, is_alive)
 
 
 def _unclaimed(folder: TeamFolder) -> SupervisorState | None:

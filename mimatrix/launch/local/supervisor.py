@@ -80,7 +80,8 @@ def supervise(folder: TeamFolder, sender: int) -> None:
     supervisor = Supervisor(folder, folder.read_spec(), _listen(), sender)
     adopt_orphans()
     if folder.claim(supervisor.state):
-        os.write(sender, _CLAIMED)
+        with suppress(BrokenPipeError):  # the launcher no longer waits, but the team is claimed
+            os.write(sender, _CLAIMED)
         supervisor.run()
 
 
@@ -283,8 +284,12 @@ class Supervisor:
         for rank, handle in self._handles.items():
             level = self._team.stop_level(rank)
             if level > self._sent.get(rank, StopLevel.NONE):
+                try:
+                    send(handle.reaper, KILL_NOW if level == StopLevel.KILL else signal.SIGTERM)
+                except OSError as error:  # no descriptor is left; the next turn tries again
+                    logger.warning("rank %d cannot be told to stop now (%s)", rank, error.strerror)
+                    continue
                 self._sent[rank] = level
-                send(handle.reaper, KILL_NOW if level == StopLevel.KILL else signal.SIGTERM)
 
     def _save(self) -> bool:
         """Record what has changed; return False if the disk does not take it."""

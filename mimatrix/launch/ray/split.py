@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mimatrix.core.errors import UserError
 from mimatrix.launch.devices import NodeInfo
 from mimatrix.launch.exit_causes import EndedFor, ExitCause
 from mimatrix.launch.launcher import MemberState, Phase, Team, TeamState
 from mimatrix.launch.ray.nodes import join_names
-from mimatrix.launch.start_failure import StartFailure
+from mimatrix.launch.start_failure import StartError, StartFailure
 
 ABANDONED_S = 45.0
 """Longer than a launcher takes to start a team."""
@@ -118,8 +117,9 @@ def split(
     ids = {node.name: known for known, node in nodes.items()}
     for member in team.members:
         if member.node not in ids:
-            raise UserError(
-                f'there is no node "{member.node}" here; those that answer are {join_names(nodes.values())}'
+            raise StartError(
+                f'there is no node "{member.node}" here; those that answer are {join_names(nodes.values())}',
+                is_transient=True,  # a node that does not answer now may do so in a moment
             )
     ranks: dict[str, list[int]] = {}
     for rank, member in enumerate(team.members):
