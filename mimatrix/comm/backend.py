@@ -207,7 +207,7 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
         self.c10d_calls[f"{word} {backend.name().lower()}"] += 1
         call = partial(getattr(backend, name), *arguments, **named)
         if tensors and self.mimatrix.launches(tensors[0]):
-            return _as_torch_work(self.mimatrix.launch_native(call, doing=word), tensors)
+            return _as_torch_work(self.mimatrix.launch_native(call, tensors[0], doing=word), tensors)
         if any(tensor.is_cuda for tensor in tensors):
             # Gloo sends from host memory only.
             call = partial(_run_on_host, getattr(backend, name), arguments, named)

@@ -40,8 +40,8 @@ _REDUCED_TYPES = frozenset(
 Launched = tuple[StreamTask, Callable[[], None] | None]
 """A collective in flight, and what is to be done after it to have the result in its place."""
 
-Launcher = Callable[..., dist.Work]
-"""Launches a collective on its tensors."""
+Launcher = Callable[..., dist.Work | None]
+"""Launches a collective on its tensors; returns nothing if it runs on the caller's stream."""
 
 
 def reduce_op_name(op: Any) -> str | None:

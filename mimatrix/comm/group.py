@@ -19,7 +19,7 @@ from mimatrix.comm.out_of_place import OutOfPlace
 from mimatrix.comm.queued_calls import QueuedCalls, WatchedCall
 from mimatrix.comm.tuning.choice import C10D, AlgorithmChoice, Transport, default_choice
 from mimatrix.comm.tuning.tuner import SizeClass, Tuner
-from mimatrix.comm.work import CollectiveThread, StreamTask, StreamWork, Work
+from mimatrix.comm.work import CollectiveThread, StreamWork, Work
 from mimatrix.core.errors import UserError
 
 
@@ -283,10 +283,10 @@ class Group:
         """Return whether a GPU orders what carries a tensor: NCCL is there and, if it is given, by `choice`."""
         return self.world_size > 1 and self._dispatcher.launches(tensor, choice or C10D)
 
-    def launch_native(self, launch: Callable[[], StreamTask], *, doing: str) -> StreamWork:
+    def launch_native(self, launch: Callable[[], dist.Work | None], tensor: torch.Tensor, *, doing: str) -> StreamWork:
         """Launch a call of NCCL that is not one of ours, in the order of this program."""
         assert self._launched
-        return self._launched.start_native(launch, doing=doing)
+        return self._launched.start_native(launch, tensor, doing=doing)
 
     def _choose_if_launched(self, op: CollectiveOp, tensor: torch.Tensor) -> AlgorithmChoice | None:
         """Measure now, on the group's thread, if NCCL may carry the call: it is launched here, in its order."""

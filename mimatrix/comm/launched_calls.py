@@ -16,7 +16,7 @@ from mimatrix.comm.dispatch import Dispatcher
 from mimatrix.comm.nccl_launcher import NcclLauncher
 from mimatrix.comm.out_of_place import OutOfPlace
 from mimatrix.comm.tuning.choice import AlgorithmChoice
-from mimatrix.comm.work import StreamTask, StreamWork
+from mimatrix.comm.work import CallerStreamWork, StreamTask, StreamWork
 
 _MAX_KNOWN = 4096
 
@@ -61,7 +61,7 @@ class LaunchedCalls:
         self._counters.add(op.collective, known.carrier, tensor.nbytes)
         number = self._log.add(known.signature, self._caller.of_this_thread())
         try:
-            task = known.launch(*tensors)
+            task = CallerStreamWork.unless(known.launch(*tensors), tensor)
         except RuntimeError as error:
             self._dispatcher.explain(known.doing, error)
             raise
@@ -78,10 +78,10 @@ class LaunchedCalls:
         self._remember(call.op, call.full, choice, tensors=2)
         return self._start(call.op, call.full, choice, partial(self._nccl.launch_into, call, choice))
 
-    def start_native(self, launch: Callable[[], StreamTask], *, doing: str) -> StreamWork:
+    def start_native(self, launch: Callable[[], dist.Work | None], tensor: torch.Tensor, *, doing: str) -> StreamWork:
         """Launch a call of NCCL that is not one of our collectives; it is not compared with those of other ranks."""
         self._watchdog.check(self._group, doing)
-        return self._start_watched(launch, self._log.number, doing)
+        return self._start_watched(lambda: CallerStreamWork.unless(launch(), tensor), self._log.number, doing)
 
     def _start(
         self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, launch: Callable[[], StreamTask]

@@ -142,6 +142,32 @@ class SideStreamTask:
         return self._future
 
 
+class CallerStreamWork(dist._Work):
+    """A collective that runs on the caller's stream, so that nothing waits for it; made right after its launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        # Other devices have no streams: what was launched on them is complete.
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    @classmethod
+    def unless(cls, work: dist.Work | None, tensor: torch.Tensor) -> dist.Work:
+        """Return the work of a launch; c10d returns none for a collective on the caller's stream."""
+        return cls(tensor.device) if work is None else work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 (torch's signature)
+        """Return at once: what the caller launches next comes after the collective."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the GPU has completed it."""
+        return self._event is None or bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """Return whether the GPU has completed it; the watchdog tells of failures."""
+        return self.is_completed()
+
+
 class CollectiveThread:
     """The thread on which a rank's collectives run, in the order in which they were submitted."""
 

@@ -31,14 +31,15 @@ class FakeStreamTask:
 class FakeNccl:
     """One rank's backend that calls itself NCCL and records its calls.
 
-    All ranks have the same data: a sum is a multiple, and any other reduction is the data.
+    All ranks have the same data: a sum is a multiple, and any other reduction is the data. Like NCCL's own, it returns
+    no work for a call on the caller's stream.
     """
 
     rank: int
     ranks: int
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     async_ops: list[bool] = field(default_factory=list)
-    """Of each call but those without options: whether it runs on a stream of its own."""
+    """Of each call but those on lists: whether it runs on a stream of its own."""
 
     def abort(self) -> None:
         self.calls.append(("abort",))
@@ -46,15 +47,14 @@ class FakeNccl:
     def name(self) -> str:
         return "nccl"
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> FakeStreamTask:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> FakeStreamTask | None:
         self.calls.append(("allreduce", tensors, options.reduceOp))
-        self.async_ops.append(options.asyncOp)
-        return self._reduce(tensors[0], tensors[0], options.reduceOp)
+        self._reduce(tensors[0], tensors[0], options.reduceOp)
+        return self._work(options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeStreamTask:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> FakeStreamTask | None:
         self.calls.append(("broadcast", tensors, options.rootRank))
-        self.async_ops.append(options.asyncOp)
-        return FakeStreamTask()
+        return self._work(options)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> FakeStreamTask:
         self.calls.append(("allgather", outputs, inputs))
@@ -64,21 +64,24 @@ class FakeNccl:
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any
     ) -> FakeStreamTask:
         self.calls.append(("reduce_scatter", outputs, inputs, options.reduceOp))
-        return self._reduce(outputs[0], inputs[0][self.rank], options.reduceOp)
+        self._reduce(outputs[0], inputs[0][self.rank], options.reduceOp)
+        return FakeStreamTask()
 
-    def _allgather_base(self, full: torch.Tensor, shard: torch.Tensor, options: Any = None) -> FakeStreamTask:
+    def _allgather_base(self, full: torch.Tensor, shard: torch.Tensor, options: Any = None) -> FakeStreamTask | None:
         self.calls.append(("_allgather_base", full, shard))
-        self.async_ops.append(options.asyncOp if options else True)
-        return FakeStreamTask()
+        return self._work(options)
 
-    def _reduce_scatter_base(self, shard: torch.Tensor, full: torch.Tensor, options: Any) -> FakeStreamTask:
+    def _reduce_scatter_base(self, shard: torch.Tensor, full: torch.Tensor, options: Any) -> FakeStreamTask | None:
         self.calls.append(("_reduce_scatter_base", shard, full, options.reduceOp))
-        self.async_ops.append(options.asyncOp)
-        return self._reduce(shard, full.view(self.ranks, -1)[self.rank], options.reduceOp)
+        self._reduce(shard, full.view(self.ranks, -1)[self.rank], options.reduceOp)
+        return self._work(options)
 
-    def _reduce(self, output: torch.Tensor, own: torch.Tensor, op: Any) -> FakeStreamTask:
+    def _reduce(self, output: torch.Tensor, own: torch.Tensor, op: Any) -> None:
         output.copy_(own * self.ranks if op == torch.distributed.ReduceOp.SUM else own)
-        return FakeStreamTask()
+
+    def _work(self, options: Any) -> FakeStreamTask | None:
+        self.async_ops.append(options.asyncOp if options else True)
+        return FakeStreamTask() if self.async_ops[-1] else None
 
 
 Mailboxes = defaultdict[tuple[int, int], "queue.SimpleQueue[torch.Tensor]"]
