@@ -203,10 +203,12 @@ class MiMatrixProcessGroup(dist.ProcessGroup):
     def _delegate(self, word: str, name: str, *arguments: Any, **named: Any) -> dist.Work:
         """Call the c10d backend in the order of this group's collectives: backends pair calls by their number."""
         tensors = _tensors(arguments)
-        backend = self._backend_of(tensors)
+        is_launched = bool(tensors) and self.mimatrix.launches(tensors[0])
+        # Where NCCL launches nothing, as in a group of one rank, Gloo has the tensors' copies on the host.
+        backend = self._backend_of(tensors) if is_launched else self._backends["cpu"]
         self.c10d_calls[f"{word} {backend.name().lower()}"] += 1
         call = partial(getattr(backend, name), *arguments, **named)
-        if tensors and self.mimatrix.launches(tensors[0]):
+        if is_launched:
             return _as_torch_work(self.mimatrix.launch_native(call, tensors[0], doing=word), tensors)
         if any(tensor.is_cuda for tensor in tensors):
             # Gloo sends from host memory only.

@@ -65,7 +65,7 @@ class LaunchedCalls:
         except RuntimeError as error:
             self._dispatcher.explain(known.doing, error)
             raise
-        self._watchdog.note(self._group, number, known.doing, task)
+        self._note(number, known.doing, task)
         return task
 
     def start(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice) -> StreamWork:
@@ -96,8 +96,13 @@ class LaunchedCalls:
         work = StreamWork(launch, partial(self._watch, doing))
         work.run()
         if work.launched:
-            self._watchdog.note(self._group, number, doing, work.launched)
+            self._note(number, doing, work.launched)
         return work
+
+    def _note(self, number: int, doing: str, task: StreamTask) -> None:
+        """Have the watchdog watch a call, unless a CUDA graph captures it: it runs later, and often."""
+        if self._nccl.device_type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._watchdog.note(self._group, number, doing, task)
 
     def _remember(self, op: CollectiveOp, tensor: torch.Tensor, choice: AlgorithmChoice, *, tensors: int) -> None:
         """Remember how such calls are launched, unless windows may carry one on another tensor of the same size."""

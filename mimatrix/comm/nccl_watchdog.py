@@ -46,6 +46,8 @@ class _Pending:
     since_s: float = field(default_factory=time.monotonic)
     left_since_s: float | None = None
     """Since when a rank of the group is known to have left."""
+    is_completed: bool = False
+    """Whether the GPU was seen to have completed it: it is not asked again, which would fail CUDA graph captures."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +133,8 @@ class NcclWatchdog:
         try:
             # Also if the call is complete: c10d counts one as complete that has failed, and its kernel may still run.
             self._control.check(-1, group.members, pending.doing)
-            if not _is_completed(pending.task):
+            pending.is_completed = pending.is_completed or _is_completed(pending.task)
+            if not pending.is_completed:
                 self._check_pending(group, pending)
         except MiMatrixError as error:
             group.error = error

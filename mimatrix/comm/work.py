@@ -143,10 +143,11 @@ class SideStreamTask:
 
 
 class CallerStreamWork(dist._Work):
-    """A collective that runs on the caller's stream, so that nothing waits for it; made right after its launch."""
+    """A collective that runs on the caller's stream; made right after its launch."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         # Other devices have no streams: what was launched on them is complete.
         self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -156,7 +157,9 @@ class CallerStreamWork(dist._Work):
         return cls(tensor.device) if work is None else work
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 (torch's signature)
-        """Return at once: what the caller launches next comes after the collective."""
+        """Have the current stream wait: it may be another one than that of the launch."""
+        if self._event:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 
     def is_completed(self) -> bool:

@@ -301,6 +301,19 @@ def test_call_that_waits_is_reported_and_one_that_is_complete_is_not(
     assert complete.reports == 0
 
 
+def test_call_that_is_complete_is_not_asked_again(alone: tuple[NcclWatchdog, FakeControl]) -> None:
+    """Asking an event from another thread makes the capture of a CUDA graph fail."""
+    watchdog, _ = alone
+    asked: list[float] = []
+    turns: list[float] = []
+    watchdog.watch("complete", [0, 1], FakeBackend(), cast(CallLog, FakeCallLog()), TIMEOUT_S)
+    watchdog.watch("waiting", [0, 1], FakeBackend(), cast(CallLog, FakeCallLog()), TIMEOUT_S)
+    watchdog.note("complete", 1, DOING, FakeStreamTask(lambda: asked.append(0.0) is None))
+    watchdog.note("waiting", 1, DOING, FakeStreamTask(lambda: turns.append(0.0) is not None))
+    eventually(lambda: len(turns) > 3)
+    assert len(asked) == 1
+
+
 def test_coordinator_is_told_of_a_call_that_waits_whatever_its_number(job: Job) -> None:
     """NCCL itself would wait for ever for a rank that makes another call."""
     calls = job.watch("all", [0, 1, 2], FakeBackend())

@@ -136,4 +136,4 @@ SCENARIOS = (
 if __name__ == "__main__":
     for each in SCENARIOS:
         if len(sys.argv) < 2 or each.__name__ in sys.argv:
-            say({"scenario": each.__name__, "ended": forked(3, each, timeout_s=12)})
+            say({"scenario": each.__name__, "ended": forked(3, each, timeout_s=30)})
