@@ -1,5 +1,6 @@
 """The watchdog of NCCL's collectives: lost and late ranks end the communicators, and the next call names the rank."""
 
+import itertools
 import logging
 import threading
 import time
@@ -304,14 +305,13 @@ def test_call_that_waits_is_reported_and_one_that_is_complete_is_not(
 def test_call_that_is_complete_is_not_asked_again(alone: tuple[NcclWatchdog, FakeControl]) -> None:
     """Asking an event from another thread makes the capture of a CUDA graph fail."""
     watchdog, _ = alone
-    asked: list[float] = []
-    turns: list[float] = []
+    asked, turns = itertools.count(), itertools.count()
     watchdog.watch("complete", [0, 1], FakeBackend(), cast(CallLog, FakeCallLog()), TIMEOUT_S)
     watchdog.watch("waiting", [0, 1], FakeBackend(), cast(CallLog, FakeCallLog()), TIMEOUT_S)
-    watchdog.note("complete", 1, DOING, FakeStreamTask(lambda: asked.append(0.0) is None))
-    watchdog.note("waiting", 1, DOING, FakeStreamTask(lambda: turns.append(0.0) is not None))
-    eventually(lambda: len(turns) > 3)
-    assert len(asked) == 1
+    watchdog.note("complete", 1, DOING, FakeStreamTask(lambda: next(asked) >= 0))
+    watchdog.note("waiting", 1, DOING, FakeStreamTask(lambda: next(turns) < 0))
+    eventually(lambda: next(turns) > 8)
+    assert next(asked) == 1
 
 
 def test_coordinator_is_told_of_a_call_that_waits_whatever_its_number(job: Job) -> None:
