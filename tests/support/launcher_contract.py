@@ -18,6 +18,7 @@ import pytest
 from mimatrix.core.errors import UserError
 from mimatrix.launch.exit_causes import EndedFor, ExitCause, ExitKind
 from mimatrix.launch.launcher import Launcher, Member, MemberState, Phase, Team, TeamState
+from mimatrix.launch.start_failure import StartError
 
 DEADLINE_S = 30.0
 DONE = MemberState(Phase.EXITED, ExitCause.from_returncode(0))
@@ -369,7 +370,8 @@ while not (os.path.exists("0") and os.path.exists("1")): time.sleep(0.01)
             (replace(team, members=(replace(team.members[0], device=999),)), "999"),
             (replace(team, members=()), "nothing to start"),
         ]:
-            with pytest.raises(UserError, match=said):
+            # Where nodes come and go, one that is not there may be back in a moment: that is no fault of the team.
+            with pytest.raises((UserError, StartError), match=said):
                 ground.launcher.start(bad)
         assert ground.launcher.states() == {}
 

@@ -73,15 +73,15 @@ def test_coordinator_ignores_strangers_and_keeps_serving_its_ranks() -> None:
 
 
 def test_coordinator_parses_nothing_of_a_peer_that_has_not_shown_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
+    parsed, size = [], 800_000
     monkeypatch.setattr(json, "loads", lambda data: parsed.append(len(data)))
     with serving() as coordinator, socket.create_connection(("127.0.0.1", coordinator.port)) as stranger:
-        body = {"text": "x" * 800_000}
+        body = {"text": "x" * size}
         frame = ControlMessage(MessageType.HELLO, GENERATION, body).encode()
         with suppress(OSError):  # the coordinator has closed the connection before it was sent
             stranger.sendall(frame)
         assert is_closed_by_peer(stranger, 5)
-    assert parsed == []
+    assert not [length for length in parsed if length >= size], "what is shorter comes from other threads of the tests"
 
 
 def test_coordinator_closes_connections_that_do_not_greet_in_time() -> None:
