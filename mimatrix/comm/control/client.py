@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from mimatrix.comm.control.call_comparison import CallReport
 from mimatrix.comm.control.faults import Fault
 from mimatrix.comm.control.liveness import DEFAULT_SILENCE_S, describe_break, is_silence
-from mimatrix.comm.control.losses import Losses
-from mimatrix.comm.control.messages import LEFT, ControlMessage, Decoder, FrameSender, MessageType, connect, greeting
+from mimatrix.comm.control.losses import Losses, RankLoss
+from mimatrix.comm.control.messages import ControlMessage, Decoder, FrameSender, MessageType, connect, greeting
 from mimatrix.comm.control.user_calls import Caller, UserCall, describe_calls
 from mimatrix.comm.control.waits import ArrivalWait, WaitStatus
 from mimatrix.core.errors import DifferentCalls, MismatchError, PeerLost, UserError, WorldError
@@ -168,7 +168,8 @@ class ControlClient:
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said goodbye."""
-        return self._losses.ranks.get(rank) == LEFT
+        loss = self._losses.ranks.get(rank)
+        return loss is not None and loss.has_left
 
     def check(self, peer: int, members: Collection[int], doing: str) -> None:
         """Raise the `failure`, if there is one."""
@@ -350,7 +351,7 @@ class ControlClient:
         except OSError as error:
             reason, is_silent = describe_break(self._stream, error), is_silence(error)
         except WorldError as error:
-            reason = str(error).partition(";")[0]  # without its fix, which the loss has too
+            reason = str(error)
         except Exception as error:  # noqa: BLE001 (this thread must not end without a word, whatever it was sent)
             reason = f"it sent a corrupt message ({type(error).__name__}: {error})"
         if not self._is_closing:
@@ -376,7 +377,7 @@ class ControlClient:
                     self._changed.notify_all()
             case MessageType.LOST:
                 with self._changed:
-                    self._losses.ranks.setdefault(int(body["rank"]), str(body["reason"]))
+                    self._losses.ranks.setdefault(int(body["rank"]), RankLoss.from_json(body))
                     self._changed.notify_all()
             case MessageType.FAULT:
                 self._add_fault(Fault.from_json(body))

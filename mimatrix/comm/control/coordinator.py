@@ -19,7 +19,8 @@ from mimatrix.comm.control.call_comparison import CallComparison, CallReport
 from mimatrix.comm.control.deadlock import BlockedRank, Deadlock, DeadlockSearch
 from mimatrix.comm.control.faults import Fault
 from mimatrix.comm.control.key_value_store import KeyValueStore, StoreReply, StoreRequest
-from mimatrix.comm.control.messages import LEFT, ControlMessage, MessageType, close_in_children
+from mimatrix.comm.control.losses import RankLoss
+from mimatrix.comm.control.messages import ControlMessage, MessageType, close_in_children
 from mimatrix.comm.control.server import ControlServer, ServerLimits
 from mimatrix.comm.control.synchronisation import RankArrival, Synchronisation
 from mimatrix.comm.control.unfinished_calls import RankState, UnfinishedCall, UnfinishedCalls, WaitingRank
@@ -60,7 +61,7 @@ class Coordinator:
         self._hosts: dict[int, str] = {}
         self._ended: dict[int, Mapping[str, int]] = {}
         """The last call of each group that a rank began before it said goodbye."""
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, RankLoss] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mimatrix-coordinator", daemon=True)
         self._alone_since_s, self._linger_s = time.monotonic(), _FIRST_LINGER_S
@@ -114,15 +115,15 @@ class Coordinator:
     def on_join(self, rank: int, host: str) -> None:
         """Tell a rank which others were lost before it came."""
         self._hosts[rank] = host
-        for lost, reason in self._lost.items():
-            self._send_to(rank, MessageType.LOST, {"rank": lost, "reason": reason})
+        for lost, loss in self._lost.items():
+            self._send_to(rank, MessageType.LOST, {"rank": lost, **loss.to_json()})
 
     def on_leave(self, rank: int, reason: str) -> None:
         """Tell all ranks that one is gone."""
         self._alone_since_s, self._linger_s = time.monotonic(), _LINGER_S
         self._store.forget(rank)
         self._synchronisation.forget(rank)
-        self._lose(rank, reason)
+        self._lose(rank, RankLoss(reason, has_left=rank in self._ended))
 
     def on_tick(self) -> None:
         """Look at the deadlines of searches and of requests to the store."""
@@ -169,7 +170,7 @@ class Coordinator:
                 state = RankState.from_json({"begun": body["begun"], "waits_for": None, "call": None})
                 self._ended[rank] = state.begun
                 self._unfinished.answer(rank, state)
-                self._server.dismiss(rank, LEFT)
+                self._server.dismiss(rank, "it left")
             case _:
                 raise WorldError(
                     f"a rank sent {message.type.name}, which only the coordinator sends; check its version"
@@ -206,7 +207,7 @@ class Coordinator:
 
     def _is_known(self, members: Collection[int]) -> bool:
         """Return whether one of the members was lost, so that all were told the reason."""
-        return any(reason != LEFT and rank in members for rank, reason in self._lost.items())
+        return any(not loss.has_left and rank in members for rank, loss in self._lost.items())
 
     def _on_late(self, body: dict[str, Any]) -> None:
         """Start to search for the rank that blocks the others, unless it is known or a search is in progress."""
@@ -245,7 +246,7 @@ class Coordinator:
         match outcome:
             case Culprit(rank, reason):
                 if rank not in self._lost:
-                    self._lose(rank, reason)
+                    self._lose(rank, RankLoss(reason))
             case WaitingRank(rank, waits_for, waited_s):
                 if not self._search:
                     self._search = WaitGraphSearch(waited_s=waited_s, has_suspect=True, asked=[rank])
@@ -257,15 +258,15 @@ class Coordinator:
                 self._report(Fault(text=describe_calls(calls), ranks=tuple(sorted(calls)), is_users=True))
             case Culprit(rank, reason):
                 self._search = None
-                self._lose(rank, reason)
+                self._lose(rank, RankLoss(reason))
             case Query(ranks):
                 self._server.send(ranks, MessageType.PROBE, {})
             case None:
                 pass
 
-    def _lose(self, rank: int, reason: str) -> None:
-        self._lost[rank] = reason
-        self._send_all(MessageType.LOST, {"rank": rank, "reason": reason})
+    def _lose(self, rank: int, loss: RankLoss) -> None:
+        self._lost[rank] = loss
+        self._send_all(MessageType.LOST, {"rank": rank, **loss.to_json()})
 
     def _report(self, fault: Fault) -> None:
         self._send_all(MessageType.FAULT, fault.to_json())

@@ -1,12 +1,30 @@
 """What a rank knows of others that are gone and of calls that failed, and the errors that follow. No sockets."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mimatrix.comm.control.faults import Fault
-from mimatrix.comm.control.messages import LEFT
 from mimatrix.comm.control.user_calls import UserCall, describe_ended
 from mimatrix.core.errors import DifferentCalls, PeerLost, UserError, WorldError
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoss:
+    """Why a rank is gone."""
+
+    reason: str
+    has_left: bool = False
+    """Whether it said goodbye: it was done, and only a rank that waits for it misses it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"reason": self.reason, "has_left": self.has_left}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RankLoss":
+        """Return the loss that `to_json` wrote."""
+        return cls(str(data["reason"]), bool(data["has_left"]))
 
 
 @dataclass(slots=True)
@@ -15,8 +33,8 @@ class Losses:
 
     rank: int
     hosts: list[str]
-    ranks: dict[int, str] = field(default_factory=dict)
-    """Why ranks are gone."""
+    ranks: dict[int, RankLoss] = field(default_factory=dict)
+    """The ranks that are gone."""
     faults: list[Fault] = field(default_factory=list)
     coordinator: str = ""
     """Why the coordinator is gone; empty while it is there."""
@@ -35,7 +53,7 @@ class Losses:
         host = self.hosts[0]
         if is_silent and host != self.hosts[self.rank]:
             for rank in [rank for rank, name in enumerate(self.hosts) if name == host]:
-                self.ranks.setdefault(rank, reason)
+                self.ranks.setdefault(rank, RankLoss(reason))
         self.coordinator = reason
 
     def failure(
@@ -45,10 +63,9 @@ class Losses:
         for fault in self.faults.copy():
             if fault.concerns(members):
                 return fault.to_error()
-        for rank, reason in self.ranks.copy().items():
-            # A rank that said goodbye may have been done already; only a rank that waits for it misses it.
-            if rank == peer or (rank in members and rank != self.rank and reason != LEFT):
-                return self._rank_error(rank, reason, doing, call)
+        for rank, loss in self.ranks.copy().items():
+            if rank == peer or (rank in members and rank != self.rank and not loss.has_left):
+                return self._rank_error(rank, loss, doing, call)
         return self.coordinator_error(doing, self.coordinator) if self.coordinator else None
 
     def coordinator_error(self, doing: str, reason: str) -> WorldError:
@@ -56,9 +73,9 @@ class Losses:
         where = f"a process on {self.hosts[0]}"
         return WorldError(f"the coordinator of this job, {where}, was lost in {doing}: {reason}; restart the job")
 
-    def _rank_error(self, rank: int, reason: str, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
+    def _rank_error(self, rank: int, loss: RankLoss, doing: str, call: UserCall | None) -> PeerLost | DifferentCalls:
         # A rank that ended without an error has done all that the script asked of it: the script is to blame, and to
         # start it again would not help.
-        if call and reason == LEFT:
+        if call and loss.has_left:
             return DifferentCalls(describe_ended(self.rank, rank, call))
-        return PeerLost(f"{self.describe(rank)} was lost in {call or doing}: {reason}", rank)
+        return PeerLost(f"{self.describe(rank)} was lost in {call or doing}: {loss.reason}", rank)

@@ -24,8 +24,6 @@ from mimatrix.core.framing import FrameDecoder, FrameFormat
 _FRAMES = FrameFormat(b"MMX3")
 _GREETING = b"MMG3"
 GREETING_BYTES = len(_GREETING) + hashlib.sha256().digest_size
-LEFT = "it left"
-"""The reason of a rank that said goodbye."""
 _POST_S = 0.05
 """How long a message that may be dropped waits for another thread that is sending."""
 
