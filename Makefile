@@ -6,6 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 ECOSYSTEM := .venv/.ecosystem
+PSEUDOLOCALE := $(addprefix tests/,api dashboard launch processes server worker)
 # Pins hold for what pip builds with, too.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,8 +27,11 @@ demo: $(READY) ## train on three workers of unlike speed: evenly, and as planned
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest -n 2
 
-long: ecosystem ## run the tests that take long
+long: ecosystem pseudolocale ## run the tests that take long
 	$(BIN)/python -m pytest -n 2 -m long
+
+pseudolocale: $(READY) ## run the server's and launchers' tests with every sentence in other letters: no code may read one
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 -p support.pseudo_locale -m "not wording and not long" $(PSEUDOLOCALE)
 
 check: $(READY) ## formatting, linting, types
 	$(BIN)/ruff format --check .
@@ -85,4 +89,4 @@ docs: $(READY) ## make the generated pages and pictures anew
 pictures: $(READY) ## make the pictures of the dashboard anew; needs Chromium and a quiet machine
 	$(BIN)/python tests/dashboard/pictures.py
 
-.PHONY: help setup demo test long check bench study allreduce engine heterogeneous server peers ecosystem soak docs pictures
+.PHONY: help setup demo test long pseudolocale check bench study allreduce engine heterogeneous server peers ecosystem soak docs pictures

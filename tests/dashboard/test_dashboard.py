@@ -97,6 +97,7 @@ def test_a_link_with_another_token_asks_before_it_signs_in(up: Server, chromium:
 
 
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.wording
 def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
     up: Server, chromium: Browser, tmp_path: Path, size: tuple[int, int]
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
     assert up.until(first, lambda job: job.state in ENDED).state is JobState.CANCELLED
 
 
+@pytest.mark.wording
 def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium: Browser) -> None:
     with running(up, str(OURS / "watched.py"), "--devices", "2") as number, visit(chromium, origin(up)) as seen:
         page = seen.page
@@ -207,6 +209,7 @@ def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
         expect(groups.get_by_role("row")).to_have_count(2)  # a narrow screen has no heads
 
 
+@pytest.mark.wording
 def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
     with visit(chromium, origin(up)) as seen:
         page = seen.page

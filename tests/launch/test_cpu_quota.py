@@ -103,6 +103,7 @@ EAT = "import os; print(len(bytearray(b'x') * (600 << 20)))"
 
 
 @needs_memory
+@pytest.mark.wording
 def test_who_takes_too_much_is_killed_and_named() -> None:
     words = (sys.executable, "-S", "-u", "-c", EAT)
     out, err = BytesIO(), BytesIO()

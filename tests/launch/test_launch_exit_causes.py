@@ -40,6 +40,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("cause", "returncode", "sentence"), CAUSES)
+@pytest.mark.wording
 def test_exit_cause_is_stored_and_described(cause: ExitCause, returncode: int | None, sentence: str) -> None:
     assert ExitCause.from_json(json.loads(json.dumps(cause.to_json()))) == cause
     assert cause.returncode == returncode

@@ -194,6 +194,7 @@ def test_what_one_node_cannot_start_no_node_starts(ground: Ground, cluster: RayC
     assert len(ground.state(team.name).members) == 4
 
 
+@pytest.mark.wording
 def test_a_start_that_was_given_up_does_not_begin_late(ground: Ground, shared: RayLauncher) -> None:
     team = spread(ground, FOREVER, nodes=("middle",))
     nodes, own_names = shared.find_nodes()
@@ -320,6 +321,7 @@ def served(cluster: RayCluster, tmp_path: Path) -> Iterator[dict[str, str]]:
         server.wait(timeout=20)
 
 
+@pytest.mark.wording
 def test_a_job_of_the_server_runs_on_all_nodes(served: dict[str, str]) -> None:
     submitted = _command(served, "submit", str(HELLO), "--devices", "cpu:2,a40:1", "--", "--lr", "0.1")
     waited = _command(served, "wait", "1")

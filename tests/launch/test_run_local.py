@@ -117,6 +117,7 @@ LOST = GroupExit.failed("1", -9)
         (GroupExit.interrupted(15), 0, "ended by SIGTERM"),
     ],
 )
+@pytest.mark.wording
 def test_run_is_not_restarted(ended: GroupExit, restarts: int, sentence: str) -> None:
     decision = decide(ended, RunSpec(("true",), ranks=4, max_restarts=2, timeout_s=9), restarts)
     assert isinstance(decision, Finish)
@@ -125,6 +126,7 @@ def test_run_is_not_restarted(ended: GroupExit, restarts: int, sentence: str) ->
 
 
 @pytest.mark.parametrize(("restarts", "number"), [(0, 1), (1, 2)])
+@pytest.mark.wording
 def test_run_is_restarted_after_a_loss(restarts: int, number: int) -> None:
     decision = decide(LOST, RunSpec(("true",), ranks=4, max_restarts=2, timeout_s=9), restarts)
     assert decision == Restart(failure=LOST, number=number, limit=2, who="all 4 ranks")
@@ -133,6 +135,7 @@ def test_run_is_restarted_after_a_loss(restarts: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("loss", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
+@pytest.mark.wording
 def test_a_lost_worker_is_started_again_with_all_others(loss: str) -> None:
     said: list[str] = []
     words = python(FAIL_ONCE.format(loss), "2")
@@ -173,6 +176,7 @@ def run_apart(gate: Path, lives: int, code: int, most: int, last: str) -> tuple[
     return outcome, out, said
 
 
+@pytest.mark.wording
 def test_a_lost_group_is_started_again_and_no_other(tmp_path: Path) -> None:
     told = "rank 2 ended with exit code 3; group 1 will be started again (restart {} of 5)"
     outcome, out, said = run_apart(tmp_path / "gate", 2, 3, 5, told.format(2))
@@ -186,6 +190,7 @@ def test_a_lost_group_is_started_again_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "code"), [(1, 3), (5, 2)])
+@pytest.mark.wording
 def test_a_group_that_cannot_be_helped_leaves_the_others_running(tmp_path: Path, most: int, code: int) -> None:
     lost = f"group 1 was lost, the others keep training: rank 2 ended with exit code {code}"
     outcome, _, said = run_apart(tmp_path / "gate", 9, code, most, lost)
@@ -194,6 +199,7 @@ def test_a_group_that_cannot_be_helped_leaves_the_others_running(tmp_path: Path,
     assert (outcome.code, outcome.restarts) == (0, 1 if code == 3 else 0)
 
 
+@pytest.mark.wording
 def test_restarts_are_counted() -> None:
     words = python(FAIL_ONCE.format("sys.exit(3)"), "9")
     outcome, _, _ = run(RunSpec(words, ranks=2, max_restarts=1, grace_s=0, timeout_s=60))
@@ -201,11 +207,13 @@ def test_restarts_are_counted() -> None:
     assert outcome.describe() == "rank 1 ended with exit code 3 after 1 restart"
 
 
+@pytest.mark.wording
 def test_bad_input_is_final() -> None:
     outcome, _, _ = run(RunSpec(python("raise SystemExit(2)"), max_restarts=5, timeout_s=30))
     assert (outcome.code, outcome.restarts, outcome.describe()) == (2, 0, "rank 0 ended with exit code 2")
 
 
+@pytest.mark.wording
 def test_the_timeout_holds_over_restarts() -> None:
     began = time.monotonic()
     outcome, _, _ = run(RunSpec(python("raise SystemExit(1)"), max_restarts=1000, timeout_s=2.0))
@@ -215,6 +223,7 @@ def test_the_timeout_holds_over_restarts() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.wording
 def test_a_signal_between_two_attempts_is_heard(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     outcome, _, _ = run(
@@ -274,6 +283,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.wording
 def test_a_slow_worker_can_say_what_it_misses_and_nobody_stays() -> None:
     launch = RunSpec(python(STUBBORN), ranks=2, speeds=(1, 0.3), slow_by="signals", grace_s=0.3, timeout_s=30)
     outcome, out, _ = run(launch)

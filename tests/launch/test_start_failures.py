@@ -115,6 +115,7 @@ def test_shortage_is_transient(number: int) -> None:
     assert not is_transient(OSError(errno.ENOENT, "x"))
 
 
+@pytest.mark.wording
 def test_start_failure_raises_by_what_may_help() -> None:
     short = StartFailure(kind=StartFailureKind.COMMAND, rank=1, detail="Cannot allocate memory", is_transient=True)
     assert isinstance(short.to_error(), StartError)

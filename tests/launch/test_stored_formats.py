@@ -31,6 +31,7 @@ def change_version(path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
 
 
+@pytest.mark.wording
 def test_state_of_another_version_harms_its_own_team_only(ground: Ground) -> None:
     other, mine = ground.start("", name="other"), ground.start("print('up')", name="mine")
     ground.ended(other)
@@ -59,6 +60,7 @@ def test_launch_spec_survives_the_disk_and_another_version_is_refused(ground: Gr
         folder.read_spec()
 
 
+@pytest.mark.wording
 def test_ray_record_that_cannot_be_read_harms_its_own_team_only(tmp_path: Path) -> None:
     records = TeamRecords(tmp_path)
     records.namespace()

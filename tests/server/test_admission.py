@@ -55,6 +55,7 @@ def audited(there: House) -> int:
 
 
 @pytest.mark.parametrize("token", ["", "mm_guessed"])
+@pytest.mark.wording
 def test_an_unknown_token_is_refused_before_the_body_is_there(there: House, token: str) -> None:
     with served(there.http.app) as port, closing(begun(port, token, 4 << 20)) as wire:
         answer = b""
@@ -113,6 +114,7 @@ def test_a_body_that_comes_in_time_is_taken() -> None:
         assert wire.recv(1000).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.wording
 def test_the_server_is_not_ready_while_its_controller_stands_still(there: House) -> None:
     assert there.http.get("/readyz").status_code == 200
     there.context.controller_turned_at_s -= 31

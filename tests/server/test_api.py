@@ -52,6 +52,7 @@ def worker(there: House, number: int, seats: tuple[str, ...] = ("n/0", "n/1")) -
     return {"Authorization": f"Bearer {secret}"}
 
 
+@pytest.mark.wording
 def test_a_job_is_handed_in_seen_and_cancelled(there: House) -> None:
     number = submitted(there, devices="2..4", priority=70)
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
@@ -112,6 +113,7 @@ def test_the_same_kind_asked_for_again_is_merged(there: House, asked: str, kept:
     assert there.ask("ben", "GET", f"/api/jobs/{number}").json()["devices"] == kept
 
 
+@pytest.mark.wording
 def test_merged_devices_have_a_most_too(there: House) -> None:
     answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, "devices": "65536,65536"})
     assert answer.status_code == 422
@@ -220,6 +222,7 @@ def test_who_may_do_what(there: House) -> None:
                 assert answer.status_code == wanted, f"{role} {method} {path}: {answer.status_code} {answer.text}"
 
 
+@pytest.mark.wording
 def test_a_worker_has_no_business_with_another_job(there: House) -> None:
     mine, other = submitted(there), submitted(there)
     worker(there, mine)
@@ -241,6 +244,7 @@ def test_a_worker_has_no_business_with_another_job(there: House) -> None:
         ({"tensor": [1, 2]}, 422, "tensor: extra inputs are not permitted"),
     ],
 )
+@pytest.mark.wording
 def test_reports_that_are_refused(there: House, change: dict[str, Any], status: int, sentence: str) -> None:
     number = submitted(there)
     worker(there, number)
@@ -279,6 +283,7 @@ def test_joining_gives_the_place_of_rank_0(there: House) -> None:
         ({"colour": "red"}, "colour: extra inputs are not permitted"),
     ],
 )
+@pytest.mark.wording
 def test_bad_jobs_get_one_sentence(there: House, change: dict[str, Any], sentence: str) -> None:
     answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, **change})
     assert answer.status_code == 422
@@ -297,6 +302,7 @@ def test_bodies_are_bounded_and_must_be_json(there: House) -> None:
     assert there.ask("ben", "POST", "/api/jobs", content=b" " * (5 << 20)).status_code == 413
 
 
+@pytest.mark.wording
 def test_an_archive_must_be_what_it_says(there: House) -> None:
     assert there.ask("ben", "PUT", f"/api/code-archives/{'1' * 64}", content=b"other").status_code == 422
     assert there.ask("ben", "HEAD", f"/api/code-archives/{'1' * 64}").status_code == 404
@@ -306,6 +312,7 @@ def test_an_archive_must_be_what_it_says(there: House) -> None:
     assert "was not uploaded" in answer.json()["detail"]
 
 
+@pytest.mark.wording
 def test_guessing_is_stopped(there: House) -> None:
     for _ in range(10):
         assert there.http.get("/api/jobs", headers={"Authorization": "Bearer wrong"}).status_code == 401
@@ -343,6 +350,7 @@ def test_changes_are_written_down_and_secrets_are_not(there: House) -> None:
     assert there.secrets["cho"] not in json.dumps(entries)
 
 
+@pytest.mark.wording
 def test_unknown_places_are_problems_too(there: House) -> None:
     for method, path in product(("GET", "POST"), ("/api/nothing", "/nothing")):
         answer = there.ask("ann", method, path)

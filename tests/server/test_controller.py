@@ -68,6 +68,7 @@ def reasons(there: House, number: int) -> list[str]:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.wording
 def test_restarts_are_counted_and_bad_input_is_not_restarted(tmp_path: Path) -> None:
     with house(tmp_path) as there:
         lost = submitted(there, "import sys; sys.exit(3)", max_restarts=1)
@@ -80,6 +81,7 @@ def test_restarts_are_counted_and_bad_input_is_not_restarted(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.wording
 def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path) -> None:
     clock = Clock()
     with house(tmp_path, devices=1, clock=clock) as there:
@@ -98,6 +100,7 @@ def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path)
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.wording
 def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) -> None:
     with house(tmp_path, devices=1) as there:
         crash = tmp_path / "crash"
@@ -117,6 +120,7 @@ def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.wording
 def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
     with house(tmp_path, devices=1) as there:
         first = submitted(there, "import signal, time\nsignal.signal(15, lambda *_: None)\nprint('up')\ntime.sleep(60)")
@@ -128,6 +132,7 @@ def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.wording
 def test_a_job_that_was_written_down_but_not_started_is_started(tmp_path: Path) -> None:
     """As after a kill between the two."""
     with house(tmp_path) as there:

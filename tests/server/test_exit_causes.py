@@ -35,6 +35,7 @@ def exited(returncode: int, because_of: int | None = None) -> MemberState:
         (ExitCause.lost(), "hm", 'rank 0 on n/0 was lost; its last line: "hm"'),
     ],
 )
+@pytest.mark.wording
 def test_sentences(cause: ExitCause, line: str, sentence: str) -> None:
     failure = RankFailure(rank=0, device="n/0", cause=cause, last_line=line)
     assert failure.describe() == sentence

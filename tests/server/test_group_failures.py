@@ -75,6 +75,7 @@ def test_a_lost_group_returns(tmp_path: Path) -> None:
         assert not list(folder.glob(".meeting*"))
 
 
+@pytest.mark.wording
 def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     there = Server(tmp_path / "data")
     script = str(Path(__file__).parent / "scripts" / "in_groups.py")

@@ -28,6 +28,7 @@ def test_every_state_is_in_the_table_and_every_end_can_be_reached() -> None:
 
 @pytest.mark.parametrize("old", JobState)
 @pytest.mark.parametrize("new", JobState)
+@pytest.mark.wording
 def test_moves_are_those_of_the_table(tmp_path: Path, old: JobState, new: JobState) -> None:
     job = new_row(SUBMISSION, "ann", 1.0)
     job.id, job.state = 1, old

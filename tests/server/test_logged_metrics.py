@@ -170,6 +170,7 @@ def test_points_of_what_was_logged_are_thinned_with_the_others(there: House, clo
     assert all(point["step_s"] == 0.25 for point in fewer)
 
 
+@pytest.mark.wording
 def test_what_was_logged_is_bounded(there: House) -> None:
     number = begun(there)
     body = {"protocol": 3, "generation": 1, "rank": 0, "state": "training"}

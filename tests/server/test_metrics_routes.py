@@ -80,6 +80,7 @@ def test_ranks_as_they_are_now(there: House) -> None:
     assert there.ask("dee", "GET", f"/api/jobs/{queued}/ranks").json() == {"ranks": [], "stragglers": []}
 
 
+@pytest.mark.wording
 def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Clock) -> None:
     number = training(there)
     assert watched(there, clock, 8, number) == []
@@ -93,6 +94,7 @@ def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Cloc
     assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
+@pytest.mark.wording
 def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     number = training(there)
     reported(there, number, 1)
@@ -209,6 +211,7 @@ def test_the_devices_that_a_job_had_last(there: House) -> None:
     assert listed["last_seats"] == []
 
 
+@pytest.mark.wording
 def test_a_plan_and_why_it_changed(there: House) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").status_code == 404

@@ -42,6 +42,7 @@ def test_a_stored_plan_of_huge_numbers_stops_no_other_job(tmp_path: Path) -> Non
         assert turned_until(there, clean, *ENDED).state == JobState.DONE
 
 
+@pytest.mark.wording
 def test_deeply_nested_groups_stop_no_other_job(tmp_path: Path) -> None:
     """H2: groups came as JSON in the environment of a submission."""
     with house(tmp_path) as there:
@@ -200,6 +201,7 @@ def test_a_running_job_whose_stored_data_raise_keeps_its_devices_until_it_has_en
         assert row(there, bad).server_error
 
 
+@pytest.mark.wording
 def test_what_went_wrong_is_recorded_once_and_not_each_turn(tmp_path: Path) -> None:
     with house(tmp_path) as there:
         bad = submitted(there, SLEEPS)

@@ -27,6 +27,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.wording
 def test_from_handing_in_to_done(up: Server) -> None:
     number = up.submit("hello.py", "--devices", "2", "--name", "first", "--", "--lr", "0.1")
     waited = up.command("wait", str(number))
@@ -46,6 +47,7 @@ def test_from_handing_in_to_done(up: Server) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.wording
 def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
     number = up.submit("failing.py")
     waited = up.command("wait", str(number))
@@ -154,6 +156,7 @@ def test_files_of_the_server_are_for_its_user_alone(up: Server) -> None:
     assert token.encode() not in (up.data / "mimatrix.db").read_bytes()
 
 
+@pytest.mark.wording
 def test_two_servers_do_not_share_a_folder(up: Server) -> None:
     words = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(up.data), "--port", "1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -173,6 +176,7 @@ def test_two_servers_do_not_share_a_folder(up: Server) -> None:
         (("jobs", "--state", "don"), 'unknown state "don"; did you mean "done"?'),
     ],
 )
+@pytest.mark.wording
 def test_bad_input_is_one_sentence(up: Server, words: tuple[str, ...], sentence: str) -> None:
     done = up.command(*words)
     assert done.returncode == 2
@@ -180,6 +184,7 @@ def test_bad_input_is_one_sentence(up: Server, words: tuple[str, ...], sentence:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.wording
 def test_nobody_there(tmp_path: Path) -> None:
     environment = {**os.environ, "MIMATRIX_DATA": str(tmp_path), "MIMATRIX_SERVER": "", "MIMATRIX_TOKEN": ""}
     words = [sys.executable, "-m", "mimatrix.cli.main", "jobs"]
@@ -312,6 +317,7 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--database", "mysql://x@y/z"), "is of an unknown kind"),
     ],
 )
+@pytest.mark.wording
 def test_what_cannot_be_served(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
     command = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(tmp_path / "data"), "--port", "1", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

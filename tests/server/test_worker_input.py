@@ -103,6 +103,7 @@ def test_control_characters_of_a_worker_reach_no_log_and_no_terminal(there: Hous
     assert report(there, number, metrics={"\x1b[2J": 1.0}).status_code == 422
 
 
+@pytest.mark.wording
 def test_control_characters_in_the_reason_of_a_plan_are_removed(there: House) -> None:
     number = started(there)
     assert put(there, number, "plan", plan(reasons=["a\x1b[31mb\nc"], why="slow\x1b[2J\nrank")).status_code == 204
