@@ -1,4 +1,4 @@
-"""A class name exists once in `mimatrix` and `bench`, so that a name leads to one place.
+"""A class name exists once in the repository, so that a name leads to one place.
 
 All classes count, also private and nested ones: a reader who searches for a name finds them all.
 """
@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("mimatrix", "bench", "tests", "docs", "examples")
+NOT_YET = ("tests/support/servers.py",)
+"""Files with a second class of a name, to be renamed."""
 
 
 def doubles(sources: Mapping[str, str]) -> list[str]:
@@ -22,13 +25,14 @@ def doubles(sources: Mapping[str, str]) -> list[str]:
 
 
 def read_sources() -> dict[str, str]:
-    paths = [path for folder in ("mimatrix", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    sources = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+    return {name: text for name, text in sources.items() if name not in NOT_YET}
 
 
 def test_a_class_name_exists_once_in_the_repository() -> None:
     sources = read_sources()
-    assert len(sources) > 400
+    assert len(sources) > 800
     assert doubles(sources) == []
 
 

@@ -1,5 +1,6 @@
-"""Docstrings, help texts and messages use plain English and the field's terms.
+"""Docstrings, help texts, messages and guides use plain English and the field's terms.
 
+Of a guide (`.md`) all is read but code; decisions and measurements are history and are not.
 `python tests/test_prose.py [PATH ...]` prints what it finds in these files or folders, by file; without a path, in the
 folders that must be clean. `--comments` also reads comments.
 """
@@ -37,7 +38,8 @@ PACKAGES = (
     "server",
 )
 """Those that must be clean; others are only shown."""
-FOLDERS = (*(f"mimatrix/{package}" for package in PACKAGES), "bench", "docs", "examples")
+FOLDERS = (*(f"mimatrix/{package}" for package in PACKAGES), "mimatrix/_init.py", "bench", "docs", "examples")
+GUIDES = ("README.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PHRASES = {
     r"whoever": "the one that, any rank that, the caller",
     r"nobody|no one": "no rank, no process, no peer, no user",
@@ -70,6 +72,7 @@ PHRASES = {
 _REGEX = re.compile(
     "|".join(rf"(?P<p{n}>\b(?:{phrase})\b)".replace(" ", r"\s+") for n, phrase in enumerate(PHRASES)), re.IGNORECASE
 )
+_FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,10 @@ class Finding:
 
 def findings(path: str, source: str, *, comments: bool = False) -> list[Finding]:
     """Return every phrase of the dialect in docstrings and messages of a file, and in its comments if asked."""
-    texts = [*_texts(ast.parse(source)), *(_comments(source) if comments else ())]
+    if path.endswith(".md"):
+        texts = [(1, _FENCED.sub(lambda block: "\n" * block[0].count("\n"), source))]
+    else:
+        texts = [*_texts(ast.parse(source)), *(_comments(source) if comments else ())]
     return sorted({found for line, text in texts for found in _search(path, line, text)}, key=lambda found: found.line)
 
 
@@ -126,10 +132,10 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
+    return [*sorted(folder.rglob("*.py")), *sorted(folder.glob("*.md"))] if folder.is_dir() else [folder]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [*FOLDERS, *GUIDES])
 def test_prose_is_plain(folder: str) -> None:
     paths = files_in(ROOT / folder)
     assert paths
@@ -163,6 +169,11 @@ def test_a_finding_names_the_line_and_a_replacement() -> None:
     assert str(found) == 'a/b.py:5: "goes on"; say instead: continue, resume, keep training'
 
 
+def test_guides_are_read_without_their_code() -> None:
+    text = "# Title\n\n```\nnobody goes on\n```\n\nCall `whoever`,\nwhich nobody does.\n"
+    assert [(one.line, one.phrase) for one in findings("docs/x.md", text)] == [(8, "nobody")]
+
+
 ALLOWED = [
     '"""Return the learning rate; there is no checkpoint, and the rank is no longer here."""',
     '"""Return `nobody` and what `whoever()` gives."""',
@@ -184,7 +195,7 @@ def test_comments_are_read_if_asked() -> None:
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--comments"]
-    default = [ROOT / folder for folder in FOLDERS]
+    default = [ROOT / folder for folder in (*FOLDERS, *GUIDES)]
     total = 0
     for path in [file for folder in ([Path(word) for word in words] or default) for file in files_in(folder)]:
         found = findings(str(path), path.read_text("utf-8"), comments="--comments" in sys.argv)

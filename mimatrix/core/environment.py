@@ -127,7 +127,7 @@ SILENCE_S = Variable(
     "MIMATRIX_SILENCE_S",
     "you",
     "Seconds after which a host whose kernel does not answer counts as lost, from 1 on. A busy or stopped process does "
-    "not count: its kernel answers. Default: 8.",
+    "not count, since its kernel answers, unless more waits for it than the socket buffers hold. Default: 8.",
     "20",
 )
 SLOWDOWN = Variable(
@@ -140,8 +140,8 @@ SLOWDOWN = Variable(
 TOKEN = Variable(
     "MIMATRIX_TOKEN",
     "you",
-    "Token that the job server accepts, as printed by `mimatrix up`. A worker that finds it removes it before it runs "
-    "the script.",
+    "Token that the job server accepts, as printed by `mimatrix tokens add`. Default: the one in the data folder of "
+    "the server on this machine. A worker removes it before it runs the script.",
 )
 TRANSPORT = Variable(
     "MIMATRIX_TRANSPORT",

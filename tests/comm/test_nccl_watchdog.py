@@ -97,7 +97,7 @@ class FakeCallLog:
 
 
 @dataclass
-class Job:
+class WatchedJob:
     """Rank 0 of three, with its watchdog; the others are fakes."""
 
     control: ControlClient
@@ -122,7 +122,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
+def job() -> Iterator[WatchedJob]:
     with ExitStack() as stack:
         coordinator = start_coordinator(world_size=3)
         stack.callback(coordinator.close, timeout_s=1.0)
@@ -135,7 +135,7 @@ def job() -> Iterator[Job]:
         assert control.wait_arrivals("start", 1, 5) is not None
         watchdog = NcclWatchdog(control)
         stack.callback(watchdog.close)
-        yield Job(control, watchdog, others)
+        yield WatchedJob(control, watchdog, others)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def error_of(watchdog: NcclWatchdog, name: str) -> MiMatrixError:
 
 
 @pytest.mark.parametrize("is_completed", [False, True])
-def test_lost_member_aborts_the_group_and_is_named_by_the_next_call(job: Job, is_completed: bool) -> None:
+def test_lost_member_aborts_the_group_and_is_named_by_the_next_call(job: WatchedJob, is_completed: bool) -> None:
     """Also if the call seems complete: c10d counts one as complete that has failed."""
     backend = FakeBackend()
     job.watch("all", [0, 1, 2], backend, FakeStreamTask(is_done=lambda: is_completed))
@@ -184,7 +184,7 @@ def test_lost_member_aborts_the_group_and_is_named_by_the_next_call(job: Job, is
     assert str(error).startswith(f"rank 2 on c was lost in {DOING}: its connection ")
 
 
-def test_lost_member_aborts_the_group_although_its_gpu_has_failed(job: Job) -> None:
+def test_lost_member_aborts_the_group_although_its_gpu_has_failed(job: WatchedJob) -> None:
     def is_done() -> NoReturn:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -195,7 +195,7 @@ def test_lost_member_aborts_the_group_although_its_gpu_has_failed(job: Job) -> N
     assert "rank 1 on b" in str(error_of(job.watchdog, "all"))
 
 
-def test_all_groups_of_a_lost_rank_are_aborted_at_the_same_time_and_no_other(job: Job) -> None:
+def test_all_groups_of_a_lost_rank_are_aborted_at_the_same_time_and_no_other(job: WatchedJob) -> None:
     """Each abort waits for the GPU, on which kernels of the other groups run."""
     both = threading.Barrier(2)
     together_aborted = [FakeBackend(lambda: both.wait(5)) for _ in range(2)]
@@ -213,7 +213,7 @@ def test_all_groups_of_a_lost_rank_are_aborted_at_the_same_time_and_no_other(job
     job.watchdog.check("inner", DOING)
 
 
-def test_different_calls_abort_the_group(job: Job) -> None:
+def test_different_calls_abort_the_group(job: WatchedJob) -> None:
     backend = FakeBackend()
     job.watch("all", [0, 1, 2], backend, FakeStreamTask(running))
     with pytest.raises(MismatchError):
@@ -222,7 +222,7 @@ def test_different_calls_abort_the_group(job: Job) -> None:
     assert isinstance(error_of(job.watchdog, "all"), MismatchError)
 
 
-def test_backend_is_aborted_once_however_often_it_is_asked_for(job: Job) -> None:
+def test_backend_is_aborted_once_however_often_it_is_asked_for(job: WatchedJob) -> None:
     backend = FakeBackend(lambda: time.sleep(0.05))
     job.watch("all", [0, 1, 2], backend, FakeStreamTask(running))
     job.others[1].vanish()
@@ -233,7 +233,7 @@ def test_backend_is_aborted_once_however_often_it_is_asked_for(job: Job) -> None
     assert backend.aborts == 1
 
 
-def test_abort_that_fails_is_no_error(job: Job) -> None:
+def test_abort_that_fails_is_no_error(job: WatchedJob) -> None:
     def fail() -> NoReturn:
         raise RuntimeError("it is aborted already")
 
@@ -243,7 +243,7 @@ def test_abort_that_fails_is_no_error(job: Job) -> None:
     assert backend.aborts == 1
 
 
-def test_abort_that_hangs_does_not_stop_the_watchdog(job: Job) -> None:
+def test_abort_that_hangs_does_not_stop_the_watchdog(job: WatchedJob) -> None:
     may_end = threading.Event()
     hanging, other = FakeBackend(lambda: may_end.wait(10)), FakeBackend()
     job.watch("hanging", [0, 2], hanging, FakeStreamTask(running))
@@ -259,7 +259,7 @@ def test_abort_that_hangs_does_not_stop_the_watchdog(job: Job) -> None:
     may_end.set()
 
 
-def test_group_that_waits_for_a_member_that_has_left_fails(job: Job) -> None:
+def test_group_that_waits_for_a_member_that_has_left_fails(job: WatchedJob) -> None:
     backend = FakeBackend()
     job.watch("all", [0, 1, 2], backend, FakeStreamTask(running))
     job.others[1].leave()
@@ -267,7 +267,9 @@ def test_group_that_waits_for_a_member_that_has_left_fails(job: Job) -> None:
     assert "rank 1 on b was lost" in str(error_of(job.watchdog, "all"))
 
 
-def test_member_that_has_left_has_time_until_its_last_call_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_that_has_left_has_time_until_its_last_call_ends(
+    job: WatchedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its part is done: what it sent may still be on its way, however long ago the call began."""
     monkeypatch.setattr(nccl_watchdog, "_LEFT_S", 0.8)
     is_done, backend = threading.Event(), FakeBackend()
@@ -280,7 +282,7 @@ def test_member_that_has_left_has_time_until_its_last_call_ends(job: Job, monkey
     job.watchdog.check("all", DOING)
 
 
-def test_member_that_leaves_after_its_last_call_is_not_missed(job: Job) -> None:
+def test_member_that_leaves_after_its_last_call_is_not_missed(job: WatchedJob) -> None:
     backend = FakeBackend()
     job.watch("all", [0, 1, 2], backend, FakeStreamTask())
     job.others[1].leave()
@@ -314,7 +316,7 @@ def test_call_that_is_complete_is_not_asked_again(alone: tuple[NcclWatchdog, Fak
     assert next(asked) == 1
 
 
-def test_coordinator_is_told_of_a_call_that_waits_whatever_its_number(job: Job) -> None:
+def test_coordinator_is_told_of_a_call_that_waits_whatever_its_number(job: WatchedJob) -> None:
     """NCCL itself would wait for ever for a rank that makes another call."""
     calls = job.watch("all", [0, 1, 2], FakeBackend())
     for _ in range(20):
@@ -359,7 +361,7 @@ def test_call_that_ends_in_time_is_no_error(alone: tuple[NcclWatchdog, FakeContr
     assert control.complaints == []
 
 
-def test_forgotten_group_is_not_watched(job: Job) -> None:
+def test_forgotten_group_is_not_watched(job: WatchedJob) -> None:
     forgotten, kept = FakeBackend(), FakeBackend()
     job.watch("forgotten", [0, 1, 2], forgotten, FakeStreamTask(running))
     job.watch("kept", [0, 1, 2], kept, FakeStreamTask(running))
@@ -371,7 +373,9 @@ def test_forgotten_group_is_not_watched(job: Job) -> None:
     assert forgotten.aborts == 0
 
 
-def test_failure_to_look_at_one_group_does_not_stop_the_others(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_to_look_at_one_group_does_not_stop_the_others(
+    job: WatchedJob, caplog: pytest.LogCaptureFixture
+) -> None:
     def is_done() -> NoReturn:
         raise ValueError("a bug")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.features import ALONE, PAIR, STAGES, STEPS, THREE, Case, check
+from support.features import ALONE, PAIR, STAGES, STEPS, THREE, TrainingCase, check
 from torch import nn
 from torch.nn import functional
 
@@ -127,12 +127,12 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return get_cosine_schedule_with_warmup(optimizer, 2, 2 * STEPS)
 
 
-def language_case(model: Callable[[], nn.Module], **more: Any) -> Case:
-    return Case(model, texts(STEPS * 5), language_loss, weight=tokens, **more)
+def language_case(model: Callable[[], nn.Module], **more: Any) -> TrainingCase:
+    return TrainingCase(model, texts(STEPS * 5), language_loss, weight=tokens, **more)
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    "bert": lambda: Case(bert, texts(STEPS * 5), classification_loss, scheduler=cosine, epochs=2),
+CASES: dict[str, Callable[[], TrainingCase]] = {
+    "bert": lambda: TrainingCase(bert, texts(STEPS * 5), classification_loss, scheduler=cosine, epochs=2),
     "gpt2": lambda: language_case(gpt2, max_grad_norm=0.5),
     "gpt2 with checkpointing": lambda: language_case(checkpointed_gpt2),
     "llama": lambda: language_case(llama, scheduler=cosine),

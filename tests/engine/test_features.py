@@ -13,8 +13,8 @@ from support.features import (
     STAGES,
     STEPS,
     THREE,
-    Case,
     Parameters,
+    TrainingCase,
     assert_same,
     check,
     train_alone,
@@ -77,13 +77,13 @@ def mlp() -> nn.Module:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_elementwise_optimizers_are_exact(name: str, stage: int) -> None:
-    check(Case(mlp, vectors(STEPS * 5), cross_entropy, OPTIMIZERS[name]), stage, PAIR if stage == 1 else THREE)
+    check(TrainingCase(mlp, vectors(STEPS * 5), cross_entropy, OPTIMIZERS[name]), stage, PAIR if stage == 1 else THREE)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("foreach", 0), ("fused", 1), ("foreach", 2), ("fused", 3)])
 def test_float32_is_exact_within_rounding(name: str, stage: int) -> None:
     data = [(x.float(), y) for x, y in vectors(STEPS * 5)]
-    check(Case(Perceptron, data, cross_entropy, OPTIMIZERS[name], tolerance=1e-5), stage)
+    check(TrainingCase(Perceptron, data, cross_entropy, OPTIMIZERS[name], tolerance=1e-5), stage)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -99,12 +99,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize(("name", "stage"), [(name, stage) for name in SCHEDULERS for stage in (0, 2)])
 def test_schedulers_step_once_for_each_global_batch_on_every_rank(name: str, stage: int) -> None:
-    case = Case(mlp, vectors(STEPS * 5), cross_entropy, scheduler=SCHEDULERS[name], epochs=2)
+    case = TrainingCase(mlp, vectors(STEPS * 5), cross_entropy, scheduler=SCHEDULERS[name], epochs=2)
     check(case, stage, ALONE if stage == 0 else THREE)
 
 
 @dataclass
-class Answer:
+class ModelOutput:
     """What some models return."""
 
     logits: torch.Tensor
@@ -122,7 +122,7 @@ class Crossed(nn.Module):
 
     def forward(self, x: torch.Tensor, *, note: str = "") -> Any:
         y = self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))) * self.scale * self.scale
-        kinds = {"tensor": y, "dict": {"logits": y}, "tuple": (note, [y]), "dataclass": Answer(y, note)}
+        kinds = {"tensor": y, "dict": {"logits": y}, "tuple": (note, [y]), "dataclass": ModelOutput(y, note)}
         return kinds[self.returns]
 
 
@@ -133,7 +133,7 @@ def by_name(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             pass
         case (str(), [logits]):
             pass
-        case Answer(logits, _):
+        case ModelOutput(logits, _):
             pass
         case _:
             logits = output
@@ -148,7 +148,7 @@ def named(count: int) -> list[dict[str, Any]]:
     ("returns", "stage"), [("tensor", 1), ("tensor", 3), ("dict", 3), ("tuple", 3), ("dataclass", 3)]
 )
 def test_models_with_any_module_order_batch_type_and_output_type(returns: str, stage: int) -> None:
-    check(Case(lambda: Crossed(returns).double(), named(STEPS * 5), by_name), stage, unit_bytes=64)
+    check(TrainingCase(lambda: Crossed(returns).double(), named(STEPS * 5), by_name), stage, unit_bytes=64)
 
 
 class Shared(nn.Module):
@@ -166,7 +166,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("stage", range(3))
 def test_tied_modules_train_exactly(stage: int) -> None:
-    check(Case(lambda: Shared().double(), vectors(STEPS * 5), cross_entropy), stage)
+    check(TrainingCase(lambda: Shared().double(), vectors(STEPS * 5), cross_entropy), stage)
 
 
 class Adapted(nn.Module):
@@ -192,7 +192,7 @@ def backbone() -> nn.Module:
 @in_stages
 def test_lora_on_a_frozen_backbone(stage: int) -> None:
     data = [(torch.tensor([number % 9, number % 5]), number % 3) for number in range(STEPS * 5)]
-    check(Case(backbone, data, cross_entropy), stage)
+    check(TrainingCase(backbone, data, cross_entropy), stage)
 
 
 class Checkpointed(nn.Module):
@@ -213,7 +213,7 @@ class Checkpointed(nn.Module):
 @in_stages
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_exact(reentrant: bool, stage: int) -> None:
-    check(Case(lambda: Checkpointed(reentrant).double(), vectors(STEPS * 5), cross_entropy), stage)
+    check(TrainingCase(lambda: Checkpointed(reentrant).double(), vectors(STEPS * 5), cross_entropy), stage)
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -223,7 +223,7 @@ def test_compiled_models_are_exact(backend: str, stage: int) -> None:
         model: nn.Module = torch.compile(Crossed().double(), backend=backend)  # type: ignore[assignment]
         return model
 
-    check(Case(compiled, named(STEPS * 5), by_name), stage, PAIR)
+    check(TrainingCase(compiled, named(STEPS * 5), by_name), stage, PAIR)
 
 
 class Sometimes(nn.Module):
@@ -247,17 +247,19 @@ def sometimes(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_parameters_without_gradient_keep_value_and_state(stage: int) -> None:
     """Weight decay and momentum leave them alone, as in one process."""
     data = [((x, float(number // 5 == 1)), y) for number, (x, y) in enumerate(vectors(STEPS * 5))]
-    check(Case(lambda: Sometimes().double(), data, sometimes), stage)
+    check(TrainingCase(lambda: Sometimes().double(), data, sometimes), stage)
 
 
 @in_stages
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_epochs_with_a_partial_last_batch(drop_last: bool, stage: int) -> None:
-    case = Case(mlp, vectors(12), cross_entropy, epochs=2, loading=(("drop_last", drop_last),), max_grad_norm=0.3)
+    case = TrainingCase(
+        mlp, vectors(12), cross_entropy, epochs=2, loading=(("drop_last", drop_last),), max_grad_norm=0.3
+    )
     check(case, stage, THREE if drop_last else PAIR)
 
 
-class Stream:
+class IterableOnly:
     def __init__(self, data: list[Any]) -> None:
         self._data = data
 
@@ -270,9 +272,9 @@ class Stream:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_iterable_dataset(stage: int) -> None:
-    case = Case(mlp, vectors(12), cross_entropy, epochs=2)
+    case = TrainingCase(mlp, vectors(12), cross_entropy, epochs=2)
     expected = train_alone(case)
-    for result in train_on_ranks(replace(case, data=Stream(vectors(12))), stage, THREE):  # type: ignore[arg-type]
+    for result in train_on_ranks(replace(case, data=IterableOnly(vectors(12))), stage, THREE):  # type: ignore[arg-type]
         assert_same(result.state, expected.state, 1e-10)
 
 
@@ -287,7 +289,7 @@ def test_an_optimizer_that_has_stepped_before_prepare(stage: int) -> None:
         optimizer.zero_grad()
         return optimizer
 
-    check(Case(mlp, vectors(STEPS * 5), cross_entropy, stepped), stage)
+    check(TrainingCase(mlp, vectors(STEPS * 5), cross_entropy, stepped), stage)
 
 
 def tokens(batch: Any) -> float:
@@ -306,7 +308,7 @@ def per_token(model: nn.Module, batch: Any) -> torch.Tensor:
 @in_stages
 def test_token_weights_where_some_micro_batches_have_no_token(stage: int) -> None:
     data = [(x, -1 if number % 3 == 0 else y) for number, (x, y) in enumerate(vectors(STEPS * 5))]
-    case = Case(mlp, data, per_token, weight=tokens, max_grad_norm=0.2)
+    case = TrainingCase(mlp, data, per_token, weight=tokens, max_grad_norm=0.2)
     check(case, stage, THREE)
     check(case, stage, ALONE | {"micro_batch": 1})
 
@@ -316,8 +318,8 @@ def test_token_weights_where_some_micro_batches_have_no_token(stage: int) -> Non
 def test_grads_are_reduced_in_backward_or_after_it(overlaps: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "can_overlap", lambda group, units: overlaps)
     monkeypatch.setattr(zero0_shared, "can_overlap", lambda group, units: True)  # so that nothing is read in place
-    check(Case(mlp, vectors(STEPS * 5), cross_entropy, max_grad_norm=0.5), stage)
-    check(Case(lambda: Crossed().double(), named(STEPS * 5), by_name), stage)
+    check(TrainingCase(mlp, vectors(STEPS * 5), cross_entropy, max_grad_norm=0.5), stage)
+    check(TrainingCase(lambda: Crossed().double(), named(STEPS * 5), by_name), stage)
 
 
 def test_zero0_shares_grads_only_with_torch_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +361,7 @@ def test_unusual_buffers_and_parameters(stage: int) -> None:
         model.layer.double()
         return model
 
-    check(Case(build, vectors(STEPS * 5), cross_entropy), stage)
+    check(TrainingCase(build, vectors(STEPS * 5), cross_entropy), stage)
 
 
 class Mixed(nn.Module):
@@ -391,7 +393,7 @@ def test_an_auxiliary_loss_stored_on_a_module(stage: int) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), Mixed(), Mixed(), Mixed(), nn.Linear(6, 3)).double()
 
-    check(Case(build, vectors(STEPS * 5), with_aux_loss), stage, unit_bytes=64)
+    check(TrainingCase(build, vectors(STEPS * 5), with_aux_loss), stage, unit_bytes=64)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.features import ALONE, PAIR, THREE, Case, assert_same, train_alone
+from support.features import ALONE, PAIR, THREE, TrainingCase, assert_same, train_alone
 from support.models import Perceptron, cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
 from torch import nn
@@ -73,7 +73,7 @@ def test_evaluation_is_exact_in_the_middle_of_training(stage: int) -> None:
                 losses.append(run.evaluate(model, held_out, measure)["loss"])
         return losses
 
-    case = Case(lambda: Perceptron().double(), data, cross_entropy)
+    case = TrainingCase(lambda: Perceptron().double(), data, cross_entropy)
     model, optimizer = seeded_perceptron()
     whole = torch.utils.data.default_collate(held_out)
     expected = [float(cross_entropy(model, whole).detach())]
@@ -158,7 +158,7 @@ def usual(stats: list[Any], name: str) -> float:
 @in_stages
 def test_full_state_dict_is_exact(stage: int) -> None:
     data = vectors(10)
-    case = Case(lambda: Perceptron().double(), data, cross_entropy, lambda params: torch.optim.SGD(params, 0.1))
+    case = TrainingCase(lambda: Perceptron().double(), data, cross_entropy, lambda params: torch.optim.SGD(params, 0.1))
     expected = train_alone(case).state
 
     def on_rank(run: Run) -> None:

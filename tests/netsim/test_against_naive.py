@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Case:
+class ReplayCase:
     """One random question to both simulators."""
 
     cluster: Cluster
@@ -74,7 +74,9 @@ def test_blocks_that_are_empty_but_for_rounding_carry_nothing(algorithm: str, we
     shares, ranks = Shares.of(weights), len(weights)
     for collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
         schedule = build(algorithm, AlgorithmRequest(collective, ranks, shares=shares))
-        case = Case(topology_from_name(f"star:{ranks}"), schedule, tuple(range(ranks)), 1e3, Costs(sync_s=1e-6), Ecmp())
+        case = ReplayCase(
+            topology_from_name(f"star:{ranks}"), schedule, tuple(range(ranks)), 1e3, Costs(sync_s=1e-6), Ecmp()
+        )
         compare(case)
 
 
@@ -97,7 +99,7 @@ def test_the_cases_cover_what_they_should() -> None:
     assert {case.costs.sync_s > 0 for case in cases} == {True, False}
 
 
-def compare(case: Case) -> None:
+def compare(case: ReplayCase) -> None:
     """Both simulators give the same total, the same times of every rank in every round, the same channels."""
     timeline, outcome = real(case), naive(case)
     assert timeline.seconds == pytest.approx(outcome.seconds, rel=RELATIVE, abs=0)
@@ -108,11 +110,11 @@ def compare(case: Case) -> None:
     assert timeline.channel_busy_s == close(np.array(outcome.channel_busy_s), of=outcome.seconds)
 
 
-def real(case: Case) -> Timeline:
+def real(case: ReplayCase) -> Timeline:
     return replay(case.schedule, case.cluster, case.placement, case.message_bytes, costs=case.costs, routes=case.routes)
 
 
-def naive(case: Case) -> Outcome:
+def naive(case: ReplayCase) -> Outcome:
     fabric = Fabric(case.cluster)
     return simulate(case.schedule, fabric, case.placement, case.message_bytes, case.costs, case.routes)
 
@@ -126,7 +128,7 @@ def table(times: dict[tuple[int, int], float], ranks: int, rounds: int) -> Float
     return np.array([[times[rank, number] for number in range(rounds)] for rank in range(ranks)])
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int) -> ReplayCase:
     """Algorithms in turn, so that each of them comes often enough; everything else by lot."""
     rng = Random(seed)
     cluster = random_cluster(rng)
@@ -140,7 +142,7 @@ def random_case(seed: int) -> Case:
     )
     choice = BySource(tuple(rng.randrange(100) for _ in range(devices)))
     routes: Routes = Ecmp(seed) if rng.random() < 0.5 else choice
-    return Case(cluster, schedule, placement, 10 ** rng.uniform(3, 8), costs, routes)
+    return ReplayCase(cluster, schedule, placement, 10 ** rng.uniform(3, 8), costs, routes)
 
 
 def random_cluster(rng: Random) -> Cluster:

@@ -46,7 +46,7 @@ def busy(split: Split, speeds: Sequence[float], noise: Callable[[], float]) -> l
     ]
 
 
-class World:
+class SimulatedWorld:
     """Steps whose ranks have the speeds of the moment."""
 
     def __init__(self, drift: Drift, noise: float = 0.0) -> None:
@@ -73,9 +73,9 @@ class World:
         return max(busy(self.drift.plan.split, speeds, lambda: 0.0))
 
 
-def followed(speeds: Sequence[float]) -> World:
+def followed(speeds: Sequence[float]) -> SimulatedWorld:
     asked = problem(speeds)
-    return World(Drift(asked, make_plan(asked)))
+    return SimulatedWorld(Drift(asked, make_plan(asked)))
 
 
 def optimum(speeds: Sequence[float]) -> float:
@@ -84,7 +84,7 @@ def optimum(speeds: Sequence[float]) -> float:
 
 def test_nothing_changes_while_nothing_changes() -> None:
     asked = problem((1.0, 0.5, 0.25))
-    world = World(Drift(asked, make_plan(asked)), noise=0.04)
+    world = SimulatedWorld(Drift(asked, make_plan(asked)), noise=0.04)
     for _ in range(300):
         world.step((1.0, 0.5, 0.25))
     assert not world.changes
@@ -93,7 +93,7 @@ def test_nothing_changes_while_nothing_changes() -> None:
 def test_speeds_that_jump_about_are_not_run_after() -> None:
     """On a crowded machine each rank is slower now and then, for a few steps: a plan for that comes too late."""
     asked, chance = problem((1.0, 1.0, 0.5)), random.Random(3)
-    world = World(Drift(asked, make_plan(asked)), noise=0.05)
+    world = SimulatedWorld(Drift(asked, make_plan(asked)), noise=0.05)
     for _ in range(100):
         speeds = [speed * chance.uniform(0.7, 1.0) for speed in (1.0, 1.0, 0.5)]
         for _ in range(4):
@@ -117,7 +117,7 @@ def test_a_drop_is_followed_within_a_few_steps(
     before: tuple[float, ...], after: tuple[float, ...], noise: float
 ) -> None:
     asked = problem(before)
-    world = World(Drift(asked, make_plan(asked)), noise)
+    world = SimulatedWorld(Drift(asked, make_plan(asked)), noise)
     for _ in range(10):
         world.step(before)
     for _ in range(10):
@@ -178,7 +178,7 @@ def test_what_does_not_pay_before_the_end_is_left() -> None:
 def test_learning_needs_no_measurements() -> None:
     split = Split.of((BATCH // 2, BATCH // 2))
     drift = estimate_drift(busy(split, (1.0, 0.25), lambda: 0.0), split, (120, 120), 0, Shares.equal(2))
-    world = World(drift)
+    world = SimulatedWorld(drift)
     for _ in range(20):
         world.step((1.0, 0.25))
     assert world.longest((1.0, 0.25)) < 1.06 * optimum((1.0, 0.25))
@@ -189,7 +189,7 @@ def test_learning_needs_no_measurements() -> None:
 def test_a_drop_long_after_the_start_is_followed_at_once(batch: int) -> None:
     """Small batches never finish at exactly the same moment, so there is something to look for in vain at all times."""
     asked = replace(problem((1.0, 0.7)), global_batch=batch)
-    world = World(Drift(asked, make_plan(asked)))
+    world = SimulatedWorld(Drift(asked, make_plan(asked)))
     world.steps_for(60.0, (1.0, 0.7))
     before = len(world.changes)
     world.steps_for(1.5, (0.3, 0.7))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import brute_force
-from support.brute_force import Case, random_case
+from support.brute_force import PlanningCase, random_case
 
 from mimatrix.collectives.shares import Shares
 from mimatrix.core.errors import UserError
@@ -29,7 +29,7 @@ MB = 1_000_000
 MODEL = ModelSize("m", "net", 10 * MB, 40 * MB, 40 * MB, 80 * MB, MB)
 
 
-def asked(case: Case, **more: Any) -> Problem:
+def asked(case: PlanningCase, **more: Any) -> Problem:
     model = ModelSize("m", "net", 1, case.parameter_bytes, case.gradient_bytes, case.optimizer_bytes, case.unit_bytes)
     profiles = tuple(
         Profile("d", "m", _curve(rank.seconds), _curve(rank.memory), rank.room, rank.optimizer_s, rank.handling_s)

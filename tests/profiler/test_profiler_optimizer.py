@@ -23,7 +23,7 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-class Odd(torch.optim.SGD):
+class OddSGD(torch.optim.SGD):
     """Takes something that its defaults do not tell."""
 
     def __init__(self, parameters: Any, secret: object) -> None:
@@ -39,7 +39,7 @@ class Odd(torch.optim.SGD):
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
         (lambda p: torch.optim.SGD([{"params": list(p), "momentum": 0.9}], lr=0.1), 1),
         (lambda p: torch.optim.LBFGS(p), 2),
-        (lambda p: Odd(p, object()), 2),
+        (lambda p: OddSGD(p, object()), 2),
     ],
 )
 def test_state_of_optimizers_is_estimated_without_a_step(make: Any, states: int) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.hostile import (
-    Listener,
+    OpenSocket,
     descendants,
     listeners_of,
     open_silently,
@@ -94,7 +94,7 @@ def our_processes(up: Server) -> dict[int, str]:
     return {one.pid: one.command for one in listeners_of(found)}
 
 
-def targets(up: Server) -> list[Listener]:
+def targets(up: Server) -> list[OpenSocket]:
     """Return the sockets of ours: all of processes that have only such, and the Unix sockets of workers."""
     assert up.process
     found = listeners_of(descendants({up.process.pid}) | processes_with(str(up.data)))

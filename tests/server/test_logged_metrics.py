@@ -193,14 +193,14 @@ def test_mimatrix_metrics_shows_validations_at_their_steps(
     reported(there, number, 0, logged=logged)
     there.controller.keep_history()
 
-    class Client:
+    class ClientStub:
         def history(self, number: int, points: int) -> History:
             found = there.ask("dee", "GET", f"/api/jobs/{number}/history?points={points}")
             return History.model_validate_json(found.content)
 
     @contextmanager
-    def connected() -> Iterator[Client]:
-        yield Client()
+    def connected() -> Iterator[ClientStub]:
+        yield ClientStub()
 
     monkeypatch.setattr(top, "connected", connected)
     top.metrics(number, as_csv=as_csv, points=300, as_json=False)

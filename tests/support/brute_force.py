@@ -10,7 +10,7 @@ GRID = 6
 
 
 @dataclass(frozen=True)
-class Rank:
+class PricedRank:
     """A device as plain numbers; lists begin with 0 samples."""
 
     seconds: tuple[float, ...]
@@ -21,7 +21,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanningCase:
     """A whole problem as plain numbers."""
 
     global_batch: int
@@ -29,7 +29,7 @@ class Case:
     gradient_bytes: int
     optimizer_bytes: int
     unit_bytes: int
-    ranks: tuple[Rank, ...]
+    ranks: tuple[PricedRank, ...]
     once_s: tuple[float, ...]
     round_s: tuple[float, ...]
     equal_counts: bool
@@ -39,7 +39,7 @@ class Case:
         p, g, o, u = self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, self.unit_bytes
         return [(p + g + o, 0), (p + g, o), (p + 3 * u, g + o), (6 * u, p + g + o)][stage]
 
-    def room_for(self, stage: int, rank: Rank, size: int) -> float:
+    def room_for(self, stage: int, rank: PricedRank, size: int) -> float:
         """The share that a rank can own beside a micro-batch; negative: not even that micro-batch."""
         whole, cut = self.held_bytes(stage)
         free = rank.room - whole - rank.memory[size]
@@ -48,12 +48,12 @@ class Case:
         return min(1.0, free / cut) if cut else 1.0
 
 
-def shortest(case: Case, stage: int) -> float:
+def shortest(case: PlanningCase, stage: int) -> float:
     """The shortest step of a stage over all batches, all cuts into micro-batches and all shares."""
     return min((_with_caps(case, stage, caps) for caps in _all_caps(case)), default=float("inf"))
 
 
-def shortest_on_grid(case: Case, stage: int) -> float:
+def shortest_on_grid(case: PlanningCase, stage: int) -> float:
     """The same with shares of whole sixths only."""
     best = float("inf")
     for shares in _grid(len(case.ranks)):
@@ -66,7 +66,7 @@ def shortest_on_grid(case: Case, stage: int) -> float:
     return best
 
 
-def price(case: Case, stage: int, micro: Sequence[Sequence[int]], shares: Sequence[float]) -> float:
+def price(case: PlanningCase, stage: int, micro: Sequence[Sequence[int]], shares: Sequence[float]) -> float:
     """What a given plan takes, infinite where memory runs out."""
     whole, cut = case.held_bytes(stage)
     for sizes, share, rank in zip(micro, shares, case.ranks, strict=True):
@@ -84,7 +84,7 @@ def price(case: Case, stage: int, micro: Sequence[Sequence[int]], shares: Sequen
     return total + max(stepping)
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int) -> PlanningCase:
     """Two or three devices whose curves have a fixed part and a knee; memory is short in most."""
     draw = random.Random(seed)
     count = draw.choice((2, 2, 3))
@@ -100,10 +100,10 @@ def random_case(seed: int) -> Case:
     once = tuple(fast * draw.uniform(0.5, 2) for _ in range(4))
     per_round = (0.0, 0.0, fast * draw.random(), fast * draw.uniform(0.5, 2))
     batch = draw.randint(1, 7)
-    return Case(batch, sizes[0], sizes[1], sizes[2], unit, ranks, once, per_round, draw.random() < 0.15)
+    return PlanningCase(batch, sizes[0], sizes[1], sizes[2], unit, ranks, once, per_round, draw.random() < 0.15)
 
 
-def _random_rank(draw: random.Random, states: int) -> Rank:
+def _random_rank(draw: random.Random, states: int) -> PricedRank:
     most = draw.randint(1, 4)
     slope = draw.choice((0.001, 0.004, 0.01)) * draw.uniform(0.5, 2)
     fixed = slope * draw.choice((0.0, 0.5, 1.0, 3.0)) * draw.uniform(0.7, 1.3)
@@ -118,10 +118,10 @@ def _random_rank(draw: random.Random, states: int) -> Rank:
     room = round(draw.choice((0.2, 0.4, 0.6, 0.8, 1.0, 1.3, 2.0, 3.0)) * draw.uniform(0.8, 1.2) * states)
     optimizer = slope * draw.choice((0.01, 0.5, 2.0)) * draw.uniform(0.5, 2)
     handling = tuple(sorted(slope * draw.choice((0.0, 0.2)) * draw.random() for _ in range(4)))
-    return Rank(tuple(seconds), tuple(memory), room, optimizer, handling)
+    return PricedRank(tuple(seconds), tuple(memory), room, optimizer, handling)
 
 
-def _all_caps(case: Case) -> Iterator[tuple[int, ...]]:
+def _all_caps(case: PlanningCase) -> Iterator[tuple[int, ...]]:
     return product(*(range(len(rank.seconds)) for rank in case.ranks))
 
 
@@ -131,7 +131,7 @@ def _grid(count: int) -> Iterator[tuple[float, ...]]:
             yield tuple(part / GRID for part in parts)
 
 
-def _with_caps(case: Case, stage: int, caps: tuple[int, ...]) -> float:
+def _with_caps(case: PlanningCase, stage: int, caps: tuple[int, ...]) -> float:
     """With the best shares beside micro-batches of `caps`, found by halving the time that stepping may take."""
     room = [case.room_for(stage, rank, cap) for rank, cap in zip(case.ranks, caps, strict=True)]
     if min(room) < 0 or sum(room) < 1 - 1e-12:
@@ -145,7 +145,7 @@ def _with_caps(case: Case, stage: int, caps: tuple[int, ...]) -> float:
     return _step(case, stage, caps, shares)
 
 
-def _step(case: Case, stage: int, caps: Sequence[int], shares: Sequence[float]) -> float:
+def _step(case: PlanningCase, stage: int, caps: Sequence[int], shares: Sequence[float]) -> float:
     stepping = [rank.optimizer_s * (share if stage else 1) for share, rank in zip(shares, case.ranks, strict=True)]
     if stage >= 2 or case.equal_counts:
         return _in_rounds(case, stage, tuple(caps)) + max(stepping) + case.once_s[stage]
@@ -161,7 +161,7 @@ def _step(case: Case, stage: int, caps: Sequence[int], shares: Sequence[float]) 
 
 
 @cache
-def _cut(rank: Rank, stage: int, cap: int, batch: int) -> float:
+def _cut(rank: PricedRank, stage: int, cap: int, batch: int) -> float:
     """The shortest of all ways to cut a batch into micro-batches."""
     if not batch:
         return 0.0
@@ -170,7 +170,7 @@ def _cut(rank: Rank, stage: int, cap: int, batch: int) -> float:
 
 
 @cache
-def _in_rounds(case: Case, stage: int, caps: tuple[int, ...]) -> float:
+def _in_rounds(case: PlanningCase, stage: int, caps: tuple[int, ...]) -> float:
     """The shortest of all sequences of rounds.
 
     In any order: sorting each rank's micro-batches, the larger ones first, makes no round longer.
@@ -187,5 +187,5 @@ def _in_rounds(case: Case, stage: int, caps: tuple[int, ...]) -> float:
     return best[-1]
 
 
-def _time(rank: Rank, stage: int, size: int) -> float:
+def _time(rank: PricedRank, stage: int, size: int) -> float:
     return rank.seconds[size] + rank.handling_s[stage] if size else 0.0

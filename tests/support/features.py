@@ -31,7 +31,7 @@ def adamw(params: Parameters) -> Optimizer:
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """What is trained, and how."""
 
     model: Callable[[], nn.Module]
@@ -69,7 +69,7 @@ class TrainResult:
     lr: list[float]
 
 
-def train_alone(case: Case) -> TrainResult:
+def train_alone(case: TrainingCase) -> TrainResult:
     """Train in a plain loop in one process."""
     model, optimizer = case.build()
     scheduler = case.scheduler(optimizer) if case.scheduler else None
@@ -81,7 +81,7 @@ def train_alone(case: Case) -> TrainResult:
     return TrainResult(model.state_dict(), losses, [float(group["lr"]) for group in optimizer.param_groups])
 
 
-def train_on_ranks(case: Case, stage: int, split: dict[str, Any], **settings: Any) -> list[TrainResult]:
+def train_on_ranks(case: TrainingCase, stage: int, split: dict[str, Any], **settings: Any) -> list[TrainResult]:
     """Train on ranks, which are threads."""
     built = [case.build() for _ in split["batch"]]
 
@@ -92,7 +92,7 @@ def train_on_ranks(case: Case, stage: int, split: dict[str, Any], **settings: An
     return in_runs(len(split["batch"]), on_rank, stage=stage, **more)
 
 
-def train_loop(run: Run, case: Case, model: nn.Module, optimizer: Optimizer) -> TrainResult:
+def train_loop(run: Run, case: TrainingCase, model: nn.Module, optimizer: Optimizer) -> TrainResult:
     """Run the loop that a user would write."""
     given: Any = (case.scheduler(optimizer),) if case.scheduler else ()
     prepared: Any = run.prepare(
@@ -112,7 +112,7 @@ def train_loop(run: Run, case: Case, model: nn.Module, optimizer: Optimizer) -> 
     return TrainResult(run.full_state_dict(model), [means["loss"] for _, means in run.history], lr)
 
 
-def check(case: Case, stage: int, split: dict[str, Any] = THREE, **settings: Any) -> None:
+def check(case: TrainingCase, stage: int, split: dict[str, Any] = THREE, **settings: Any) -> None:
     """Check that ranks end with what one process ends with."""
     expected = train_alone(case)
     for result in train_on_ranks(case, stage, split, **settings):

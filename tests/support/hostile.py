@@ -22,7 +22,7 @@ _PATIENCE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class OpenSocket:
     """A socket that a process listens on: a TCP port, or a Unix socket by its (abstract) name."""
 
     pid: int
@@ -64,7 +64,7 @@ def processes_with(word: str) -> set[int]:
     return found
 
 
-def listeners_of(pids: Iterable[int]) -> list[Listener]:
+def listeners_of(pids: Iterable[int]) -> list[OpenSocket]:
     """Return what these processes listen on, TCP and Unix."""
     owners: dict[str, int] = {}
     for pid in pids:
@@ -77,21 +77,21 @@ def listeners_of(pids: Iterable[int]) -> list[Listener]:
     return [*_tcp(owners), *_unix(owners)]
 
 
-def _tcp(owners: dict[str, int]) -> Iterable[Listener]:
+def _tcp(owners: dict[str, int]) -> Iterable[OpenSocket]:
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == _LISTENING_TCP and fields[9] in owners:
             address, port = fields[1].split(":")
             host = socket.inet_ntoa(struct.pack("<I", int(address, 16)))
             pid = owners[fields[9]]
-            yield Listener(pid, _command(pid), int(port, 16), "127.0.0.1" if host == "0.0.0.0" else host)
+            yield OpenSocket(pid, _command(pid), int(port, 16), "127.0.0.1" if host == "0.0.0.0" else host)
 
 
-def _unix(owners: dict[str, int]) -> Iterable[Listener]:
+def _unix(owners: dict[str, int]) -> Iterable[OpenSocket]:
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[3] == _LISTENING_UNIX and fields[6] in owners:
-            yield Listener(owners[fields[6]], _command(owners[fields[6]]), path=fields[7])
+            yield OpenSocket(owners[fields[6]], _command(owners[fields[6]]), path=fields[7])
 
 
 def _command(pid: int) -> str:
@@ -145,7 +145,7 @@ def _frame(chance: random.Random) -> bytes:
     return FrameFormat(chance.choice(_MAGICS)).pack(header)
 
 
-def visit(listener: Listener, data: bytes, chance: random.Random) -> str:
+def visit(listener: OpenSocket, data: bytes, chance: random.Random) -> str:
     """Connect, send, and leave in one of several ways; return what became of it."""
     try:
         with listener.connect() as stream:
@@ -166,7 +166,7 @@ def visit(listener: Listener, data: bytes, chance: random.Random) -> str:
     return "sent"
 
 
-def open_silently(listener: Listener, count: int) -> list[socket.socket]:
+def open_silently(listener: OpenSocket, count: int) -> list[socket.socket]:
     """Open connections that say nothing."""
     found: list[socket.socket] = []
     with suppress(OSError):

@@ -32,7 +32,7 @@ KINDS: dict[str, Callable[[], WindowKind]] = {
 }
 
 
-class Rank(Protocol):
+class WindowRank(Protocol):
     """A rank that performs actions on windows."""
 
     def do(self, action: str, *arguments: object) -> Any: ...

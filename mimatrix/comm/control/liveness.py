@@ -1,7 +1,8 @@
 """When a host counts as silent: its kernel has not answered for a while, whatever its processes do.
 
 The kernel of each end probes the other end of an idle connection, and answers probes itself. So a process that holds
-the interpreter's lock, computes for minutes, or is stopped in a debugger is never taken for a host that is gone.
+the interpreter's lock, computes for minutes, or is stopped in a debugger is not taken for a host that is gone. There is
+one exception: a process that does not read until the socket buffers of both ends are full, and then for the limit.
 """
 
 import errno
@@ -41,7 +42,7 @@ def watch_host(stream: socket.socket, silence_s: float) -> None:
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s / 4)))
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    # Ends the probes instead of a number of them, and covers data that are not acknowledged too.
+    # Ends the probes instead of a number of them, and covers data that are not acknowledged or not read too.
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from support.window_ranks import READ_S, ProcessRank, Rank, RankProcess
+from support.window_ranks import READ_S, ProcessRank, RankProcess, WindowRank
 from test_window_contract import (
     test_a_closed_window_does_not_open,
     test_ranges_are_read_exactly,
@@ -52,7 +52,7 @@ def hosts() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(hosts: list[str]) -> Iterator[list[Rank]]:
+def ranks(hosts: list[str]) -> Iterator[list[WindowRank]]:
     """The owner on one host, a reader on each."""
     first, second = hosts
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def ranks(hosts: list[str]) -> Iterator[list[Rank]]:
         yield [ProcessRank(program, "nixl") for program in programs]
 
 
-def test_a_cable_that_is_pulled(ranks: list[Rank], hosts: list[str]) -> None:
+def test_a_cable_that_is_pulled(ranks: list[WindowRank], hosts: list[str]) -> None:
     owner, reader, neighbour = ranks
     window = owner.do("allocate", 1 << 20)
     owner.do("write", window, 0, "abcd")
@@ -78,7 +78,7 @@ def test_a_cable_that_is_pulled(ranks: list[Rank], hosts: list[str]) -> None:
     assert _patiently_read(reader, peers[0]) == "abcd"
 
 
-def _patiently_read(rank: Rank, peer: int) -> str:
+def _patiently_read(rank: WindowRank, peer: int) -> str:
     """TCP tries again after twice the time each time: what comes back may take as long as it was away."""
     for _ in range(3):
         try:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.window_ranks import READ_S, InProcessRank, ProcessRank, Rank, RankProcess
+from support.window_ranks import READ_S, InProcessRank, ProcessRank, RankProcess, WindowRank
 
 from mimatrix.comm.memory.in_process import InProcessWindows
 from mimatrix.comm.memory.nixl import nixl_available
@@ -19,17 +19,17 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=KINDS)
-def ranks(request: pytest.FixtureRequest) -> list[Rank]:
+def ranks(request: pytest.FixtureRequest) -> list[WindowRank]:
     """The owner of windows and two readers."""
     return company(request, request.param)
 
 
 @pytest.fixture(params=BETWEEN_PROCESSES)
-def separate_ranks(request: pytest.FixtureRequest) -> list[Rank]:
+def separate_ranks(request: pytest.FixtureRequest) -> list[WindowRank]:
     return company(request, request.param)
 
 
-def company(request: pytest.FixtureRequest, kind: str) -> list[Rank]:
+def company(request: pytest.FixtureRequest, kind: str) -> list[WindowRank]:
     if kind == "in_process":
         shared = InProcessWindows()
         return [InProcessRank(shared) for _ in range(3)]
@@ -41,24 +41,24 @@ def company(request: pytest.FixtureRequest, kind: str) -> list[Rank]:
     return [ProcessRank(program, kind) for program in programs]
 
 
-def test_a_new_window_is_zero_and_has_its_size(ranks: list[Rank]) -> None:
+def test_a_new_window_is_zero_and_has_its_size(ranks: list[WindowRank]) -> None:
     window = ranks[0].do("allocate", 5000)
     assert ranks[0].do("shape", window) == ["torch.uint8", [5000], False]
 
 
-def test_a_window_that_holds_nothing_is_refused(ranks: list[Rank]) -> None:
+def test_a_window_that_holds_nothing_is_refused(ranks: list[WindowRank]) -> None:
     with pytest.raises(UserError, match="is empty; use 1 or more"):
         ranks[0].do("allocate", 0)
 
 
-def test_a_handle_is_printable_text(ranks: list[Rank]) -> None:
+def test_a_handle_is_printable_text(ranks: list[WindowRank]) -> None:
     handle = ranks[0].do("handle", ranks[0].do("allocate", 1))
     assert isinstance(handle, str)
     assert handle.isprintable()
     assert handle.isascii()
 
 
-def test_ranges_are_read_exactly(ranks: list[Rank]) -> None:
+def test_ranges_are_read_exactly(ranks: list[WindowRank]) -> None:
     owner, reader, _ = ranks
     content = bytes(place * 7 % 251 for place in range(5000))
     window = owner.do("allocate", len(content))
@@ -70,7 +70,7 @@ def test_ranges_are_read_exactly(ranks: list[Rank]) -> None:
         assert reader.do("read", peer, place, place) == ""
 
 
-def test_writes_after_opening_are_seen(ranks: list[Rank]) -> None:
+def test_writes_after_opening_are_seen(ranks: list[WindowRank]) -> None:
     owner, reader, _ = ranks
     window = owner.do("allocate", 100)
     peer = reader.do("open", owner.do("handle", window))
@@ -80,7 +80,7 @@ def test_writes_after_opening_are_seen(ranks: list[Rank]) -> None:
         assert reader.do("read", peer, 50, 54) == content
 
 
-def test_a_view_is_in_place_where_there_is_one(ranks: list[Rank]) -> None:
+def test_a_view_is_in_place_where_there_is_one(ranks: list[WindowRank]) -> None:
     owner, reader, _ = ranks
     window = owner.do("allocate", 100)
     peer = reader.do("open", owner.do("handle", window))
@@ -92,7 +92,7 @@ def test_a_view_is_in_place_where_there_is_one(ranks: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 5), (95, 101), (200, 300), (6, 5)])
-def test_what_is_outside_is_refused(ranks: list[Rank], start: int, stop: int) -> None:
+def test_what_is_outside_is_refused(ranks: list[WindowRank], start: int, stop: int) -> None:
     owner, reader, _ = ranks
     peer = reader.do("open", owner.do("handle", owner.do("allocate", 100)))
     for action in ("read", "hold"):
@@ -100,7 +100,7 @@ def test_what_is_outside_is_refused(ranks: list[Rank], start: int, stop: int) ->
             reader.do(action, peer, start, stop)
 
 
-def test_windows_of_one_rank_do_not_mix(ranks: list[Rank]) -> None:
+def test_windows_of_one_rank_do_not_mix(ranks: list[WindowRank]) -> None:
     owner, reader, _ = ranks
     windows = [owner.do("allocate", size) for size in (10, 5000, 70_000)]
     for mark, window in enumerate(windows):
@@ -112,7 +112,7 @@ def test_windows_of_one_rank_do_not_mix(ranks: list[Rank]) -> None:
     assert [reader.do("read", peer, 3, 4) for peer in (peers[0], peers[2])] == ["00", "02"]
 
 
-def test_a_window_may_be_opened_again(ranks: list[Rank]) -> None:
+def test_a_window_may_be_opened_again(ranks: list[WindowRank]) -> None:
     owner, reader, _ = ranks
     window = owner.do("allocate", 10)
     handle = owner.do("handle", window)
@@ -123,7 +123,7 @@ def test_a_window_may_be_opened_again(ranks: list[Rank]) -> None:
     assert reader.do("read", reader.do("open", handle), 0, 1) == "07"
 
 
-def test_several_peers_read_at_once(ranks: list[Rank]) -> None:
+def test_several_peers_read_at_once(ranks: list[WindowRank]) -> None:
     owner, *readers = ranks
     window = owner.do("allocate", 8 * MIB)
     content, handle = owner.do("fill", window, 1), owner.do("handle", window)
@@ -132,12 +132,12 @@ def test_several_peers_read_at_once(ranks: list[Rank]) -> None:
         assert list(seen) == [content] * len(readers)
 
 
-def test_ranks_read_from_each_other_at_once(ranks: list[Rank]) -> None:
+def test_ranks_read_from_each_other_at_once(ranks: list[WindowRank]) -> None:
     windows = [rank.do("allocate", 2 * MIB) for rank in ranks]
     contents = [rank.do("fill", window, seed) for seed, (rank, window) in enumerate(zip(ranks, windows, strict=True))]
     handles = [rank.do("handle", window) for rank, window in zip(ranks, windows, strict=True)]
 
-    def read_all(rank: Rank) -> list[str]:
+    def read_all(rank: WindowRank) -> list[str]:
         scratch = rank.do("allocate", 2 * MIB)
         return [rank.do("digest", rank.do("open", handle), 0, 2 * MIB, scratch) for handle in handles]
 
@@ -145,7 +145,7 @@ def test_ranks_read_from_each_other_at_once(ranks: list[Rank]) -> None:
         assert list(pool.map(read_all, ranks, timeout=30)) == [contents] * len(ranks)
 
 
-def test_pages_exist_once_touched(separate_ranks: list[Rank]) -> None:
+def test_pages_exist_once_touched(separate_ranks: list[WindowRank]) -> None:
     owner, reader, _ = separate_ranks
     before = owner.do("resident")
     window = owner.do("allocate", 256 * MIB)
@@ -157,7 +157,7 @@ def test_pages_exist_once_touched(separate_ranks: list[Rank]) -> None:
     owner.do("withdraw", window)
 
 
-def test_a_closed_window_does_not_open(ranks: list[Rank]) -> None:
+def test_a_closed_window_does_not_open(ranks: list[WindowRank]) -> None:
     owner, reader, _ = ranks
     window = owner.do("allocate", 10)
     handle = owner.do("handle", window)
@@ -192,7 +192,7 @@ def test_an_owner_that_is_killed(request: pytest.FixtureRequest, kind: str, vict
     assert reader.do("in_shm") == []
 
 
-def test_nothing_is_left_behind(separate_ranks: list[Rank]) -> None:
+def test_nothing_is_left_behind(separate_ranks: list[WindowRank]) -> None:
     owner, reader, _ = separate_ranks
     before, after = reader.do("open_and_close", owner.do("handle", owner.do("allocate", 100)), 200)
     assert after <= before
@@ -222,7 +222,7 @@ def test_a_mapped_window_that_nobody_offers(programs: list[RankProcess], handle:
         ProcessRank(programs[1], "mapped").do("open", handle)
 
 
-def _fails_in_time(rank: Rank, action: str, *arguments: object) -> None:
+def _fails_in_time(rank: WindowRank, action: str, *arguments: object) -> None:
     started = time.monotonic()
     with pytest.raises(WorldError, match=r"; (is its|it is)"):
         rank.do(action, *arguments)

@@ -31,7 +31,7 @@ class Layer(nn.Module):
         return y
 
 
-class Transformer(nn.Module):
+class TutorialTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
@@ -46,9 +46,9 @@ class Transformer(nn.Module):
         return y
 
 
-def sharded(policy: MixedPrecisionPolicy, mesh: object = None) -> Transformer:
+def sharded(policy: MixedPrecisionPolicy, mesh: object = None) -> TutorialTransformer:
     torch.manual_seed(0)
-    model = Transformer().double()
+    model = TutorialTransformer().double()
     for layer in model.layers:
         fully_shard(layer, mp_policy=policy, mesh=mesh)  # type: ignore[call-overload]
     fully_shard(model, mp_policy=policy, mesh=mesh)  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import Transformer
 from support.runs import in_runs
-from test_manager import TASKS, Prepared, names, same, settings
+from test_manager import TASKS, PreparedTask, names, same, settings
 
 from mimatrix.engine.run import Run
 
@@ -20,7 +20,7 @@ def test_export_writes_the_weights_of_all_ranks_under_all_names(tmp_path: Path) 
     from safetensors.torch import load_file
 
     def on_rank(run: Run) -> dict[str, torch.Tensor]:
-        prepared = Prepared(run, TASKS["tokens"])
+        prepared = PreparedTask(run, TASKS["tokens"])
         prepared.train(epochs=1)
         run.save(tmp_path / "all", wait=True)
         return run.full_state_dict(prepared.model)

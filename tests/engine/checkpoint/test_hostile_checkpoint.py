@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import in_runs
-from test_manager import TASKS, Prepared, settings
+from test_manager import TASKS, PreparedTask, settings
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.engine.run import Run
@@ -83,7 +83,7 @@ PLACES = [in_settings, in_scheduler, in_user_state, in_index, in_shard, in_plain
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         prepared.train(epochs=1)
         run.save(tmp_path / "saved", user_state={"best": 0.5}, wait=True)
 
@@ -98,7 +98,7 @@ def test_loading_a_hostile_checkpoint_runs_no_code(
     place(checkpoint, CreatesFile(tmp_path / "created"))
 
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         before = [parameter.detach().clone() for parameter in prepared.model.parameters()]
         if place is in_index:  # torch reads that file, and we do not
             assert run.load(checkpoint)
@@ -131,7 +131,7 @@ def test_a_checkpoint_names_only_its_own_files(name: str, checkpoint: Path) -> N
     edit(checkpoint, lambda metadata: metadata["files"].update({name: [0, 0]}))
 
     def on_rank(run: Run) -> None:
-        Prepared(run, TASKS["perceptron"])
+        PreparedTask(run, TASKS["perceptron"])
         with pytest.raises(MiMatrixError, match="names a file that is not in it"):
             run.load(checkpoint)
 
@@ -146,7 +146,7 @@ def test_a_shard_outside_of_the_checkpoint_is_not_read(checkpoint: Path) -> None
     replace_file(checkpoint, "tensors.json", json.dumps(index).encode())
 
     def on_rank(run: Run) -> None:
-        Prepared(run, TASKS["perceptron"])
+        PreparedTask(run, TASKS["perceptron"])
         with pytest.raises(MiMatrixError, match="names a file that is not in it"):
             run.load(checkpoint)
 

@@ -51,7 +51,7 @@ Task = tuple[type[nn.Module], Callable[[nn.Module], Any], list[Any], Any]
 OnRank = Callable[[Run], Any]
 
 
-class Prepared:
+class PreparedTask:
     """A run with a model of its own, as a script would have it."""
 
     def __init__(self, run: Run, task: Task) -> None:
@@ -114,7 +114,7 @@ def uninterrupted(folder: Path, task: Task) -> tuple[list[float], list[Any]]:
     """Stage 3 on 4 uneven ranks, one of them without data: its losses, and what each rank had when it saved."""
 
     def on_rank(run: Run) -> Any:
-        prepared, kept = Prepared(run, task), {}
+        prepared, kept = PreparedTask(run, task), {}
 
         def save() -> None:
             if run.step == SAVED_AT:
@@ -144,7 +144,7 @@ def test_a_run_resumes_with_other_ranks_shares_and_stage(name: str, tmp_path: Pa
                     assert torch.equal(original[f"optimizer.{parameter}.{key}"][start:stop], value), (parameter, key)
 
     def on_rank(run: Run) -> Any:
-        prepared = Prepared(run, task)
+        prepared = PreparedTask(run, task)
         assert run.load(tmp_path / "from")
         assert (run.step, run.position.epoch, run.position.batch) == (SAVED_AT, 1, 2)
         run.save(tmp_path / f"to-{run.world_size}", wait=True)
@@ -172,13 +172,13 @@ def test_buffers_and_rng_states_are_saved(tmp_path: Path) -> None:
     task: Task = (Residual, momentum, images(SAMPLES), cross_entropy)
 
     def first(run: Run) -> list[float]:
-        prepared = Prepared(run, task)
+        prepared = PreparedTask(run, task)
         losses = prepared.train(lambda: run.save(tmp_path) if run.step == SAVED_AT else None)
         run.close()
         return losses
 
     def then(run: Run) -> list[float]:
-        prepared = Prepared(run, task)
+        prepared = PreparedTask(run, task)
         assert run.load(tmp_path)
         losses = prepared.train()
         run.close()
@@ -192,7 +192,7 @@ def test_buffers_and_rng_states_are_saved(tmp_path: Path) -> None:
             assert later == pytest.approx(losses[SAVED_AT:], abs=1e-10)
 
     def drawn(run: Run) -> list[float]:
-        Prepared(run, TASKS["perceptron"])
+        PreparedTask(run, TASKS["perceptron"])
         torch.manual_seed(run.rank)
         run.save(tmp_path / "chance", wait=True)
         expected = torch.rand(3).tolist()
@@ -211,8 +211,8 @@ def alone(on_rank: OnRank, **more: Any) -> Any:
 def saving(folder: Path, keep: int = 3, task: str = "perceptron") -> OnRank:
     """One epoch, saved after every step."""
 
-    def on_rank(run: Run) -> Prepared:
-        prepared = Prepared(run, TASKS[task])
+    def on_rank(run: Run) -> PreparedTask:
+        prepared = PreparedTask(run, TASKS[task])
         prepared.train(lambda: run.save(folder, keep=keep), epochs=1)
         run.close()
         return prepared
@@ -222,7 +222,7 @@ def saving(folder: Path, keep: int = 3, task: str = "perceptron") -> OnRank:
 
 def loading(folder: Path, task: str = "perceptron") -> Callable[[Run], int]:
     def on_rank(run: Run) -> int:
-        Prepared(run, TASKS[task])
+        PreparedTask(run, TASKS[task])
         return run.step if run.load(folder) else -1
 
     return on_rank
@@ -242,7 +242,7 @@ def test_save_keeps_the_last_checkpoints_and_removes_leftovers(tmp_path: Path) -
 
 def test_load_without_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         before = {name: value.clone() for name, value in prepared.model.state_dict().items()}
         assert not run.load(tmp_path / "nowhere")
         assert not run.load(tmp_path)
@@ -257,7 +257,7 @@ def test_save_and_load_at_the_wrong_moment_are_refused(tmp_path: Path) -> None:
         for what in (run.save, run.load):
             with pytest.raises(UserError, match=r"call run\.prepare"):
                 what(tmp_path)
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         with pytest.raises(UserError, match="keep is 0; give the number"):
             run.save(tmp_path, keep=0)
         for _ in prepared.loader:
@@ -316,7 +316,7 @@ def test_load_refuses_a_checkpoint_of_another_model(tmp_path: Path) -> None:
             self.last = nn.Linear(7, 4)
 
     def on_rank(run: Run, task: Task, sentence: str) -> None:
-        Prepared(run, task)
+        PreparedTask(run, task)
         with pytest.raises(UserError, match=sentence):
             run.load(tmp_path)
 
@@ -336,7 +336,7 @@ def test_load_refuses_other_param_groups(tmp_path: Path) -> None:
         return torch.optim.AdamW([{"params": groups[1]["params"]}, {"params": groups[0]["params"]}])
 
     def on_rank(run: Run) -> None:
-        Prepared(run, (Perceptron, swapped, vectors(SAMPLES), cross_entropy))
+        PreparedTask(run, (Perceptron, swapped, vectors(SAMPLES), cross_entropy))
         with pytest.raises((UserError, WorldError), match=r"is in param group . here and in . in the checkpoint"):
             run.load(tmp_path)
 
@@ -346,7 +346,7 @@ def test_load_refuses_other_param_groups(tmp_path: Path) -> None:
 
 def test_resume_position_with_another_global_batch(tmp_path: Path) -> None:
     def on_rank(run: Run) -> tuple[int, int]:
-        Prepared(run, TASKS["perceptron"])
+        PreparedTask(run, TASKS["perceptron"])
         run.load(tmp_path / "step-00000004")
         return run.position.epoch, run.position.batch
 
@@ -362,7 +362,7 @@ def test_failed_saves_are_raised_by_the_next_one(tmp_path: Path, caplog: pytest.
     blocked = Path("/proc/nope")
 
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         with pytest.raises(WorldError, match="rank 0 could not begin a checkpoint: FileNotFoundError"):
             prepared.train(lambda: run.save(blocked))
         assert run.step == 3
@@ -387,7 +387,7 @@ def test_save_names_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(storage, "write_part", write_or_fail)
 
     def on_rank(run: Run) -> None:
-        Prepared(run, TASKS["perceptron"])
+        PreparedTask(run, TASKS["perceptron"])
         with pytest.raises(WorldError, match=r"rank 1 could not write its part: OSError.*No space left"):
             run.save(tmp_path, wait=True)
 
@@ -398,7 +398,7 @@ def test_save_names_a_rank_that_cannot_write(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("waits", ["wait", "a second folder"])
 def test_waiting_in_the_loop_for_a_rank_without_data_is_refused(waits: str, tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
 
         def save() -> None:
             if waits == "wait":
@@ -415,7 +415,7 @@ def test_waiting_in_the_loop_for_a_rank_without_data_is_refused(waits: str, tmp_
 
 def test_ranks_without_data_join_a_save_before_the_loop_is_left(tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         for batch in prepared.loader:
             run.backward(prepared.loss(prepared.model, batch))
             prepared.optimizer.step()
@@ -432,7 +432,7 @@ def test_ranks_without_data_join_a_save_before_the_loop_is_left(tmp_path: Path) 
 
 def test_other_ranks_join_a_save_of_one_rank(tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         prepared.train(lambda: run.save(tmp_path) if run.rank == 0 else None, epochs=1)
         run.close()
 
@@ -443,7 +443,7 @@ def test_other_ranks_join_a_save_of_one_rank(tmp_path: Path) -> None:
 
 def test_the_leading_rank_must_save(tmp_path: Path) -> None:
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         prepared.train(lambda: run.save(tmp_path) if run.rank == 1 and run.step == 2 else None, epochs=1)
         with pytest.raises(
             WorldError, match=r"rank 0 did not call run\.save at step 2, and others did; call it on all"
@@ -458,7 +458,7 @@ def test_a_rewound_run_resumes_its_own_checkpoints(tmp_path: Path) -> None:
     alone(saving(tmp_path))
 
     def on_rank(run: Run) -> None:
-        prepared = Prepared(run, TASKS["perceptron"])
+        prepared = PreparedTask(run, TASKS["perceptron"])
         assert run.load(tmp_path / "step-00000004")
         prepared.train(lambda: run.save(tmp_path) if run.step == 5 else None, epochs=1)
         run.save(tmp_path)
@@ -489,13 +489,13 @@ def test_scalars_and_channels_last_parameters_are_saved(tmp_path: Path) -> None:
     task: Task = (Scalars, adamw, images(SAMPLES), cross_entropy)
 
     def first(run: Run) -> Any:
-        prepared = Prepared(run, task)
+        prepared = PreparedTask(run, task)
         losses = prepared.train(lambda: run.save(tmp_path / "from") if run.step == SAVED_AT else None)
         run.close()
         return losses
 
     def then(run: Run) -> Any:
-        prepared = Prepared(run, task)
+        prepared = PreparedTask(run, task)
         assert run.load(tmp_path / "from")
         run.save(tmp_path / f"to-{run.world_size}", wait=True)
         return prepared.train()

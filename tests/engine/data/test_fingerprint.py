@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:.*use of fork\(\) may lead:Depr
 DATA = vectors(12)
 
 
-class Rows(Dataset[Any]):
+class FunctionRows(Dataset[Any]):
     """Rows made by a function."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
@@ -83,7 +83,7 @@ def test_augmentation_is_the_same_on_all_ranks_and_leaves_generators_alone(num_w
     for seed in (1, 2):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            prints.append(fingerprint_rows(loading_of(Rows(augmented), num_workers=num_workers)))
+            prints.append(fingerprint_rows(loading_of(FunctionRows(augmented), num_workers=num_workers)))
     assert prints[0] == prints[1] is not None
     assert [row for row, _, _ in prints[0] or []] == [0, 6, 11]
     after = torch.initial_seed(), torch.get_rng_state().sum(), random.getstate(), str(np.random.get_state())
@@ -98,10 +98,10 @@ def compare(dataset: Any, other: Any) -> None:
 
 def test_augmentation_with_a_generator_of_its_own_is_not_compared() -> None:
     generator = random.Random(1)
-    flipping = Rows(lambda row: DATA[row][0] * generator.choice([1, -1]))
-    compare(flipping, Rows(lambda row: -DATA[row][0]))
+    flipping = FunctionRows(lambda row: DATA[row][0] * generator.choice([1, -1]))
+    compare(flipping, FunctionRows(lambda row: -DATA[row][0]))
     with pytest.raises(UserError) as caught:
-        compare(Rows(lambda row: DATA[row][0]), Rows(lambda row: DATA[row][0] - int(row == 6)))
+        compare(FunctionRows(lambda row: DATA[row][0]), FunctionRows(lambda row: DATA[row][0] - int(row == 6)))
     assert str(caught.value) == says("run.prepare", 6)
 
 
@@ -111,12 +111,14 @@ def in_worker_only(row: int) -> Any:
 
 
 def test_rows_are_read_where_the_loop_reads_them() -> None:
-    assert fingerprint_rows(loading_of(Rows(in_worker_only))) is None
-    assert fingerprint_rows(loading_of(Rows(in_worker_only), num_workers=2)) == fingerprint_rows(loading_of(DATA))
+    assert fingerprint_rows(loading_of(FunctionRows(in_worker_only))) is None
+    assert fingerprint_rows(loading_of(FunctionRows(in_worker_only), num_workers=2)) == fingerprint_rows(
+        loading_of(DATA)
+    )
 
 
 def test_rows_that_fail_are_left_to_the_loop() -> None:
-    compare(Rows(lambda row: 1 / row), Rows(lambda row: row))
+    compare(FunctionRows(lambda row: 1 / row), FunctionRows(lambda row: row))
 
 
 def test_rounding_and_folders_of_hosts_do_not_tell_samples_apart() -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:.*use of fork\(\) may lead:Depr
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-class Rows(Dataset[int]):
+class NumberedRows(Dataset[int]):
     """Its row r is r; it is asked for many at once."""
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ def tell(worker: int) -> None:
 
 
 def test_getitems_is_used_for_many_rows_at_once() -> None:
-    assert sorted(chain(*of_all(Rows(), Split.of([3, 0, 2], 2)))) == list(range(20))
+    assert sorted(chain(*of_all(NumberedRows(), Split.of([3, 0, 2], 2)))) == list(range(20))
 
 
 # Rank 1 never has samples; 17 of them are two whole global batches and one of 5.

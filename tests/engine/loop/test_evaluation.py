@@ -19,7 +19,7 @@ from mimatrix.engine.run import Run
 Act = Callable[[Run, nn.Module], Any]
 
 
-class Stream(IterableDataset[Any]):
+class SampleStream(IterableDataset[Any]):
     """Samples in order, without a length."""
 
     def __init__(self, samples: list[Any]) -> None:
@@ -75,7 +75,7 @@ def test_evaluation_is_exact_for_datasets_of_every_size_and_kind(stage: int, spl
         return [
             run.evaluate(model, kind(vectors(size)), measure_once)["loss"]
             for size in sizes
-            for kind in (list, Stream, lambda samples: loader(samples, batch_size=3, shuffle=True))
+            for kind in (list, SampleStream, lambda samples: loader(samples, batch_size=3, shuffle=True))
         ]
 
     for losses in on_ranks(split, act, stage=stage):
@@ -90,7 +90,7 @@ def unlike(one: Any, other: Any) -> Callable[[Run], Any]:
     ("dataset", "sentence"),
     [
         (unlike(vectors(300), vectors(184)), "rank 1 evaluates a dataset of 184 samples and rank 0 one of 300 samples"),
-        (unlike(Stream(vectors(9)), vectors(9)), "rank 1 evaluates a dataset of 9 samples and rank 0 a stream"),
+        (unlike(SampleStream(vectors(9)), vectors(9)), "rank 1 evaluates a dataset of 9 samples and rank 0 a stream"),
         (
             unlike(loader(vectors(9), batch_size=5), loader(vectors(10), batch_size=5)),
             "rank 1 evaluates a dataset of 10 samples and rank 0 one of 9 samples",
@@ -161,7 +161,7 @@ def test_drop_last_leaves_out_what_the_loader_itself_leaves_out(split: dict[str,
             "the DataLoader has 3 samples, fewer than its batch_size = 4, and drop_last leaves them out; leave",
         ),
         (
-            loader(Stream(vectors(9)), 4, drop_last=True),
+            loader(SampleStream(vectors(9)), 4, drop_last=True),
             "the DataLoader of a stream has drop_last=True and batch_size = 4, but the stream is read in global "
             "batches of 5; leave drop_last out",
         ),
@@ -281,7 +281,7 @@ def test_a_batch_of_weight_0_counts_nothing_even_if_its_mean_is_nan(split: dict[
 
 @pytest.mark.parametrize("split", [ALONE, PAIR], ids=["alone", "pair"])
 def test_an_empty_stream_is_told_from_one_that_is_too_short(split: dict[str, Any]) -> None:
-    for error in on_ranks(split, lambda run, model: run.evaluate(model, Stream([]), measure)):
+    for error in on_ranks(split, lambda run, model: run.evaluate(model, SampleStream([]), measure)):
         assert error == "the dataset has no samples; give one that has some"
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.features import PAIR, THREE, Case, assert_same
+from support.features import PAIR, THREE, TrainingCase, assert_same
 from support.models import cross_entropy, seeded_perceptron, vectors
 from support.runs import in_runs
 from torch._C._distributed_c10d import HashStore
@@ -53,7 +53,7 @@ def test_idle_ranks_leave_the_loop_with_the_others(split: dict[str, Any], stage:
 
     model, optimizer = seeded_perceptron()
     scheduler = StepLR(optimizer, 1, 0.5)
-    batches = Case(lambda: model, vectors(20), cross_entropy).batches()
+    batches = TrainingCase(lambda: model, vectors(20), cross_entropy).batches()
     for _ in range(3):
         for batch in batches[:2]:
             cross_entropy(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ def test_idle_ranks_take_over_learning_rates_that_are_set_by_hand(stage: int) ->
         return run.full_state_dict(model)
 
     model, optimizer = seeded_perceptron()
-    for number, batch in enumerate(Case(lambda: model, vectors(20), cross_entropy).batches()):
+    for number, batch in enumerate(TrainingCase(lambda: model, vectors(20), cross_entropy).batches()):
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (number + 1)
         cross_entropy(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ def test_learning_rates_agree_where_ranks_become_idle_and_busy(how: str, stage: 
 
     model, optimizer = seeded_perceptron()
     scheduler = StepLR(optimizer, 1, 0.5)
-    for step, batch in enumerate(Case(lambda: model, vectors(20), cross_entropy, size=4).batches()):
+    for step, batch in enumerate(TrainingCase(lambda: model, vectors(20), cross_entropy, size=4).batches()):
         set_rates(optimizer, step, "before a step")
         cross_entropy(model, batch).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

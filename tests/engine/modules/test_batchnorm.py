@@ -8,7 +8,7 @@ import torch
 from support.features import (
     STAGES,
     STEPS,
-    Case,
+    TrainingCase,
     assert_same,
     check,
     train_alone,
@@ -44,7 +44,7 @@ WHOLE: dict[str, Any] = {"batch": [2, 0, 3], "shares": [0.2, 0.8, 0.0]}
 
 @in_stages
 def test_batch_norms_of_any_number_of_dimensions(stage: int) -> None:
-    check(Case(lambda: Normed().double(), vectors(STEPS * 5), cross_entropy), stage, WHOLE)
+    check(TrainingCase(lambda: Normed().double(), vectors(STEPS * 5), cross_entropy), stage, WHOLE)
 
 
 @in_stages
@@ -55,11 +55,11 @@ def test_batch_norms_in_eval_mode_are_not_synchronised(stage: int) -> None:
         model.deep.eval()
         return model
 
-    check(Case(frozen, vectors(STEPS * 5), cross_entropy), stage)
+    check(TrainingCase(frozen, vectors(STEPS * 5), cross_entropy), stage)
 
 
 def test_batch_norms_unsynchronised() -> None:
-    case = Case(lambda: Normed().double(), vectors(STEPS * 5), cross_entropy)
+    case = TrainingCase(lambda: Normed().double(), vectors(STEPS * 5), cross_entropy)
     results = train_on_ranks(case, 1, {"batch": [2, 3]}, sync_batchnorm=False)
     weights = [{name: value for name, value in result.state.items() if "running" not in name} for result in results]
     assert_same(weights[0], weights[1], 0)
@@ -78,8 +78,8 @@ def test_checkpointed_and_compiled_batch_norms() -> None:
         model: nn.Module = torch.compile(Normed().double(), backend="eager")  # type: ignore[assignment]
         return model
 
-    check(Case(lambda: Again().double(), vectors(STEPS * 5), cross_entropy), 3, WHOLE)
-    check(Case(compiled, vectors(STEPS * 5), cross_entropy), 1, WHOLE)
+    check(TrainingCase(lambda: Again().double(), vectors(STEPS * 5), cross_entropy), 3, WHOLE)
+    check(TrainingCase(compiled, vectors(STEPS * 5), cross_entropy), 1, WHOLE)
 
 
 def test_a_copy_of_a_model_with_batch_norm() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.features import PAIR, STEPS, THREE, Case, assert_same, train_alone, train_on_ranks
+from support.features import PAIR, STEPS, THREE, TrainingCase, assert_same, train_alone, train_on_ranks
 from support.models import Perceptron, cross_entropy, vectors
 from support.runs import in_runs
 from torch import nn
@@ -18,7 +18,7 @@ def singles(count: int) -> list[Any]:
     return [(x.float(), y) for x, y in vectors(count)]
 
 
-CASE = Case(Perceptron, singles(STEPS * 5), cross_entropy, tolerance=1e-5, max_grad_norm=1.0)
+CASE = TrainingCase(Perceptron, singles(STEPS * 5), cross_entropy, tolerance=1e-5, max_grad_norm=1.0)
 
 
 MIXED = {0: "bf16", 1: "fp16", "cpu": "fp32"}
@@ -86,7 +86,9 @@ def test_loss_scale_skips_the_step_on_all_ranks_after_an_overflow_on_one(stage: 
     """The scale is halved, and the next finite step continues as if the overflow had not been."""
     good = singles(STEPS * 5)
     bad = [(torch.full((6,), 1e30) if number == 8 else x, y) for number, (x, y) in enumerate(good)]
-    without = Case(Perceptron, good[:5] + good[10:], cross_entropy, lambda params: torch.optim.AdamW(params, lr=1e-2))
+    without = TrainingCase(
+        Perceptron, good[:5] + good[10:], cross_entropy, lambda params: torch.optim.AdamW(params, lr=1e-2)
+    )
     scales = []
     built = [without.build() for _ in range(2)]
 

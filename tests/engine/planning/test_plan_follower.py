@@ -69,7 +69,7 @@ def check(results: Sequence[dict[str, Any]], steps: int = STEPS, epochs: int = 1
             torch.testing.assert_close(result["state"][name], value, rtol=1e-10, atol=1e-10)
 
 
-class Script:
+class ScriptedPlans:
     """In the place of a `Drift`: the given splits, one offered after the other."""
 
     def __init__(self, splits: Sequence[Split], stage: int, shares: Shares) -> None:
@@ -110,7 +110,7 @@ def splits(draw: st.DrawFn) -> Split:
     return Split.of(batches, draw(st.lists(st.integers(1, 6), min_size=3, max_size=3)))
 
 
-def follow(run: Run, script: Script) -> None:
+def follow(run: Run, script: ScriptedPlans) -> None:
     """Let a run do as a script says."""
     prepare = run.prepare
 
@@ -123,10 +123,10 @@ def follow(run: Run, script: Script) -> None:
 
 
 def test_epochs_of_one_batch_are_followed_too() -> None:
-    script = Script([Split(((8,), (4,))), Split(((3,), (9,)))], 0, Shares.equal(2))
+    script = ScriptedPlans([Split(((8,), (4,))), Split(((3,), (9,)))], 0, Shares.equal(2))
 
     def on_rank(run: Run) -> dict[str, Any]:
-        follow(run, script if run.rank == 0 else Script([], 0, run.shares))
+        follow(run, script if run.rank == 0 else ScriptedPlans([], 0, run.shares))
         return trained(run, steps=1, epochs=7)
 
     results = in_runs(2, on_rank, global_batch=BATCH, plan="online")
@@ -139,7 +139,7 @@ def test_epochs_of_one_batch_are_followed_too() -> None:
 @given(st.integers(0, 3), st.lists(splits(), min_size=1, max_size=4))
 def test_splits_that_change_in_the_middle_change_nothing(stage: int, changes: list[Split]) -> None:
     def on_rank(run: Run) -> dict[str, Any]:
-        follow(run, Script(changes, stage, run.shares))
+        follow(run, ScriptedPlans(changes, stage, run.shares))
         return trained(run, epochs=2)
 
     results = in_runs(3, on_rank, global_batch=BATCH, stage=stage, plan="online", unit_bytes=300)

@@ -181,7 +181,7 @@ def test_a_host_that_vanished_is_replaced_within_10_s() -> None:
         torch.testing.assert_close(client.pull().values, torch.full((COUNT,), -0.2))
 
 
-class Relay:
+class CuttableRelay:
     """Passes bytes on to a server, over connections that can be cut."""
 
     def __init__(self, server: Address) -> None:
@@ -226,7 +226,7 @@ def test_a_connection_that_broke_is_opened_again(caplog: pytest.LogCaptureFixtur
         for server in servers:
             server.replicas.set_peers(addresses, 3)
         servers[0].replicas.attach(0, addresses[1])
-        relay = Relay(addresses[0])
+        relay = CuttableRelay(addresses[0])
         stack.callback(relay.close)
         client = stack.enter_context(client_of([relay.address, *addresses[1:]], 20))
         for _ in range(3):
