@@ -28,6 +28,7 @@ from mimatrix.server.context import Context
 from mimatrix.server.controller.faults import RepeatedLog
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.controller.reconcile import Controller
+from mimatrix.server.controller.start_threads import StartThreads
 from mimatrix.server.db.engine import address_in, opened
 from mimatrix.server.db.exclusive import DatabaseTakenError, check_local, exclusive_file, exclusive_use
 from mimatrix.server.db.models import TokenRow
@@ -36,7 +37,7 @@ from mimatrix.server.settings import ServerSettings, check_settings, warnings_fo
 from mimatrix.server.web.header_timeout import HeaderTimeoutProtocol
 from mimatrix.server.web.limits import raise_file_limit
 
-_TURN_S = 0.5
+_TURN_S, _STOP_S = 0.5, 10.0
 _ARCHIVES = "code-archives"
 _KEPT = (
     "PATH",
@@ -83,7 +84,7 @@ def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> 
             Authenticator(sessions, time.time),
             time.time,
         )
-        controller = Controller(context, _job_environment(settings))
+        controller = Controller(context, _job_environment(settings), StartThreads())
         controller.recover()
         _first_token(context, settings)
         _store(settings.data / ADDRESS_FILE, settings.address)
@@ -160,10 +161,12 @@ class _ControllerThread(threading.Thread):
         return False
 
     def stop(self) -> None:
-        """Stop after the current turn."""
+        """Stop after the current turn, and the starts that have begun."""
+        deadline_s = time.monotonic() + _STOP_S
         self._is_stopped = True
         self._context.wake.set()
-        self.join(timeout=10.0)
+        self.join(timeout=_STOP_S)
+        self._controller.stop(deadline_s - time.monotonic())
 
 
 def _job_environment(settings: ServerSettings) -> JobEnvironment:
