@@ -71,7 +71,7 @@ $(ECOSYSTEM): $(READY)
 	$(BIN)/python -m pip install --quiet --editable '.[ecosystem]'
 	@touch $@
 
-soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty limits of memory (root); fifty kills of the server, and of groups; strangers at every socket; full disks (root)
+soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty while saving; fifty limits of memory (root); fifty kills of the server, and of groups; of Ray's node agents; strangers at every socket; full disks (root)
 	$(BIN)/python tests/comm/soak.py --rounds 100
 	$(BIN)/python tests/engine/soak_saving.py --rounds 20
 	$(BIN)/python tests/profiler/soak_limits.py --runs 50
@@ -79,6 +79,7 @@ soak: $(READY) ## kill and stop ranks, a hundred times in collectives and twenty
 	$(BIN)/python tests/hybrid/soak_groups.py --kills 50
 	$(BIN)/python tests/server/soak_hostile.py --seconds 600
 	$(BIN)/python tests/server/soak_faults.py supervisors
+	$(BIN)/python tests/server/soak_faults.py agents --times 10
 	$(BIN)/python tests/server/soak_faults.py disks
 	$(BIN)/python tests/server/soak_faults.py restore
 

@@ -36,6 +36,10 @@ class Context:
         self.controller_turned_at_s = self.monotonic()
 
 
+JobTeam = tuple[int, int]
+"""A job and its generation."""
+
+
 def team_name(job: int, generation: int) -> str:
     """Return the launcher's name for the processes of a job in one generation."""
     return f"job-{job}.{generation}"

@@ -19,23 +19,25 @@ from sqlalchemy import select
 
 from mimatrix.api.client import ADDRESS_FILE, TOKEN_FILE
 from mimatrix.api.models import Role
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import UserError, WorldError
 from mimatrix.core.files import write_atomic
 from mimatrix.launch import Launcher
 from mimatrix.server.app import create_app
 from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
+from mimatrix.server.controller.faults import RepeatedLog
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.controller.reconcile import Controller
-from mimatrix.server.db.engine import DATABASE_FILE, address_in, opened
-from mimatrix.server.db.exclusive import check_local, exclusive_use
+from mimatrix.server.controller.start_threads import StartThreads
+from mimatrix.server.db.engine import address_in, opened
+from mimatrix.server.db.exclusive import DatabaseTakenError, check_local, exclusive_file, exclusive_use
 from mimatrix.server.db.models import TokenRow
 from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.settings import ServerSettings, check_settings, warnings_for, with_reachable_address
 from mimatrix.server.web.header_timeout import HeaderTimeoutProtocol
 from mimatrix.server.web.limits import raise_file_limit
 
-_TURN_S = 0.5
+_TURN_S, _STOP_S = 0.5, 10.0
 _ARCHIVES = "code-archives"
 _KEPT = (
     "PATH",
@@ -59,6 +61,7 @@ def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> 
 
     Raises:
         UserError: A setting is invalid, or another server uses the port, the data or the database.
+        DatabaseTakenError: The connection to the database was lost, and another server uses it now.
     """
     check_settings(settings)
     connections = raise_file_limit()
@@ -67,9 +70,11 @@ def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> 
     with ExitStack() as stack:
         stack.enter_context(_lock(settings.data))
         listener = stack.enter_context(bind(settings))
-        engine, sessions = opened(settings.database or address_in(settings.data))
+        address = settings.database or address_in(settings.data)
+        stack.enter_context(exclusive_file(address))
+        engine, sessions = opened(address)
         stack.callback(engine.dispose)
-        stack.enter_context(exclusive_use(engine))
+        check_database = stack.enter_context(exclusive_use(engine))
         launcher = launcher_in(settings.data)
         stack.callback(launcher.close)
         context = Context(
@@ -79,20 +84,22 @@ def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> 
             Authenticator(sessions, time.time),
             time.time,
         )
-        controller = Controller(context, _job_environment(settings))
+        controller = Controller(context, _job_environment(settings), StartThreads())
         controller.recover()
         _first_token(context, settings)
         _store(settings.data / ADDRESS_FILE, settings.address)
-        thread = _ControllerThread(controller, context)
+        server = uvicorn.Server(_uvicorn(settings, context, controller, connections))
+        thread = _ControllerThread(controller, context, check_database, server)
         thread.start()
         stack.callback(thread.stop)
         for warning in warnings_for(settings, given):
             logger.warning(warning)
         logger.info("dashboard: %s, API: %s/docs, data: %s", settings.address, settings.address, settings.data)
-        server = uvicorn.Server(_uvicorn(settings, context, controller, connections))
         # The objects made so far stay: searching them for garbage again and again would delay every request.
         gc.freeze()
         server.run([listener])
+        if thread.taken:
+            raise thread.taken
 
 
 def _make_folders(settings: ServerSettings) -> None:
@@ -112,8 +119,6 @@ def _make_folders(settings: ServerSettings) -> None:
             if not folder.is_dir() or folder.parent == settings.data:
                 folder.mkdir(parents=True, exist_ok=True)
                 folder.chmod(mode)
-        (settings.data / DATABASE_FILE).touch(mode=0o600)
-        (settings.data / DATABASE_FILE).chmod(0o600)
     except OSError as error:
         raise UserError(
             f'"{error.filename or settings.data}" cannot be used ({error.strerror}); give another --data or '
@@ -122,25 +127,46 @@ def _make_folders(settings: ServerSettings) -> None:
 
 
 class _ControllerThread(threading.Thread):
-    """Runs the controller twice a second, and whenever there is something to decide."""
+    """Runs the controller twice a second, and whenever there is something to decide, while the database is ours."""
 
-    def __init__(self, controller: Controller, context: Context) -> None:
+    def __init__(
+        self, controller: Controller, context: Context, check_database: Callable[[], None], server: uvicorn.Server
+    ) -> None:
         super().__init__(name="mimatrix-controller", daemon=True)
         self._controller, self._context = controller, context
+        self._check_database, self._server = check_database, server
+        self._log = RepeatedLog(context.monotonic)
         self._is_stopped = False
+        self.taken: DatabaseTakenError | None = None
+        """Why this server ends: another one has the database."""
 
     def run(self) -> None:
         """Run until stopped. What fails within a turn is contained there."""
         while not self._is_stopped:
-            self._controller.reconcile()
+            if self._has_database():
+                self._controller.reconcile()
             self._context.wake.wait(_TURN_S)
             self._context.wake.clear()
 
+    def _has_database(self) -> bool:
+        """Return whether this turn may decide; if another server has the database, nothing may any more."""
+        try:
+            self._check_database()
+        except DatabaseTakenError as error:
+            self.taken, self._is_stopped, self._server.should_exit = error, True, True
+        except WorldError as error:
+            self._log.warn(str(error))
+        else:
+            return True
+        return False
+
     def stop(self) -> None:
-        """Stop after the current turn."""
+        """Stop after the current turn, and the starts that have begun."""
+        deadline_s = time.monotonic() + _STOP_S
         self._is_stopped = True
         self._context.wake.set()
-        self.join(timeout=10.0)
+        self.join(timeout=_STOP_S)
+        self._controller.stop(deadline_s - time.monotonic())
 
 
 def _job_environment(settings: ServerSettings) -> JobEnvironment:

@@ -38,11 +38,40 @@ def bomb(path: Path, size: int, kind: bytes = tarfile.REGTYPE) -> Path:
 
 
 def unpack(archive: Path, folder: Path, limits: ArchiveLimits) -> StartFailure | None:
+    return unpack_and_measure(archive, folder, limits)[0]
+
+
+def unpack_and_measure(archive: Path, folder: Path, limits: ArchiveLimits) -> tuple[StartFailure | None, int]:
+    """Return the failure, and the most memory in bytes that the child had."""
     child, receiver = start_unpacking(archive, folder, None, limits)
     with os.fdopen(receiver, "rb") as pipe:
         failure = read_failure(pipe.read())
-    assert os.waitpid(child, 0)[1] == 0
-    return failure
+    _, status, used = os.wait4(child, 0)
+    assert status == 0
+    return failure, used.ru_maxrss << 10
+
+
+def entry(kind: bytes, data: bytes) -> bytes:
+    """One entry of a tar file, of a kind that only it would have."""
+    found = tarfile.TarInfo("entry")
+    found.size, found.type = len(data), kind
+    return found.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
+
+
+def record(keyword: bytes, value: bytes) -> bytes:
+    """One record of a pax header; its length counts itself."""
+    rest = b" " + keyword + b"=" + value + b"\n"
+    length = len(rest)
+    while length != len(rest) + len(str(length)):
+        length = len(rest) + len(str(length))
+    return str(length).encode() + rest
+
+
+def pax_bomb(path: Path, headers: int, size: int, kind: bytes = tarfile.XHDTYPE) -> Path:
+    """Files with no contents, each after a header of this size that compresses well."""
+    header = entry(kind, record(b"comment", b"x" * size))
+    path.write_bytes(gzip.compress((header + entry(tarfile.REGTYPE, b"")) * headers + bytes(1024)))
+    return path
 
 
 def test_archive_bomb_is_refused_before_it_is_unpacked(ground: Ground) -> None:
@@ -59,11 +88,75 @@ def test_archive_header_bomb_is_refused(tmp_path: Path, kind: bytes) -> None:
     assert failure.kind in (StartFailureKind.ARCHIVE_TOO_LARGE, StartFailureKind.ARCHIVE_INVALID)
 
 
+@pytest.mark.parametrize("size", [(1 << 20) - 100, 100_000])
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_archive_of_large_headers_takes_little_memory(tmp_path: Path, size: int, kind: bytes) -> None:
+    small = pack(tmp_path / "small.tar.gz", {"a": "b"})
+    _, before = unpack_and_measure(small, tmp_path / "small", ArchiveLimits())
+    archive = pax_bomb(tmp_path / "bomb.tar.gz", (200 << 20) // size, size, kind)
+    failure, most = unpack_and_measure(archive, tmp_path / "work", ArchiveLimits())
+    assert most - before < 48 << 20
+    assert (failure is not None) == (size > 200_000)
+    if failure:
+        assert failure.kind is StartFailureKind.ARCHIVE_TOO_LARGE
+
+
+def test_archive_of_headers_is_decompressed_to_the_limit_only(tmp_path: Path) -> None:
+    """The files have no contents at all."""
+    archive = pax_bomb(tmp_path / "bomb.tar.gz", 300, 100_000)
+    failure = unpack(archive, tmp_path / "work", ArchiveLimits(max_bytes=20 << 20))
+    assert failure
+    assert (failure.kind, failure.is_transient) == (StartFailureKind.ARCHIVE_TOO_LARGE, False)
+    assert "it unpacks to more than 20MiB, with its headers" in failure.describe()
+
+
+def test_archive_whose_global_header_is_repeated_takes_little_memory(tmp_path: Path) -> None:
+    small = pack(tmp_path / "small.tar.gz", {"a": "b"})
+    _, before = unpack_and_measure(small, tmp_path / "small", ArchiveLimits())
+    keywords = b"".join(record(b"k%d" % number, b"") for number in range(9000))
+    archive = tmp_path / "bomb.tar.gz"
+    archive.write_bytes(
+        gzip.compress(entry(tarfile.XGLTYPE, keywords) + entry(tarfile.REGTYPE, b"") * 2000 + bytes(1024))
+    )
+    failure, most = unpack_and_measure(archive, tmp_path / "work", ArchiveLimits())
+    assert failure is None
+    assert most - before < 48 << 20
+
+
+@pytest.mark.parametrize("shape", ["long names", "a chain of headers"])
+def test_archive_whose_headers_do_not_fit_into_memory_is_refused(tmp_path: Path, shape: str) -> None:
+    contents = {
+        "long names": (entry(tarfile.GNUTYPE_LONGNAME, b"n" * 100_000 + b"\0") + entry(tarfile.REGTYPE, b"")) * 400,
+        "a chain of headers": entry(tarfile.XHDTYPE, record(b"a", b"b")) * 5000,
+    }
+    archive = tmp_path / "bomb.tar.gz"
+    archive.write_bytes(gzip.compress(contents[shape] + entry(tarfile.REGTYPE, b"") + bytes(1024)))
+    limits = ArchiveLimits(max_memory_bytes=16 << 20)
+    failure = unpack(archive, tmp_path / "work", limits)
+    assert failure
+    assert not failure.is_transient
+    assert failure.kind in (StartFailureKind.ARCHIVE_TOO_LARGE, StartFailureKind.ARCHIVE_INVALID)
+    if shape != "a chain of headers":
+        assert "its headers take more than 16MiB of memory" in failure.describe()
+
+
+def test_archive_of_as_many_files_as_are_allowed_fits_into_memory(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("a/long/path/as/people/have/them/in/their/projects/module.py")
+    info.pax_headers = {"mtime": "1700000000.25"}
+    one = info.tobuf(tarfile.PAX_FORMAT)
+    archive = tmp_path / "job.tar.gz"
+    archive.write_bytes(gzip.compress(one * 20_000 + bytes(1024), 1))
+    share = ArchiveLimits().max_memory_bytes // 5
+    assert unpack(archive, tmp_path / "work", ArchiveLimits(max_memory_bytes=share)) is None
+
+
 def test_archive_limits_count_bytes_and_files(tmp_path: Path) -> None:
     archive = pack(tmp_path / "job.tar.gz", {f"file-{number}": "12345" for number in range(4)})
-    assert unpack(archive, tmp_path / "fits", ArchiveLimits(max_bytes=20, max_files=4)) is None
+    # Each file is a header and a block, and at the end is a block of zeros.
+    fits = 4 * 1024 + 512
+    assert unpack(archive, tmp_path / "fits", ArchiveLimits(max_bytes=fits, max_files=4)) is None
     assert len(list((tmp_path / "fits").iterdir())) == 4
-    for name, limits in (("bytes", ArchiveLimits(max_bytes=19)), ("files", ArchiveLimits(max_files=3))):
+    for name, limits in (("bytes", ArchiveLimits(max_bytes=fits - 1)), ("files", ArchiveLimits(max_files=3))):
         failure = unpack(archive, tmp_path / name, limits)
         assert failure
         assert (failure.kind, failure.is_transient) == (StartFailureKind.ARCHIVE_TOO_LARGE, False)

@@ -1,10 +1,13 @@
 """Faults of the machine under a job server: `python tests/server/soak_faults.py WHAT` prints a JSON object.
 
 `supervisors`: the supervisor of a random team is killed, 20 times; its job is restarted and ends well, and never runs
-twice at a time. `disks` (root): the disk of the data, of the checkpoints and of the logs is full for some seconds, one
-after the other; jobs end well, the server answers, and takes jobs afterwards. `restore`: the database is replaced by an
-older copy while jobs run; teams that it does not know end, no job is lost, none runs twice at a time, and new jobs run.
-A job that the copy has in the queue runs again, since the copy does not know that it has run.
+twice at a time. `agents`: the node agent of a random node of a Ray cluster is killed at random moments, while three
+jobs run; the one over two nodes and the one with restarts end well, the one without fails if it is hit, none is lost or
+runs twice at a time, and no process is left. `disks` (root): the disk of the data, of the checkpoints and of the logs
+is full for some seconds, one after the other; jobs end well, the server answers, and takes jobs afterwards. `restore`:
+the database is replaced by an older copy while jobs run; teams that it does not know end, no job is lost, none runs
+twice at a time, and new jobs run. A job that the copy has in the queue runs again, since the copy does not know that it
+has run.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.hostile import processes_with
+from support.ray_clusters import RayCluster, ray_cluster
 from support.servers import Server, end_all
 
 from mimatrix.api.models import ENDED, JobState
@@ -41,7 +45,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mimatrix-faults-") as folder:
         wrong = FAULTS[wanted.what](Path(folder), wanted.times, random.Random(wanted.seed))
-    print(json.dumps({"what": wanted.what, "wrong": wrong, "seconds": time.monotonic() - began}))
+    print(json.dumps({"what": wanted.what, "times": wanted.times, "wrong": wrong, "seconds": time.monotonic() - began}))
     sys.exit(bool(wrong))
 
 
@@ -63,6 +67,92 @@ def supervisors(folder: Path, times: int, chance: random.Random) -> list[str]:
         up.kill(signal.SIGTERM)
         end_all(up.data)
     return wrong + [f"process {pid} is left" for pid in processes_with(str(up.data))]
+
+
+class RayServer(Server):
+    """`mimatrix up` on a Ray cluster, whose nodes say what devices there are."""
+
+    def __init__(self, data: Path, address: str) -> None:
+        super().__init__(data)
+        self._words = ("--launcher", "ray", "--address", address)
+
+
+def agents(folder: Path, times: int, chance: random.Random) -> list[str]:
+    """Kill node agents of Ray, one after the other."""
+    # Paths of sockets have to be short.
+    with (
+        tempfile.TemporaryDirectory(prefix="mmx-", ignore_cleanup_errors=True) as place,
+        ray_cluster(Path(place)) as ray,
+    ):
+        os.environ.update(ray.environment)
+        up = RayServer(folder / "data", ray.address).start()
+        try:
+            wrong = kill_agents(up, ray, times, chance)
+        finally:
+            up.kill(signal.SIGTERM)
+        wrong += [f"process {pid} is left: {command_of(pid)}" for pid in left_on(ray, up, 20)]
+    return wrong
+
+
+def kill_agents(up: Server, ray: RayCluster, times: int, chance: random.Random) -> list[str]:
+    """Keep jobs of three kinds running while agents are killed; return what is wrong with them."""
+    kinds = {"spread": ("cpu:2", 2, 30), "restartable": ("a40:1", 1, 30), "single": ("a40:1", 1, 0)}
+    numbers: dict[int, str] = {}
+    kills = 0
+    while kills < times:
+        going = {numbers[number] for number in numbers if not has_ended(up, number)}
+        for kind in kinds.keys() - going:
+            devices, _, retries = kinds[kind]
+            words = ("--devices", devices, "--retries", str(retries), "--", "4")
+            numbers[up.submit("exclusive.py", *words)] = kind
+        time.sleep(chance.uniform(0.2, 6))
+        node = chance.choice([machine.name for machine in ray.machines])
+        found = ray.agents(node)
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        kills += bool(found)
+        if found:
+            print(f"kill {kills}, on {node}: {len(numbers)} jobs so far", flush=True)
+    wrong = []
+    for number, kind in sorted(numbers.items()):
+        job = up.until(number, lambda job: job.state in ENDED, 300)
+        print(f"job {number} ({kind}): {job.state} in generation {job.generation}", flush=True)
+        _, ranks, retries = kinds[kind]
+        place = up.data / "checkpoints" / f"job-{number}"
+        done = (place / "runs").read_text().split() if (place / "runs").exists() else []
+        if (place / "twice").exists():
+            wrong.append(f"job {number} ran twice at a time")
+        with up.client() as client:
+            restarts = sum(event.kind == "restarted" for event in client.events(number))
+        if restarts > retries:
+            wrong.append(f"job {number} was restarted {restarts} times")
+        if job.state is JobState.DONE:
+            if done.count(str(job.generation)) != ranks:
+                wrong.append(f"job {number} is done, and its ranks ended in generations {done}")
+        elif retries or job.state is not JobState.FAILED:
+            wrong.append(f"job {number} ({kind}) is {job.state}: {job.reason}")
+        elif done or not job.exit_cause:
+            wrong.append(f"job {number} failed with cause {job.exit_cause}, and its ranks ended in {done}")
+    return wrong
+
+
+def left_on(ray: RayCluster, up: Server, within_s: float) -> list[int]:
+    """Return processes of jobs that are still there after a while: supervisors, reapers and members."""
+    deadline = time.monotonic() + within_s
+    while True:
+        ours = processes_with(str(up.data)) | processes_with(str(ray.folder / "nodes"))
+        words = (SUPERVISOR, "mimatrix.launch.local.reaper", "exclusive.py")
+        found = sorted(pid for pid in ours if any(word in command_of(pid) for word in words))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
 
 
 def disks(folder: Path, times: int, chance: random.Random) -> list[str]:
@@ -152,12 +242,7 @@ def finish(up: Server, numbers: list[int]) -> list[str]:
 
 def supervisors_of(up: Server) -> list[int]:
     """Return the supervisors of this server's teams."""
-    found = []
-    for pid in processes_with(str(up.data)):
-        with suppress(OSError):
-            if SUPERVISOR.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return sorted(found)
+    return sorted(pid for pid in processes_with(str(up.data)) if SUPERVISOR in command_of(pid))
 
 
 def fill(place: Path) -> None:
@@ -182,6 +267,7 @@ def copy_database(data: Path, to: Path) -> None:
 
 
 FAULTS: dict[str, Callable[[Path, int, random.Random], list[str]]] = {
+    "agents": agents,
     "disks": disks,
     "restore": restore,
     "supervisors": supervisors,

@@ -1,9 +1,10 @@
 """Strangers at every socket while jobs train: `python tests/server/soak_hostile.py --seconds 600` prints a JSON object.
 
 A job server runs two synchronous jobs and one of two groups. For the given time, random and mutated bytes reach every
-socket on which a process of ours listens; what torch and its libraries listen on is left alone. Afterwards both
-synchronous jobs must have the losses of an undisturbed run, the third must be done, nothing of ours may have ended,
-and neither memory nor descriptors may have grown.
+socket on which a process of ours listens, over IPv4, IPv6 and Unix; what torch and its libraries listen on is left
+alone, and so is Ray: on its nodes we listen on nothing but the gRPC server that Ray puts into each of its workers.
+Afterwards both synchronous jobs must have the losses of an undisturbed run, the third must be done, nothing of ours may
+have ended, and neither memory nor descriptors may have grown.
 """
 
 import argparse

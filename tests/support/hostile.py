@@ -78,13 +78,21 @@ def listeners_of(pids: Iterable[int]) -> list[OpenSocket]:
 
 
 def _tcp(owners: dict[str, int]) -> Iterable[OpenSocket]:
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == _LISTENING_TCP and fields[9] in owners:
-            address, port = fields[1].split(":")
-            host = socket.inet_ntoa(struct.pack("<I", int(address, 16)))
-            pid = owners[fields[9]]
-            yield OpenSocket(pid, _command(pid), int(port, 16), "127.0.0.1" if host == "0.0.0.0" else host)
+    for table in ("tcp", "tcp6"):
+        file = Path(f"/proc/net/{table}")
+        for line in file.read_text().splitlines()[1:] if file.exists() else ():
+            fields = line.split()
+            if fields[3] == _LISTENING_TCP and fields[9] in owners:
+                address, port = fields[1].split(":")
+                pid = owners[fields[9]]
+                yield OpenSocket(pid, _command(pid), int(port, 16), _host(address))
+
+
+def _host(address: str) -> str:
+    """Return the address to connect to for one of the kernel's tables: words of 32 bits in the machine's order."""
+    packed = b"".join(struct.pack("=I", int(address[place : place + 8], 16)) for place in range(0, len(address), 8))
+    host = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _unix(owners: dict[str, int]) -> Iterable[OpenSocket]:

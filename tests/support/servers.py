@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from mimatrix.server.controller.reconcile import Controller
 from mimatrix.server.db.engine import address_in, opened
 from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
+from support.executors import AtOnce
 
 SCRIPTS = Path(__file__).parents[1] / "server" / "scripts"
 
@@ -55,8 +57,12 @@ def house(
     wrap: Callable[[Launcher], Launcher] = lambda launcher: launcher,
     quotas: Quotas = Quotas(),
     checkpoints: str = "",
+    executor: Executor | None = None,
 ) -> Iterator[House]:
-    """Yield a server; a `clock` with a method `monotonic` gives that time, too."""
+    """Yield a server that starts teams within its turns, unless the executor has threads.
+
+    A `clock` with a method `monotonic` gives that time, too.
+    """
     engine, sessions = opened(database or address_in(folder))
     launcher = LocalLauncher(folder / "launcher", devices=cores(devices))
     archives, authenticator = CodeArchives(folder / "code-archives"), Authenticator(sessions, clock)
@@ -66,7 +72,7 @@ def house(
     environment = JobEnvironment(
         address="http://127.0.0.1:1", command=(sys.executable,), variables=variables, checkpoints=checkpoints
     )
-    controller = Controller(context, environment)
+    controller = Controller(context, environment, executor or AtOnce())
     with TestClient(create_app(context, controller), raise_server_exceptions=False) as http:
         found = House(context, controller, http)
         with sessions.begin() as session:

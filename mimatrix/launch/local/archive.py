@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from mimatrix.launch.local.users import Account
 from mimatrix.launch.start_failure import StartFailure, StartFailureKind, is_transient
 from mimatrix.processes.proc import TERMINATION_SIGNALS, die_with_parent, fork
 
-_LONGEST_READ = 1 << 20
-"""Contents are copied in small pieces; only the name of an entry is read at once."""
+_LONGEST_READ = 1 << 17
+"""Contents are copied in small pieces; only the extended header of an entry (names, attributes) is read at once."""
 _DETAIL_CHARACTERS = 1000
 
 
@@ -25,7 +26,10 @@ class ArchiveLimits:
     """How much an archive may unpack to: a few kilobytes can hold terabytes of zeros."""
 
     max_bytes: int = 1 << 30
+    """Of the files, and of the stream that is decompressed, with its headers."""
     max_files: int = 100_000
+    max_memory_bytes: int = 1 << 28
+    """What may be allocated meanwhile, for the names of all entries."""
 
 
 class _UnsafeError(tarfile.TarError):
@@ -68,9 +72,15 @@ def _unpack(archive: Path, folder: Path, account: Account | None, limits: Archiv
     try:
         with archive.open("rb") as file:
             _enter(folder, account)
-            with gzip.open(file) as plain, tarfile.open(mode="r:", fileobj=_Bounded(plain)) as packed:
-                _extract(packed, list(_checked(packed, limits)))
-    except (OSError, EOFError, MemoryError, ValueError, tarfile.TarError, zlib.error) as error:
+            _limit_memory(limits.max_memory_bytes)
+            with gzip.open(file) as plain:
+                bounded = _Bounded(plain, limits.max_bytes)
+                with tarfile.open(mode="r:", fileobj=bounded) as packed:
+                    _extract(packed, list(_checked(packed, limits)))
+    except MemoryError:
+        detail = f"its headers take more than {format_bytes(limits.max_memory_bytes)} of memory"
+        return StartFailure(kind=StartFailureKind.ARCHIVE_TOO_LARGE, detail=detail, archive=str(archive))
+    except (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error) as error:
         detail = str(error)[:_DETAIL_CHARACTERS]
         return StartFailure(kind=_kind(error), detail=detail, archive=str(archive), is_transient=is_transient(error))
     return None
@@ -82,7 +92,7 @@ def _kind(error: Exception) -> StartFailureKind:
     if isinstance(error, _TooLargeError):
         return StartFailureKind.ARCHIVE_TOO_LARGE
     # gzip raises an OSError without a number for what is not an archive.
-    is_of_system = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
+    is_of_system = isinstance(error, OSError) and error.errno is not None
     return StartFailureKind.UNPACKING if is_of_system else StartFailureKind.ARCHIVE_INVALID
 
 
@@ -95,6 +105,8 @@ def _checked(packed: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile
             raise _TooLargeError(f"it unpacks to more than {format_bytes(limits.max_bytes)}")
         if number > limits.max_files:
             raise _TooLargeError(f"it has more than {limits.max_files} files")
+        # Applied already, and of any size: a global header is repeated for every entry.
+        member.pax_headers = {}
         yield member
 
 
@@ -123,22 +135,37 @@ def _enter(folder: Path, account: Account | None) -> None:
     die_with_parent()  # a change of user would undo it, so it comes after
 
 
-class _Bounded(io.BufferedIOBase):
-    """A stream of which no single read is large: a tar header may ask for any number of bytes."""
+def _limit_memory(max_bytes: int) -> None:
+    """Let this process allocate no more than this from now on: one header may be kept many times."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    used = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (used + max_bytes, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
 
-    def __init__(self, stream: gzip.GzipFile) -> None:
-        self._stream = stream
+
+class _Bounded(io.BufferedIOBase):
+    """A stream that is decompressed to a limit, and of which no single read is large, whatever a header asks for."""
+
+    def __init__(self, stream: gzip.GzipFile, max_bytes: int) -> None:
+        self._stream, self._max_bytes = stream, max_bytes
 
     def read(self, size: int | None = -1) -> bytes:
         """Read at most `size` bytes."""
         if size is None or not 0 <= size <= _LONGEST_READ:
             raise _TooLargeError(f"the header of an entry has {size} bytes")
+        self._check(self._stream.tell() + size)
         return self._stream.read(size)
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Change the position."""
+        """Change the position, which decompresses what is skipped."""
+        self._check(position if whence == os.SEEK_SET else self._stream.tell() + position)
         return self._stream.seek(position, whence)
 
     def tell(self) -> int:
         """Return the position."""
         return self._stream.tell()
+
+    def _check(self, position: int) -> None:
+        if position > self._max_bytes:
+            raise _TooLargeError(f"it unpacks to more than {format_bytes(self._max_bytes)}, with its headers")

@@ -169,8 +169,15 @@ class RayLauncher:
 
     def _abandon(self, record: TeamRecord) -> None:
         """Drop a team; parts that cannot be dropped now are dropped when their nodes answer again."""
-        with self._lock, suppress(WorldError):
-            self._drop(record)
+        with self._lock:
+            self._mark_dropped(record)
+        with suppress(WorldError):
+            # Not under the lock: nodes that are silent make it take long, and other teams are looked at meanwhile.
+            self._drop_on_nodes(record, _DROP_S)
+            with self._lock:
+                current = self._records.read(record.name)
+                if current and current.start_id == record.start_id:
+                    self._records.remove(record.name)
 
     def _look(self, records: list[TeamRecord]) -> list[TeamRecord]:
         """Return the records after asking the nodes of teams that have not ended; parts that must end are told so."""
@@ -209,13 +216,20 @@ class RayLauncher:
 
     def _drop(self, record: TeamRecord, within_s: float = _DROP_S) -> None:
         """Forget a team on all its nodes, then here."""
+        self._mark_dropped(record)
+        self._drop_on_nodes(record, within_s)
+        self._records.remove(record.name)
+
+    def _mark_dropped(self, record: TeamRecord) -> None:
         if not record.is_dropped:
             self._records.write(replace(record, is_dropped=True))
+
+    def _drop_on_nodes(self, record: TeamRecord, within_s: float) -> None:
+        """Have all nodes that are there forget a team; raise if one does not say that it has."""
         arguments = {"team": record.name, "start_id": record.start_id}
         replies = self.driver.ask(dict.fromkeys(record.ids, arguments), "drop", within_s)
         gone = self._gone(replies) if _silent(replies) else {}
         _raise_for({node: reply for node, reply in replies.items() if node not in gone}, record)
-        self._records.remove(record.name)
 
     def _read(self, team: str) -> TeamRecord:
         validate_name(team)

@@ -8,6 +8,7 @@ One failure harms one thing: each stage is done by itself, and within it each jo
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from sqlalchemy import func, select
 
@@ -34,10 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """The one thread of a server that decides."""
+    """The one thread of a server that decides. Teams are started by the threads of `executor`."""
 
     def __init__(
-        self, context: Context, environment: JobEnvironment, retention: RetentionSettings = RetentionSettings()
+        self,
+        context: Context,
+        environment: JobEnvironment,
+        executor: Executor,
+        retention: RetentionSettings = RetentionSettings(),
     ) -> None:
         self._context, self.environment = context, environment
         self._faults, self._log = Faults(context), RepeatedLog(context.monotonic)
@@ -45,7 +50,7 @@ class Controller:
         self._guard = ClockGuard(context.clock, context.monotonic)
         self._history = HistoryStore(context.sessions)
         ender = JobEnder(context, self._faults, environment, self._history)
-        starter = JobStarter(context, environment, ender)
+        starter = self._starter = JobStarter(context, environment, ender, executor)
         self._nodes = NodeTracker(context, self._log)
         self._teams = TeamFollower(context, self._faults, self._log, starter, ender)
         self._reports = ReportReader(context, self._faults, self._clock)
@@ -85,6 +90,10 @@ class Controller:
         self._failing = failing
         if not failing:
             self._context.controller_turned_at_s = self._context.monotonic()
+
+    def stop(self, within_s: float) -> None:
+        """Begin no start any more, and wait for those that have begun. The next server does what is left."""
+        self._starter.stop(within_s)
 
     def refresh_nodes(self) -> None:
         """Look which nodes answer."""

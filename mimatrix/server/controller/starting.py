@@ -1,9 +1,14 @@
-"""Start the team of a job that was given devices."""
+"""Start the team of a job that was given devices.
+
+The launcher is called by another thread, since a start may take half a minute. All else is done by the controller's
+thread: it prepares a start, looks in its next turns whether it is over, and writes down how it ended.
+"""
 
 import json
 import logging
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 
 from sqlalchemy.orm import Session
@@ -14,7 +19,7 @@ from mimatrix.core.errors import UserError, WorldError
 from mimatrix.hybrid.groups import Groups, check_groups
 from mimatrix.launch import Member, StartError, Team
 from mimatrix.server.auth.tokens import issue, revoke_of_job
-from mimatrix.server.context import Context, team_name
+from mimatrix.server.context import Context, JobTeam, team_name
 from mimatrix.server.controller.endings import JobEnder
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.db.models import JobRow
@@ -33,22 +38,54 @@ def start_pause_s(failures: int) -> float:
 
 
 class JobStarter:
-    """Starts teams. What is to be done is written before, so that it is done again if it was cut off."""
+    """Starts teams. What is to be done is written before, so that it is done again if it was cut off.
 
-    def __init__(self, context: Context, environment: JobEnvironment, ender: JobEnder) -> None:
+    A start that is pending is known to this object alone: after a crash of the server its job is `starting`, with a
+    team or without one.
+    """
+
+    def __init__(self, context: Context, environment: JobEnvironment, ender: JobEnder, executor: Executor) -> None:
         self._context, self._environment, self._ender = context, environment, ender
+        self._executor = executor
+        self._pending: dict[JobTeam, Future[None]] = {}
+
+    @property
+    def pending(self) -> frozenset[JobTeam]:
+        """Jobs whose teams are being started now; what the launcher says of these teams may not last."""
+        return frozenset(self._pending)
+
+    @property
+    def finished(self) -> tuple[JobTeam, ...]:
+        """Those of the pending starts that are over, and can be settled."""
+        return tuple(team for team, start in self._pending.items() if start.done() and not start.cancelled())
 
     def start(self, job: int, generation: int) -> None:
-        """Start a job that has devices and no team.
-
-        A failure that may pass (no descriptors, no memory, a full disk, a node that is silent) puts it back into the
-        queue, with a pause that grows; that is not a restart, since the job did not run.
-        """
+        """Begin to start a job that has devices and no team, unless that is pending already."""
+        if (job, generation) in self._pending:
+            return
         try:
             team = self._prepare(job, generation)
-            if team is None:
-                return
-            self._context.launcher.start(team)
+        except UserError as error:
+            self._refuse(job, generation, str(error))
+            return
+        except (WorldError, OSError) as error:
+            self._put_back(job, generation, str(error))
+            return
+        if team:
+            start = self._executor.submit(self._context.launcher.start, team)
+            self._pending[job, generation] = start
+            start.add_done_callback(lambda _: self._context.wake.set())
+            if start.done():
+                self.settle(job, generation)
+
+    def settle(self, job: int, generation: int) -> None:
+        """Write down how a start ended that is over.
+
+        A failure that may pass (no descriptors, no memory, a full disk, a node that is silent) puts the job back into
+        the queue, with a pause that grows; that is not a restart, since the job did not run.
+        """
+        try:
+            self._pending.pop((job, generation)).result()
         except UserError as error:
             self._refuse(job, generation, str(error))
         except StartError as error:
@@ -56,6 +93,16 @@ class JobStarter:
             end(job, generation, str(error))
         except (WorldError, OSError) as error:
             self._put_back(job, generation, str(error))
+
+    def withdraw(self, job: int, generation: int) -> None:
+        """Forget a start that no thread has begun, of a job that is to stop; one that has begun is ended as a team."""
+        if self._pending[job, generation].cancel():
+            del self._pending[job, generation]
+
+    def stop(self, within_s: float) -> None:
+        """Begin no start any more, and wait for a while for those that have begun."""
+        starts = list(self._pending.values())
+        wait([start for start in starts if not start.cancel()], timeout=max(0.0, within_s))
 
     def forget_rendezvous(self, job: int, generation: int) -> None:
         """Let no group of this generation restart any more."""
@@ -81,7 +128,11 @@ class JobStarter:
     def _refuse(self, job: int, generation: int, error: str) -> None:
         with self._context.sessions.begin() as session:
             row = session.get_one(JobRow, job, with_for_update=True)
-            if row.generation == generation and state_of(row).is_active:
+            if row.generation != generation or not state_of(row).is_active:
+                return
+            if row.stop_kind:
+                self._ender.end_unstarted(session, row)
+            else:
                 transition(session, row, JobState.FAILED, events.unstartable(error), self._context.clock())
                 self._ender.clean_up(session, row, generation)
 
@@ -89,6 +140,9 @@ class JobStarter:
         with self._context.sessions.begin() as session:
             row = session.get_one(JobRow, job, with_for_update=True)
             if row.generation != generation or not state_of(row).is_active:
+                return
+            if row.stop_kind:
+                self._ender.end_unstarted(session, row)
                 return
             row.start_failures += 1
             event = events.start_failed(error, row.start_failures, start_pause_s(row.start_failures))

@@ -1,13 +1,13 @@
 """Compare the teams that the launcher knows with the jobs that have devices: start, follow, conclude, end."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sqlalchemy import select
 
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.launch import TeamState
-from mimatrix.server.context import Context, parse_team_name, team_name
+from mimatrix.server.context import Context, JobTeam, parse_team_name, team_name
 from mimatrix.server.controller.endings import JobEnder
 from mimatrix.server.controller.faults import Faults, Remedy, RepeatedLog
 from mimatrix.server.controller.group_failures import record_group_failures
@@ -18,8 +18,6 @@ from mimatrix.server.jobs.lifecycle import ACTIVE_STATES
 logger = logging.getLogger(__name__)
 _HOLD_S = 30.0
 """How long no job starts because a team runs of which the server does not know the devices."""
-JobTeam = tuple[int, int]
-"""A job and its generation."""
 
 
 class TeamFollower:
@@ -42,21 +40,31 @@ class TeamFollower:
         """Look at all teams and all active jobs.
 
         The launcher is asked before the database: a job is written down before its team starts, so a team that the
-        launcher listed and the database does not know was not started a moment ago.
+        launcher listed and the database does not know was not started a moment ago. Starts are settled before that:
+        one that was over then is in what the launcher lists, or has failed.
         """
+        for job, generation in self._starter.finished:
+            with self._faults.contain("start", job, Remedy.FAIL):
+                self._starter.settle(job, generation)
         try:
             states = self._context.launcher.states()
         except MiMatrixError as error:
             self._log.warn(f"teams cannot be listed: {error}")
             return
         with self._context.sessions() as session:
-            wanted = select(JobRow.id, JobRow.generation).where(JobRow.state.in_(ACTIVE_STATES)).order_by(JobRow.id)
-            active = [(job, generation) for job, generation in session.execute(wanted)]
+            columns = (JobRow.id, JobRow.generation, JobRow.stop_kind)
+            wanted = select(*columns).where(JobRow.state.in_(ACTIVE_STATES)).order_by(JobRow.id)
+            active = {(job, generation): bool(stop) for job, generation, stop in session.execute(wanted)}
         self._end_unknown(states, active)
         running = set[JobTeam]()
-        for job, generation in active:
+        pending = self._starter.pending
+        for (job, generation), is_stopping in active.items():
             state = states.get(team_name(job, generation))
-            if state is None:
+            if (job, generation) in pending and (state is None or state.has_ended):
+                # The thread that starts it tells how that ended.
+                if is_stopping:
+                    self._starter.withdraw(job, generation)
+            elif state is None:
                 with self._faults.contain("start", job, Remedy.FAIL):
                     self._starter.start(job, generation)
             elif state.has_ended:
@@ -77,8 +85,11 @@ class TeamFollower:
         )
         return any(now_s - self._orphans[name] < _HOLD_S for name in unknown)
 
-    def _end_unknown(self, states: Mapping[str, TeamState], active: list[JobTeam]) -> None:
-        """End teams that run without an active job: of a database that was restored, or lost its last commit."""
+    def _end_unknown(self, states: Mapping[str, TeamState], active: Collection[JobTeam]) -> None:
+        """End teams that run without an active job: of a database that was restored, or lost its last commit.
+
+        One that is still being started has its devices, too, and is ended once the launcher lists it.
+        """
         teams = {found: name for name in states if (found := parse_team_name(name))}
         newest: dict[int, int] = {}
         for job, generation in teams:
@@ -91,7 +102,8 @@ class TeamFollower:
             self.end(name)
         now_s = self._context.monotonic()
         self._orphans = {name: self._orphans.get(name, now_s) for name in unknown.values()}
-        self.orphan_devices = self._devices_of(list(unknown)) if unknown else {}
+        lost = [*unknown, *(team for team in self._starter.pending if team not in active and team not in unknown)]
+        self.orphan_devices = self._devices_of(lost) if lost else {}
 
     def end(self, name: str) -> None:
         """Tell a team to end; a launcher that cannot do so now is asked again in the next turn."""

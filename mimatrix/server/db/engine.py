@@ -18,6 +18,14 @@ from mimatrix.core.errors import UserError, WorldError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _PATIENCE_S = 10
+_POSTGRESQL = {
+    "connect_timeout": _PATIENCE_S,
+    "keepalives_idle": _PATIENCE_S,
+    "keepalives_interval": _PATIENCE_S // 2,
+    "keepalives_count": 2,
+    "tcp_user_timeout": 1000 * _PATIENCE_S,
+}
+"""A connection over which nothing comes back is lost after seconds; the system's own limit is many minutes."""
 DATABASE_FILE = "mimatrix.db"
 
 
@@ -78,7 +86,9 @@ def _engine(address: str) -> Engine:
             url = url.set(drivername="postgresql+psycopg")
         if url.get_backend_name() not in ("sqlite", "postgresql"):
             raise UserError(f"the database {_shown(address)} is of an unknown kind; use postgresql://user@host/name")
-        options: dict[str, Any] = {"pool_pre_ping": True}
+        # What the address says comes first.
+        arguments = {name: value for name, value in _POSTGRESQL.items() if name not in url.query}
+        options: dict[str, Any] = {"pool_pre_ping": True, "connect_args": arguments}
         if url.get_backend_name() == "sqlite":
             options = {"connect_args": {"timeout": _PATIENCE_S, "check_same_thread": False}}
         # Most of the time that an answer takes would be spent in reading JSON; pydantic's reader takes a quarter of it.

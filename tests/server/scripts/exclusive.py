@@ -1,4 +1,4 @@
-"""Works for a while and counts; refuses to run while another process of the same job does."""
+"""Works for a while and counts; refuses to run while another process of the same rank and job does."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 folder = Path(os.environ["MIMATRIX_CHECKPOINTS"])
 folder.mkdir(parents=True, exist_ok=True)
-lock = (folder / "lock").open("a")
+lock = (folder / f"lock-{os.environ['MIMATRIX_RANK']}").open("a")
 try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError:
