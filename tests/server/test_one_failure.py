@@ -1,19 +1,23 @@
 """One job, team or node whose data are bad harms no other: proofs of what stopped the whole server before."""
 
+import errno
 import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import select, text
+from sqlalchemy.exc import TimeoutError  # noqa: A004 (of the pool)
 from support.servers import House, house
 from test_controller import Clock, row, submitted, turned_until, uploaded
 
 from mimatrix.api.models import ENDED, PROTOCOL, EventKind, JobState, Report
 from mimatrix.core.errors import WorldError
 from mimatrix.launch import Launcher, Member, Team
+from mimatrix.server.controller import scheduling
+from mimatrix.server.controller.faults import Faults, Remedy
 from mimatrix.server.db.models import CodeArchiveRow, JobRow, TokenRow
 from mimatrix.server.jobs.quotas import Quotas
 
@@ -58,6 +62,26 @@ def test_deeply_nested_groups_stop_no_other_job(tmp_path: Path) -> None:
         assert turned_until(there, bad, *ENDED).state == JobState.FAILED
 
 
+def test_a_job_that_the_server_failed_keeps_its_groups_for_a_retry(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        number = submitted(there, "print(1)", devices="2", groups=[[0], [1]])
+        faults = Faults(there.context)
+        faults.add("schedule", number, RuntimeError("no"), Remedy.FAIL)
+        faults.settle()
+        assert there.ask("ben", "POST", f"/api/jobs/{number}/retry").json()["groups"] == [[0], [1]]
+
+
+def test_a_job_whose_groups_cannot_be_read_is_not_queued_again_without_them(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        number = submitted(there, "print(1)", devices="2", groups=[[0], [1]])
+        with there.context.sessions.begin() as session:
+            session.execute(text("UPDATE jobs SET groups = '[7' WHERE id = :id"), {"id": number})
+        there.controller.reconcile()
+        assert row(there, number).state == JobState.FAILED
+        refused = there.ask("ben", "POST", f"/api/jobs/{number}/retry")
+        assert (refused.status_code, "groups" in refused.json()["detail"]) == (409, True)
+
+
 def test_reports_that_sum_to_more_than_a_message_takes_stop_no_other_job(tmp_path: Path) -> None:
     """H3: two groups report 1e9 samples per second each, and `Progress` takes 1e9."""
     with house(tmp_path) as there:
@@ -94,26 +118,54 @@ def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None
 
 
 class Flaky:
-    """A launcher that cannot start anything for a while, as a node without descriptors or memory cannot."""
+    """A launcher of which one method fails a few times, as on a node without descriptors or memory."""
 
-    def __init__(self, inner: Launcher, failures: int, error: Exception) -> None:
-        self.inner, self.failures, self.error = inner, failures, error
-
-    def start(self, team: Team) -> None:
-        if self.failures:
-            self.failures -= 1
-            raise self.error
-        self.inner.start(team)
+    def __init__(self, inner: Launcher, failures: int, error: Exception, method: str = "start") -> None:
+        self.inner, self.failures, self.error, self.method = inner, failures, error, method
 
     def __getattr__(self, name: str) -> Any:
+        if name == self.method and self.failures:
+            return self._fail
         return getattr(self.inner, name)
+
+    def _fail(self, *_: object) -> None:
+        self.failures -= 1
+        raise self.error
+
+
+def flaky(inner: Launcher, failures: int, error: Exception, method: str = "start") -> Launcher:
+    return cast(Launcher, Flaky(inner, failures, error, method))
+
+
+SHORTAGES = [
+    OSError(errno.EMFILE, "Too many open files"),
+    MemoryError(),
+    TimeoutError("QueuePool limit reached, connection timed out"),
+]
+
+
+@pytest.mark.parametrize("method", ["start", "read_log"])
+@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: type(error).__name__)
+def test_a_shortage_of_a_moment_ends_no_job(tmp_path: Path, method: str, error: Exception) -> None:
+    """Such a job failed, although it could start a moment later or had restarts left."""
+    clock = Clock()
+    with house(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 2, error, method)) as there:
+        number = submitted(there, "import sys; sys.exit('x')", max_restarts=1)
+        deadline = time.monotonic() + 30
+        while row(there, number).state not in ENDED:
+            assert time.monotonic() < deadline
+            there.controller.reconcile()
+            clock.ahead_s += 5
+            time.sleep(0.05)
+        assert there.context.launcher.failures == 0  # type: ignore[attr-defined]
+        assert (row(there, number).exit_code, row(there, number).restarts) == (1, 1)
 
 
 @pytest.mark.parametrize("error", [WorldError("too many open files"), OSError(24, "Too many open files")])
 def test_a_start_that_fails_for_a_moment_is_tried_again_and_is_not_a_restart(tmp_path: Path, error: Exception) -> None:
     """M12: with `max_restarts` 0, the default, such a job failed for good."""
     clock = Clock()
-    with house(tmp_path, clock=clock, wrap=lambda launcher: Flaky(launcher, 2, error)) as there:
+    with house(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 2, error)) as there:
         number = submitted(there, "print(1)")
         deadline = time.monotonic() + 30
         while row(there, number).state not in ENDED:
@@ -185,6 +237,69 @@ def test_a_job_whose_reports_raise_stops_no_other(tmp_path: Path) -> None:
             assert turned_until(there, number, *ENDED).state == JobState.DONE
 
 
+UNDECIDABLE = {
+    "a time limit that is a word": "UPDATE jobs SET max_time_s = 'long' WHERE id = :id",
+    "a priority that is a word": "UPDATE jobs SET priority = 'high', preemptible = 1 WHERE id = :id",
+}
+
+
+@pytest.mark.parametrize("poison", UNDECIDABLE)
+def test_a_running_job_that_nothing_can_be_decided_with_fails_no_queued_job(tmp_path: Path, poison: str) -> None:
+    """Each queued job was tried with the running ones, and was blamed for them."""
+    with house(tmp_path, devices=3) as there:
+        bad, good = submitted(there, SLEEPS), submitted(there, SLEEPS, preemptible=True)
+        turned_until(there, bad, JobState.STARTING)
+        turned_until(there, good, JobState.STARTING)
+        with there.context.sessions.begin() as session:
+            session.execute(text(UNDECIDABLE[poison]), {"id": bad})
+        clean = [submitted(there, "print(2)", priority=90) for _ in range(2)]
+        waits = submitted(there, "print(3)", devices="3", priority=10)
+        for number in clean:
+            assert turned_until(there, number, *ENDED).state == JobState.DONE
+        assert row(there, waits).state == JobState.QUEUED
+        assert row(there, good).server_error == ""
+        assert row(there, bad).state == JobState.STARTING
+        assert "schedule" in row(there, bad).server_error
+
+
+def test_what_no_job_is_to_blame_for_fails_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def undecided(*_: object) -> None:
+        raise ArithmeticError("no")
+
+    with house(tmp_path) as there:
+        queued = submitted(there, "print(2)")
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduling, "decide", undecided)
+            there.controller.reconcile()
+        assert row(there, queued).state == JobState.QUEUED
+        assert turned_until(there, queued, *ENDED).state == JobState.DONE
+
+
+def test_a_fault_is_told_once_whatever_its_words(tmp_path: Path) -> None:
+    """An event was new if its sentence was: after an upgrade that words it otherwise, each was told again."""
+    with house(tmp_path) as there:
+        number = submitted(there, SLEEPS)
+        for sentence in ("", "other words"):
+            with there.context.sessions.begin() as session:
+                session.get_one(JobRow, number).server_error = sentence
+            faults = Faults(there.context)
+            faults.add("reports", number, RuntimeError("no"))
+            faults.settle()
+        told = there.ask("ben", "GET", f"/api/jobs/{number}/events").json()
+        assert [event["kind"] for event in told].count(EventKind.SERVER_ERROR) == 1
+
+
+def test_a_fault_that_could_not_be_recorded_is_recorded_when_it_is_raised_again(tmp_path: Path) -> None:
+    with house(tmp_path) as there:
+        number, faults = submitted(there, SLEEPS), Faults(there.context)
+        for old, new in (("jobs", "elsewhere"), ("elsewhere", "jobs")):
+            with there.context.sessions.begin() as session:
+                session.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
+            faults.add("reports", number, RuntimeError("no"))
+            faults.settle()
+        assert "reports" in row(there, number).server_error
+
+
 def test_a_running_job_whose_stored_data_raise_keeps_its_devices_until_it_has_ended(tmp_path: Path) -> None:
     """Its devices are known from what was allocated; otherwise another job would get them while it runs."""
     with house(tmp_path, devices=1) as there:
@@ -216,7 +331,7 @@ def test_what_went_wrong_is_recorded_once_and_not_each_turn(tmp_path: Path) -> N
 
 def test_a_failed_start_is_told_as_a_value_with_a_pause_that_grows(tmp_path: Path) -> None:
     clock, error = Clock(), WorldError("too many open files")
-    with house(tmp_path, clock=clock, wrap=lambda launcher: Flaky(launcher, 3, error)) as there:
+    with house(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 3, error)) as there:
         number = submitted(there, "print(1)")
         while row(there, number).state not in ENDED:
             there.controller.reconcile()

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
@@ -12,6 +11,7 @@ from mimatrix.scheduler import DeviceSlot
 from mimatrix.scheduler.device_speeds import speed_of_kind
 from mimatrix.server.context import Context
 from mimatrix.server.controller.faults import RepeatedLog
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import NodeRow
 
 _REFRESH_S = 2.0
@@ -48,7 +48,7 @@ class NodeTracker:
                     with session.begin_nested():
                         self._write(session, node)
                     slots |= _slots_of(node)
-                except (OperationalError, InterfaceError):
+                except DATABASE_UNAVAILABLE:
                     raise
                 except Exception as error:  # noqa: BLE001 (other nodes must not suffer)
                     self._log.warn(f"node {node.name} cannot be used ({error}); see what it says of its devices")
