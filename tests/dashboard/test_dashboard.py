@@ -381,6 +381,30 @@ def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, ch
         assert seen.barriers() == []
 
 
+@pytest.mark.parametrize("submitted", [[[0, 2], [1]], []], ids=["submitted", "formed"])
+def test_groups_of_an_ended_job_are_those_that_it_had(up: Server, chromium: Browser, submitted: list[Any]) -> None:
+    """They were guessed from which ranks push: the ranks of a group need not follow one another."""
+    formed = {} if submitted else {"group": [0.0, 1.0, 0.0]}
+    times = {name: [0.1] * 3 for name in ("compute_s", "data_s", "communication_s", "waiting_s")}
+    pushes = {f"group_{name}": [5.0, 7.0, None] for name in ("pushes", "samples", "staleness", "moved_s", "waited_s")}
+    point = {
+        "at": "2026-01-01T00:00:00Z", "step": 9, "samples_per_s": 1.0, "step_s": 0.4, "predicted_step_s": None,
+        "metrics": {}, "ranks": {**times, **pushes, **formed},
+    }  # fmt: skip
+    ended = {"started_at": "2026-01-01T00:00:00Z", "ended_at": "2026-01-01T00:01:00Z", "exit_code": 0}
+    job = _job(1) | {"state": "done", "generation": 1, "groups": submitted, **ended}
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        answers = {"": job, "/history*": {"every_s": 1, "points": [point]}, "/events": [], "/checkpoints": []}
+        answers |= {"/ranks": {"ranks": [], "stragglers": []}, "/log*": LOG}
+        for path, content in answers.items():
+            page.route(f"**/api/jobs/1{path}", lambda route, _, content=content: _answer(route, content))
+        seen.sign_in(admin(up))
+        seen.go("#/jobs/1")
+        groups = page.get_by_role("region", name="Groups")
+        expect(groups.get_by_role("row").nth(1)).to_contain_text("0, 2")
+
+
 def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browser) -> None:
     now = datetime.now(UTC)
     use = [

@@ -149,6 +149,18 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
     assert oldest > there.context.clock() - TIERS[0].kept_s
 
 
+def test_the_history_of_groups_says_which_ranks_they_have(there: House, clock: Clock) -> None:
+    """A job that was submitted without groups may form them, and has ended when it is looked at."""
+    number = training(there)
+    for groups in ((0, 0), (0, 1)):
+        for rank, group in enumerate(groups):
+            reported(there, number, rank, group=group)
+        clock.ahead_s += 5
+        there.controller.keep_history()
+    points = there.ask("dee", "GET", f"/api/jobs/{number}/history").json()["points"]
+    assert [point["ranks"].get("group") for point in points] == [None, [0.0, 1.0]]
+
+
 def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
     number = training(there)
     there.controller.refresh_nodes()

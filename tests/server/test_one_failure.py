@@ -19,6 +19,7 @@ from mimatrix.launch import Launcher, Member, Team
 from mimatrix.server.controller import scheduling
 from mimatrix.server.controller.faults import Faults, Remedy
 from mimatrix.server.db.models import CodeArchiveRow, JobRow, TokenRow
+from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
 
 pytestmark = pytest.mark.timeout(90)
@@ -293,8 +294,7 @@ def test_a_fault_that_could_not_be_recorded_is_recorded_when_it_is_raised_again(
     with house(tmp_path) as there:
         number, faults = submitted(there, SLEEPS), Faults(there.context)
         for old, new in (("jobs", "elsewhere"), ("elsewhere", "jobs")):
-            with there.context.sessions.begin() as session:
-                session.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
+            renamed(there, old, new)
             faults.add("reports", number, RuntimeError("no"))
             faults.settle()
         assert "reports" in row(there, number).server_error
@@ -400,6 +400,73 @@ def test_a_preempted_or_restarted_job_keeps_its_age(tmp_path: Path) -> None:
         assert turned_until(there, number, *ENDED).generation == 2
         assert row(there, number).submitted_at == submitted_at
         assert row(there, number).waiting_since > submitted_at + 90
+
+
+def renamed(there: House, old: str, new: str) -> None:
+    with there.context.sessions.begin() as session:
+        session.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
+
+
+@pytest.mark.parametrize("table", ["tokens", "jobs", "audit"])
+def test_without_its_database_the_server_says_so(tmp_path: Path, table: str) -> None:
+    """503, which clients try again, and not 500: also where the token is looked up, before any route."""
+    with house(tmp_path) as there:
+        number = submitted(there, "print(1)")
+        there.context.authenticator.clear()
+        renamed(there, table, "elsewhere")
+        refused = there.ask("ben", "POST", f"/api/jobs/{number}/cancel")
+        renamed(there, "elsewhere", table)
+        if table == "audit":
+            assert refused.json()["state"] == "cancelled"
+        else:
+            assert (refused.status_code, "database" in refused.json()["detail"]) == (503, True)
+
+
+class Undeletable:
+    """A launcher that cannot delete the output of some team."""
+
+    def __init__(self, inner: Launcher, team: str) -> None:
+        self.inner, self.team = inner, team
+
+    def forget(self, team: str) -> None:
+        if team == self.team:
+            raise OSError(errno.EACCES, "Permission denied")
+        self.inner.forget(team)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_output_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
+    clock = Clock()
+    with house(tmp_path, clock=clock, wrap=lambda inner: cast(Launcher, Undeletable(inner, "job-1.1"))) as there:
+        numbers = [submitted(there, f"print({number})") for number in range(3)]
+        for number in numbers:
+            turned_until(there, number, *ENDED)
+        clock.ahead_s += 15 * 86_400
+        there.controller.delete_old()
+        assert list(there.context.launcher.states()) == ["job-1.1"]
+
+
+def test_an_archive_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with house(tmp_path, clock=clock) as there:
+        numbers = [submitted(there, f"print({number})") for number in range(2)]
+        for number in numbers:
+            turned_until(there, number, *ENDED)
+        digests = sorted(row(there, number).snapshot for number in numbers)
+        delete = CodeArchives.delete
+
+        def delete_others(self: CodeArchives, digest: str) -> None:
+            if digest == digests[0]:
+                raise OSError(errno.EACCES, "Permission denied")
+            delete(self, digest)
+
+        monkeypatch.setattr(CodeArchives, "delete", delete_others)
+        clock.ahead_s += 31 * 86_400
+        there.controller.delete_old()
+        with there.context.sessions() as session:
+            assert list(session.scalars(select(CodeArchiveRow.digest))) == digests[:1]
 
 
 def test_old_events_tokens_and_archives_are_deleted(tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ class Point(ApiModel):
     metrics: dict[str, float | None]
     """None: not finite. A metric without an entry was not logged in this interval."""
     ranks: dict[str, tuple[float | None, ...]]
-    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; for the first rank of
-    each group also group_pushes, group_samples, group_staleness, group_moved_s, group_waited_s."""
+    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; if there are several
+    groups, group; for the first rank of each also group_pushes, group_samples, group_staleness, group_moved_s,
+    group_waited_s."""
 
 
 class History(ApiModel):

@@ -8,7 +8,6 @@ from typing import Any
 
 from sqlalchemy import delete, func, select
 
-from mimatrix.core.errors import MiMatrixError
 from mimatrix.monitor.downsampling import DAY_S, TIERS
 from mimatrix.server.context import Context, parse_team_name
 from mimatrix.server.controller.clocks import ClockGuard
@@ -111,7 +110,7 @@ class Retention:
             if team and state.has_ended and self._has_ended_before(team[0], old_s):
                 try:
                     self._context.launcher.forget(name)
-                except MiMatrixError as error:
+                except Exception as error:  # noqa: BLE001 (output of other teams is deleted all the same)
                     self._log.warn(f"output of {name} cannot be deleted: {error}")
 
     def _has_ended_before(self, job: int, old_s: float) -> bool:
@@ -128,7 +127,10 @@ class Retention:
         with self._context.sessions() as session:
             digests = list(session.scalars(select(CodeArchiveRow.digest).where(*old).limit(_BATCH)))
         for digest in digests:
-            self._delete_archive(digest)
+            try:
+                self._delete_archive(digest)
+            except OSError as error:
+                self._log.warn(f"code archive {digest} cannot be deleted: {error}")
         # File times are those of the file system, not of the clock that is handed in.
         self._context.code_archives.delete_partial(time.time() - self._settings.partial_s)
 

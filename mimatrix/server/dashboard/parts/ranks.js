@@ -42,10 +42,11 @@ export function latest(job, points) {
   const of = (name, rank) => last.ranks[name]?.[rank] ?? 0;
   const pushes = last.ranks.group_pushes ?? [];
   const known = (rank) => pushes[rank] !== null && pushes[rank] !== undefined;
+  const groups = job.groups ?? [];
   return last.ranks.compute_s.map((_, rank) => ({
     rank,
-    // Ranks of a group follow its first, as a rule.
-    group: pushes.slice(0, rank + 1).filter((each) => each !== null).length - 1,
+    // Where the job was submitted without groups, its ranks formed them.
+    group: groups.length ? groups.findIndex((group) => group.includes(rank)) : of("group", rank),
     pushed: known(rank)
       ? Object.fromEntries(PUSHED.map((name) => [name, of(`group_${name}`, rank)]))
       : null,
