@@ -54,7 +54,7 @@ def _job(reason: str, reason_data: dict[str, Any]) -> Job:
         max_time_s=None,
         max_restarts=0,
         generation=0,
-        seats=(),
+        allocation=(),
         exit_code=None,
         created_at=AT,
         started_at=None,

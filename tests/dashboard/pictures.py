@@ -114,11 +114,11 @@ def _shoot(
 def _cluster(first: int, other: int) -> list[dict[str, Any]]:
     """More machines than a test has, some of them busy."""
     found = [
-        node("gpu-1", 4, near="rack-a", jobs=(first,) * 4, link=(1.1e9, 1.08e9, 1.25e9)),
-        node("gpu-2", 4, near="rack-a", jobs=(first, first, None, other), link=(4.1e8, 4.3e8, 1.25e9)),
-        node("gpu-3", 4, near="rack-a"),
-        node("old-1", 8, near="rack-b", kind="V100", jobs=(other,) * 8, link=(2.1e6, 1.0e6, 1.25e8)),
-        node("old-2", 2, near="rack-b", kind="V100") | {"answers": False},
+        node("gpu-1", 4, rack="rack-a", jobs=(first,) * 4, link=(1.1e9, 1.08e9, 1.25e9)),
+        node("gpu-2", 4, rack="rack-a", jobs=(first, first, None, other), link=(4.1e8, 4.3e8, 1.25e9)),
+        node("gpu-3", 4, rack="rack-a"),
+        node("old-1", 8, rack="rack-b", kind="V100", jobs=(other,) * 8, link=(2.1e6, 1.0e6, 1.25e8)),
+        node("old-2", 2, rack="rack-b", kind="V100") | {"answers": False},
     ]
     spread = random.Random(5)
     for device in (device for each in found for device in each["devices"] if device["use"]):

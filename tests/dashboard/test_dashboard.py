@@ -243,7 +243,7 @@ def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
 
 def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, chromium: Browser) -> None:
     hangs = "rank 1 on n/1 has not entered all_reduce"
-    trouble = {"kind": "hang", "rank": 1, "seat": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
+    trouble = {"kind": "hang", "rank": 1, "device": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
     elsewhere = {"path": "/elsewhere/step-320", "step": 320, "saved_at": "2026-01-01T00:00:00Z", "bytes": 5 << 20}
     with running(up, str(OURS / "loud.py")) as number, visit(chromium, origin(up)) as seen:
@@ -314,8 +314,8 @@ def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) 
         for at, loss in enumerate(losses)
     ]  # fmt: skip
     progress = {"step": 6, "epoch": 0, "samples_per_s": 9.0, "step_s": 0.1, "metrics": {"loss": None}}
-    job = _job(1) | {"state": "training", "generation": 1, "seats": ["n/0"], "progress": progress}
-    late = {"kind": "hang", "rank": 60, "seat": "n/60", "cause": "", "lost_s": 31.0, "sentence": "rank 60 is late"}
+    job = _job(1) | {"state": "training", "generation": 1, "allocation": ["n/0"], "progress": progress}
+    late = {"kind": "hang", "rank": 60, "device": "n/60", "cause": "", "lost_s": 31.0, "sentence": "rank 60 is late"}
     ranks = [_rank(rank, 0.02 if rank == 40 else 0.01) for rank in range(64)]
     with visit(chromium, origin(up)) as seen:
         page = seen.page
@@ -363,7 +363,7 @@ def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, ch
         point(5, 14, None, test=0.25),
     ]
     progress = {"step": 14, "epoch": 2, "samples_per_s": 9.0, "step_s": 0.1, "metrics": {"loss": 2.0, "val": 2.5}}
-    job = _job(1) | {"state": "training", "generation": 1, "seats": ["n/0"], "progress": progress}
+    job = _job(1) | {"state": "training", "generation": 1, "allocation": ["n/0"], "progress": progress}
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         answers = {"": job, "/history*": {"every_s": 1, "points": points}, "/events": [], "/checkpoints": []}
@@ -416,8 +416,8 @@ def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browse
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         page.add_init_script("const real = Date.now; Date.now = () => real() + 5 * 3600 * 1000;")
-        page.route("**/api/devices/**", lambda route: _answer(route, {"seat": "x", "jobs": [past]}))
-        page.route("**/api/devices/*/0/use*", lambda route: _answer(route, use))
+        page.route("**/api/devices/**", lambda route: _answer(route, {"device": "x", "jobs": [past]}))
+        page.route("**/api/devices/*/0/usage*", lambda route: _answer(route, use))
         seen.sign_in(admin(up))
         seen.go("#/cluster/x/0")
         expect(page.get_by_role("img", name="Busy: from 50 % to 25 %")).to_be_visible()
@@ -511,7 +511,7 @@ def _ask_now(page: Page) -> None:
 
 def _rank(rank: int, busy_s: float) -> dict[str, Any]:
     return {
-        "rank": rank, "seat": f"n/{rank}", "at": "2026-01-01T00:00:00Z", "step": 5, "step_s": 0.034,
+        "rank": rank, "device": f"n/{rank}", "at": "2026-01-01T00:00:00Z", "step": 5, "step_s": 0.034,
         "compute_s": busy_s, "data_s": 0.0, "waiting_s": 0.030 - busy_s, "communication_s": 0.004, "samples": 8,
         "planned_s": 0.010, "use": None,
     }  # fmt: skip
@@ -521,7 +521,7 @@ def _job(number: int) -> dict[str, Any]:
     return {
         "id": number, "name": f"run-{number}", "user": "ann", "state": "queued", "reason": "needs 8 x cpu, 2 free",
         "script": "train.py", "arguments": [], "devices": "8", "priority": 50, "preemptible": False,
-        "max_time_s": None, "retries": 0, "generation": 0, "seats": [], "exit_code": None,
+        "max_time_s": None, "max_restarts": 0, "generation": 0, "allocation": [], "exit_code": None,
         "created_at": "2026-01-01T00:00:00Z", "started_at": None, "ended_at": None,
         "progress": {"step": 0, "epoch": 0, "samples_per_s": 0, "step_s": 0, "metrics": {}},
     }  # fmt: skip

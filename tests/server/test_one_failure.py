@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import TimeoutError  # noqa: A004 (of the pool)
-from support.servers import House, house
+from support.servers import AppServer, app_server
 from test_controller import Clock, row, submitted, turned_until, uploaded
 
 from mimatrix.api.models import ENDED, PROTOCOL, EventKind, JobState, Report
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(90)
 SLEEPS = "import time; time.sleep(60)"
 
 
-def reported(there: House, number: int, rank: int, **more: Any) -> None:
+def reported(there: AppServer, number: int, rank: int, **more: Any) -> None:
     live = there.context.live.all()[number]
 
     body = {"protocol": PROTOCOL, "generation": live.generation, "rank": rank, "state": "training", **more}
@@ -36,7 +36,7 @@ def reported(there: House, number: int, rank: int, **more: Any) -> None:
 def test_a_stored_plan_of_huge_numbers_stops_no_other_job(tmp_path: Path) -> None:
     """H1: any worker may store a plan, and the scheduler computes with it."""
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         bad = submitted(there, "print(1)")
         turned_until(there, bad, *ENDED)
         clock.ahead_s += 60  # speeds of earlier runs are read again
@@ -49,7 +49,7 @@ def test_a_stored_plan_of_huge_numbers_stops_no_other_job(tmp_path: Path) -> Non
 
 def test_deeply_nested_groups_stop_no_other_job(tmp_path: Path) -> None:
     """H2: groups came as JSON in the environment of a submission."""
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, "print(1)")}
         nested = {**body, "environment": {"MIMATRIX_GROUPS": "[" * 4096}}
         refused = there.ask("ben", "POST", "/api/jobs", json=nested)
@@ -64,7 +64,7 @@ def test_deeply_nested_groups_stop_no_other_job(tmp_path: Path) -> None:
 
 
 def test_a_job_that_the_server_failed_keeps_its_groups_for_a_retry(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, "print(1)", devices="2", groups=[[0], [1]])
         faults = Faults(there.context)
         faults.add("schedule", number, RuntimeError("no"), Remedy.FAIL)
@@ -73,7 +73,7 @@ def test_a_job_that_the_server_failed_keeps_its_groups_for_a_retry(tmp_path: Pat
 
 
 def test_a_job_whose_groups_cannot_be_read_is_not_queued_again_without_them(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, "print(1)", devices="2", groups=[[0], [1]])
         with there.context.sessions.begin() as session:
             session.execute(text("UPDATE jobs SET groups = '[7' WHERE id = :id"), {"id": number})
@@ -85,7 +85,7 @@ def test_a_job_whose_groups_cannot_be_read_is_not_queued_again_without_them(tmp_
 
 def test_reports_that_sum_to_more_than_a_message_takes_stop_no_other_job(tmp_path: Path) -> None:
     """H3: two groups report 1e9 samples per second each, and `Progress` takes 1e9."""
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         bad = submitted(there, SLEEPS, devices="2")
         turned_until(there, bad, JobState.STARTING)
         for rank in (0, 1):
@@ -108,7 +108,7 @@ def sleeper(name: str, node: str, ranks: int, folder: Path) -> Team:
 def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None:
     """H10: as after a restored backup, or when the last commit was lost."""
 
-    with house(tmp_path, devices=2) as there:
+    with app_server(tmp_path, devices=2) as there:
         node = there.context.launcher.nodes()[0].name
         there.context.launcher.start(sleeper("job-99.1", node, 2, tmp_path))
         deadline = time.monotonic() + 30
@@ -150,7 +150,7 @@ SHORTAGES = [
 def test_a_shortage_of_a_moment_ends_no_job(tmp_path: Path, method: str, error: Exception) -> None:
     """Such a job failed, although it could start a moment later or had restarts left."""
     clock = Clock()
-    with house(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 2, error, method)) as there:
+    with app_server(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 2, error, method)) as there:
         number = submitted(there, "import sys; sys.exit('x')", max_restarts=1)
         deadline = time.monotonic() + 30
         while row(there, number).state not in ENDED:
@@ -166,7 +166,7 @@ def test_a_shortage_of_a_moment_ends_no_job(tmp_path: Path, method: str, error: 
 def test_a_start_that_fails_for_a_moment_is_tried_again_and_is_not_a_restart(tmp_path: Path, error: Exception) -> None:
     """M12: with `max_restarts` 0, the default, such a job failed for good."""
     clock = Clock()
-    with house(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 2, error)) as there:
+    with app_server(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 2, error)) as there:
         number = submitted(there, "print(1)")
         deadline = time.monotonic() + 30
         while row(there, number).state not in ENDED:
@@ -181,7 +181,7 @@ def test_a_start_that_fails_for_a_moment_is_tried_again_and_is_not_a_restart(tmp
 def test_a_clock_that_jumps_ends_no_job(tmp_path: Path) -> None:
     """M14: time limits and grace periods went by the wall clock."""
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         number = submitted(there, SLEEPS, max_time_s=600)
         turned_until(there, number, JobState.STARTING)
         clock.jumped_s = 7200
@@ -191,7 +191,7 @@ def test_a_clock_that_jumps_ends_no_job(tmp_path: Path) -> None:
 
 def test_a_clock_that_jumps_deletes_no_output(tmp_path: Path) -> None:
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         number = submitted(there, "print('hello')")
         turned_until(there, number, *ENDED)
         clock.jumped_s = 20 * 365 * 86_400
@@ -203,14 +203,14 @@ POISONS = {
     "no such devices": "UPDATE jobs SET devices = 'x y z' WHERE id = :id",
     "environment that is a list": "UPDATE jobs SET environment = '[1, 2]' WHERE id = :id",
     "arguments that are a number": "UPDATE jobs SET arguments = '7' WHERE id = :id",
-    "an archive without a name": "UPDATE jobs SET snapshot = '../..' WHERE id = :id",
-    "devices that are a number": "UPDATE jobs SET seats = '7', state = 'training', generation = 1 WHERE id = :id",
+    "an archive without a name": "UPDATE jobs SET code_archive = '../..' WHERE id = :id",
+    "devices that are a number": "UPDATE jobs SET allocation = '7', state = 'training', generation = 1 WHERE id = :id",
 }
 
 
 @pytest.mark.parametrize("poison", POISONS)
 def test_a_job_whose_stored_data_raise_stops_no_other(tmp_path: Path, poison: str) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         bad = submitted(there, "print(1)")
         with there.context.sessions.begin() as session:
             session.execute(text(POISONS[poison]), {"id": bad})
@@ -229,7 +229,7 @@ class Poison:
 
 
 def test_a_job_whose_reports_raise_stops_no_other(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         bad = submitted(there, SLEEPS)
         turned_until(there, bad, JobState.STARTING)
         there.context.live.all()[bad].record_report(0, Poison(), 0.0)  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ UNDECIDABLE = {
 @pytest.mark.parametrize("poison", UNDECIDABLE)
 def test_a_running_job_that_nothing_can_be_decided_with_fails_no_queued_job(tmp_path: Path, poison: str) -> None:
     """Each queued job was tried with the running ones, and was blamed for them."""
-    with house(tmp_path, devices=3) as there:
+    with app_server(tmp_path, devices=3) as there:
         bad, good = submitted(there, SLEEPS), submitted(there, SLEEPS, preemptible=True)
         turned_until(there, bad, JobState.STARTING)
         turned_until(there, good, JobState.STARTING)
@@ -267,7 +267,7 @@ def test_what_no_job_is_to_blame_for_fails_no_job(tmp_path: Path, monkeypatch: p
     def undecided(*_: object) -> None:
         raise ArithmeticError("no")
 
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         queued = submitted(there, "print(2)")
         with monkeypatch.context() as patch:
             patch.setattr(scheduling, "decide", undecided)
@@ -278,7 +278,7 @@ def test_what_no_job_is_to_blame_for_fails_no_job(tmp_path: Path, monkeypatch: p
 
 def test_a_fault_is_told_once_whatever_its_words(tmp_path: Path) -> None:
     """An event was new if its sentence was: after an upgrade that words it otherwise, each was told again."""
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, SLEEPS)
         for sentence in ("", "other words"):
             with there.context.sessions.begin() as session:
@@ -291,7 +291,7 @@ def test_a_fault_is_told_once_whatever_its_words(tmp_path: Path) -> None:
 
 
 def test_a_fault_that_could_not_be_recorded_is_recorded_when_it_is_raised_again(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number, faults = submitted(there, SLEEPS), Faults(there.context)
         for old, new in (("jobs", "elsewhere"), ("elsewhere", "jobs")):
             renamed(there, old, new)
@@ -302,11 +302,11 @@ def test_a_fault_that_could_not_be_recorded_is_recorded_when_it_is_raised_again(
 
 def test_a_running_job_whose_stored_data_raise_keeps_its_devices_until_it_has_ended(tmp_path: Path) -> None:
     """Its devices are known from what was allocated; otherwise another job would get them while it runs."""
-    with house(tmp_path, devices=1) as there:
+    with app_server(tmp_path, devices=1) as there:
         bad = submitted(there, SLEEPS)
         turned_until(there, bad, JobState.STARTING)
         with there.context.sessions.begin() as session:
-            session.execute(text("UPDATE jobs SET seats = '[7]' WHERE id = :id"), {"id": bad})
+            session.execute(text("UPDATE jobs SET allocation = '[7]' WHERE id = :id"), {"id": bad})
         clean = submitted(there, "print(2)")
         there.controller.reconcile()
         assert row(there, clean).state == JobState.QUEUED
@@ -316,7 +316,7 @@ def test_a_running_job_whose_stored_data_raise_keeps_its_devices_until_it_has_en
 
 
 def test_what_went_wrong_is_recorded_once_and_not_each_turn(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         bad = submitted(there, SLEEPS)
         turned_until(there, bad, JobState.STARTING)
         there.context.live.all()[bad].record_report(0, Poison(), 0.0)  # type: ignore[arg-type]
@@ -331,7 +331,7 @@ def test_what_went_wrong_is_recorded_once_and_not_each_turn(tmp_path: Path) -> N
 
 def test_a_failed_start_is_told_as_a_value_with_a_pause_that_grows(tmp_path: Path) -> None:
     clock, error = Clock(), WorldError("too many open files")
-    with house(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 3, error)) as there:
+    with app_server(tmp_path, clock=clock, wrap=lambda launcher: flaky(launcher, 3, error)) as there:
         number = submitted(there, "print(1)")
         while row(there, number).state not in ENDED:
             there.controller.reconcile()
@@ -346,7 +346,7 @@ def test_a_failed_start_is_told_as_a_value_with_a_pause_that_grows(tmp_path: Pat
 
 
 def test_teams_are_left_alone_while_the_database_cannot_be_read(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, SLEEPS)
         turned_until(there, number, JobState.STARTING)
         with there.context.sessions.begin() as session:
@@ -361,7 +361,7 @@ def test_teams_are_left_alone_while_the_database_cannot_be_read(tmp_path: Path) 
 
 def test_a_restored_database_gives_teams_new_names(tmp_path: Path) -> None:
     """A team of the lost future has the name that the job would get next, and other code."""
-    with house(tmp_path, devices=1) as there:
+    with app_server(tmp_path, devices=1) as there:
         number = submitted(there, "print('new')")
         node = there.context.launcher.nodes()[0].name
         there.context.launcher.start(sleeper(f"job-{number}.1", node, 1, tmp_path))
@@ -371,7 +371,7 @@ def test_a_restored_database_gives_teams_new_names(tmp_path: Path) -> None:
 
 
 def test_a_user_cannot_fill_the_queue_for_all(tmp_path: Path) -> None:
-    with house(tmp_path, quotas=Quotas(queued_jobs=2, code_archive_bytes=1)) as there:
+    with app_server(tmp_path, quotas=Quotas(queued_jobs=2, code_archive_bytes=1)) as there:
         for _ in range(2):
             submitted(there, "print(1)")
         body = {"name": "x", "script": "x.py", "code_archive": "0" * 64}
@@ -382,7 +382,7 @@ def test_a_user_cannot_fill_the_queue_for_all(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_does_not_touch_the_controller(tmp_path: Path) -> None:
-    with house(tmp_path, devices=1) as there:
+    with app_server(tmp_path, devices=1) as there:
         there.controller.refresh_nodes()
         body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, "print(1)")}
         assert there.ask("ben", "POST", "/api/jobs/dry-run", json=body).json()["starts"]
@@ -393,7 +393,7 @@ def test_a_dry_run_does_not_touch_the_controller(tmp_path: Path) -> None:
 def test_a_preempted_or_restarted_job_keeps_its_age(tmp_path: Path) -> None:
     """As in `simulate-queue`, and as the scheduler's state says."""
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         number = submitted(there, "import sys; sys.exit(3)", max_restarts=1)
         submitted_at = row(there, number).submitted_at
         clock.ahead_s += 100
@@ -402,15 +402,15 @@ def test_a_preempted_or_restarted_job_keeps_its_age(tmp_path: Path) -> None:
         assert row(there, number).waiting_since > submitted_at + 90
 
 
-def renamed(there: House, old: str, new: str) -> None:
+def renamed(there: AppServer, old: str, new: str) -> None:
     with there.context.sessions.begin() as session:
         session.execute(text(f"ALTER TABLE {old} RENAME TO {new}"))
 
 
 @pytest.mark.parametrize("table", ["tokens", "jobs", "audit"])
-def test_without_its_database_the_server_says_so(tmp_path: Path, table: str) -> None:
+def test_without_its_database_the_server_says_so(tmp_path: Path, table: str, caplog: pytest.LogCaptureFixture) -> None:
     """503, which clients try again, and not 500: also where the token is looked up, before any route."""
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, "print(1)")
         there.context.authenticator.clear()
         renamed(there, table, "elsewhere")
@@ -418,6 +418,7 @@ def test_without_its_database_the_server_says_so(tmp_path: Path, table: str) -> 
         renamed(there, "elsewhere", table)
         if table == "audit":
             assert refused.json()["state"] == "cancelled"
+            assert "the audit log lacks POST /api/jobs/1/cancel by ben" in caplog.text
         else:
             assert (refused.status_code, "database" in refused.json()["detail"]) == (503, True)
 
@@ -439,7 +440,7 @@ class Undeletable:
 
 def test_output_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
     clock = Clock()
-    with house(tmp_path, clock=clock, wrap=lambda inner: cast(Launcher, Undeletable(inner, "job-1.1"))) as there:
+    with app_server(tmp_path, clock=clock, wrap=lambda inner: cast(Launcher, Undeletable(inner, "job-1.1"))) as there:
         numbers = [submitted(there, f"print({number})") for number in range(3)]
         for number in numbers:
             turned_until(there, number, *ENDED)
@@ -450,11 +451,11 @@ def test_output_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
 
 def test_an_archive_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         numbers = [submitted(there, f"print({number})") for number in range(2)]
         for number in numbers:
             turned_until(there, number, *ENDED)
-        digests = sorted(row(there, number).snapshot for number in numbers)
+        digests = sorted(row(there, number).code_archive for number in numbers)
         delete = CodeArchives.delete
 
         def delete_others(self: CodeArchives, digest: str) -> None:
@@ -471,7 +472,7 @@ def test_an_archive_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkey
 
 def test_old_events_tokens_and_archives_are_deleted(tmp_path: Path) -> None:
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         number = submitted(there, "print(1)")
         waits = submitted(there, "print(2)", devices="99")
         turned_until(there, number, *ENDED)
@@ -482,5 +483,5 @@ def test_old_events_tokens_and_archives_are_deleted(tmp_path: Path) -> None:
         with there.context.sessions() as session:
             assert list(session.scalars(select(TokenRow).where(TokenRow.job == number))) == []
             archives = set(session.scalars(select(CodeArchiveRow.digest)))
-        assert archives == {row(there, waits).snapshot}
-        assert there.context.code_archives.path(row(there, number).snapshot) is None
+        assert archives == {row(there, waits).code_archive}
+        assert there.context.code_archives.path(row(there, number).code_archive) is None

@@ -31,7 +31,7 @@ SCRIPTS = Path(__file__).parents[1] / "server" / "scripts"
 
 
 @dataclass
-class House:
+class AppServer:
     """A server without a socket, and without a thread that calls `controller.reconcile()`."""
 
     context: Context
@@ -47,7 +47,7 @@ class House:
 
 
 @contextmanager
-def house(
+def app_server(
     folder: Path,
     database: str = "",
     devices: int = 4,
@@ -55,7 +55,7 @@ def house(
     wrap: Callable[[Launcher], Launcher] = lambda launcher: launcher,
     quotas: Quotas = Quotas(),
     checkpoints: str = "",
-) -> Iterator[House]:
+) -> Iterator[AppServer]:
     """Yield a server; a `clock` with a method `monotonic` gives that time, too."""
     engine, sessions = opened(database or address_in(folder))
     launcher = LocalLauncher(folder / "launcher", devices=cores(devices))
@@ -68,7 +68,7 @@ def house(
     )
     controller = Controller(context, environment)
     with TestClient(create_app(context, controller), raise_server_exceptions=False) as http:
-        found = House(context, controller, http)
+        found = AppServer(context, controller, http)
         with sessions.begin() as session:
             for name, role in (("ann", Role.ADMIN), ("ben", Role.USER), ("cho", Role.USER), ("dee", Role.VIEWER)):
                 found.secrets[name] = issue(session, name, role, clock())[1]

@@ -185,9 +185,9 @@ class Job(ApiModel):
     """The ranks of each group of hybrid mode."""
     generation: int
     """How often it was started."""
-    seats: tuple[str, ...]
+    allocation: tuple[str, ...]
     """The devices that it holds, in the order of its ranks."""
-    last_seats: tuple[str, ...] = ()
+    last_allocation: tuple[str, ...] = ()
     """The devices that it held last, if it holds none now; only in the answer for a single job."""
     has_plan: bool = False
     """Whether it has stored a plan; only in the answer for a single job."""

@@ -11,7 +11,7 @@ class Rank(ApiModel):
     """One rank of a running job, as of its last report."""
 
     rank: int
-    seat: str
+    device: str
     at: datetime
     step: int
     step_s: float
@@ -36,7 +36,7 @@ class StragglerReport(ApiModel):
     kind: str
     """`slow` or `hang`."""
     rank: int
-    seat: str
+    device: str
     cause: str
     """Of a slow rank: compute, loader, link or memory."""
     lost_s: float

@@ -271,7 +271,7 @@ def _print_jobs(found: "Sequence[Job]") -> None:
     table.add_column("step", justify="right")
     table.add_column("reason", overflow="fold")
     for job in found:
-        has = ", ".join(job.seats) if job.seats else job.devices
+        has = ", ".join(job.allocation) if job.allocation else job.devices
         step = str(job.progress.step) if job.progress.step else ""
         table.add_row(str(job.id), job.name, job.user, job.state, has, step, job.reason)
     plain_console().print(table)
@@ -281,7 +281,7 @@ def _describe(job: "Job") -> Iterator[tuple[str, str]]:
     yield "job", f"{job.id} ({job.name}) of {job.user}"
     yield "state", f"{job.state}: {job.reason}"
     yield "runs", " ".join((job.script, *job.arguments))
-    yield "devices", job.devices + (f": {', '.join(job.seats)}" if job.seats else "")
+    yield "devices", job.devices + (f": {', '.join(job.allocation)}" if job.allocation else "")
     yield "priority", str(job.priority) + (", may be preempted" if job.preemptible else "")
     if job.max_time_s:
         yield "limit", format_duration(job.max_time_s)

@@ -57,7 +57,7 @@ class NodeTracker:
 
     def _write(self, session: Session, node: NodeInfo) -> None:
         row = session.get(NodeRow, node.name) or NodeRow(name=node.name)
-        row.address, row.near, row.seen_at = node.address, node.near, self._context.clock()
+        row.address, row.rack, row.seen_at = node.address, node.rack, self._context.clock()
         row.devices = {"devices": [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]}
         session.add(row)
 
@@ -65,16 +65,16 @@ class NodeTracker:
 def slots_of_row(row: NodeRow) -> dict[str, DeviceSlot]:
     """Return the devices of a node as they were written down."""
     kinds = [str(device["kind"]) for device in row.devices["devices"]]
-    return _slots(row.name, row.near, kinds)
+    return _slots(row.name, row.rack, kinds)
 
 
 def _slots_of(node: NodeInfo) -> dict[str, DeviceSlot]:
-    return _slots(node.name, node.near, [device.kind for device in node.devices])
+    return _slots(node.name, node.rack, [device.kind for device in node.devices])
 
 
-def _slots(node: str, near: str, kinds: list[str]) -> dict[str, DeviceSlot]:
+def _slots(node: str, rack: str, kinds: list[str]) -> dict[str, DeviceSlot]:
     slots = (
-        DeviceSlot(node, number, kind, speed_of_kind(kind), near) for number, kind in enumerate(kinds[:_MAX_DEVICES])
+        DeviceSlot(node, number, kind, speed_of_kind(kind), rack) for number, kind in enumerate(kinds[:_MAX_DEVICES])
     )
     return {slot.name: slot for slot in slots}
 

@@ -48,7 +48,7 @@ def running_of(row: JobRow, slots: Mapping[str, DeviceSlot], instant: Instant) -
     """Return an active job as the scheduler sees it."""
     return Running(
         row.id,
-        tuple(slot_named(name, slots) for name in row.seats),
+        tuple(slot_named(name, slots) for name in row.allocation),
         row.user,
         row.priority,
         instant("started", row.id, row.started_at or 0.0),
@@ -62,7 +62,7 @@ def running_of(row: JobRow, slots: Mapping[str, DeviceSlot], instant: Instant) -
 def unreadable_running(session: Session, job: int, slots: Mapping[str, DeviceSlot]) -> Running:
     """Return an active job whose row cannot be used: its devices, by what was allocated, are not free."""
     held = (AllocationRow.job == job, AllocationRow.ended_at.is_(None))
-    return stopping(job, tuple(session.scalars(select(AllocationRow.seat).where(*held))), slots)
+    return stopping(job, tuple(session.scalars(select(AllocationRow.device).where(*held))), slots)
 
 
 def stopping(job: int, devices: Collection[str], slots: Mapping[str, DeviceSlot]) -> Running:

@@ -65,7 +65,7 @@ class Controller:
         with self._context.sessions() as session:
             for job in load_jobs(session, ACTIVE_STATES, lambda number: self._faults.contain("recover", number)):
                 with self._faults.contain("recover", job.id):
-                    self._context.live.begin(job.id, job.generation, job.seats)
+                    self._context.live.begin(job.id, job.generation, job.allocation)
                     self._clock.instant("started", job.id, job.started_at or 0.0)
         self._clock.trust()
         self._faults.settle()

@@ -122,7 +122,7 @@ class Retention:
     def _delete_archives(self) -> None:
         """Delete code archives that no job needs, and uploads that were cut off."""
         old_s = self._context.clock() - self._settings.code_archives_s
-        recent = select(JobRow.snapshot).where(JobRow.state.in_(_UNFINISHED) | (JobRow.ended_at >= old_s))
+        recent = select(JobRow.code_archive).where(JobRow.state.in_(_UNFINISHED) | (JobRow.ended_at >= old_s))
         old = (CodeArchiveRow.uploaded_at < old_s, CodeArchiveRow.digest.not_in(recent))
         with self._context.sessions() as session:
             digests = list(session.scalars(select(CodeArchiveRow.digest).where(*old).limit(_BATCH)))
@@ -136,7 +136,7 @@ class Retention:
 
     def _delete_archive(self, digest: str) -> None:
         """Delete one archive, unless a job that needs it was submitted meanwhile; submitting locks its row."""
-        needed = select(func.count(JobRow.id)).where(JobRow.snapshot == digest, JobRow.state.in_(_UNFINISHED))
+        needed = select(func.count(JobRow.id)).where(JobRow.code_archive == digest, JobRow.state.in_(_UNFINISHED))
         with self._context.sessions.begin() as session:
             row = session.get(CodeArchiveRow, digest, with_for_update=True)
             if row and not session.scalar(needed):

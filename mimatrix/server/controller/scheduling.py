@@ -179,7 +179,7 @@ class Scheduling:
             if isinstance(decision, Start):
                 if not state_of(row).is_waiting:
                     return
-                row.seats, row.stop_kind = [slot.name for slot in decision.devices], ""
+                row.allocation, row.stop_kind = [slot.name for slot in decision.devices], ""
                 # A restored database may know fewer generations than were started: names of teams are used once.
                 row.generation = max(row.generation, self._teams.generations.get(row.id, 0))
                 transition(session, row, JobState.STARTING, events.starting(decision.reason), now_s)

@@ -96,7 +96,7 @@ def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> boo
     if state is None or JobState(state).is_final:
         return False
     released: dict[str, Any] = {
-        "seats": [],
+        "allocation": [],
         "groups": _groups_of(session, job),
         "stop_kind": "",
         "stop_requested_at": None,
@@ -133,7 +133,8 @@ def _allocate(session: Session, job: JobRow, now_s: float) -> None:
     job.started_at, job.ended_at, job.server_error = now_s, None, ""
     job.exit_code, job.exit_cause, job.failed_rank = None, None, None
     session.add_all(
-        AllocationRow(seat=device, job=job.id, generation=job.generation, started_at=now_s) for device in job.seats
+        AllocationRow(device=device, job=job.id, generation=job.generation, started_at=now_s)
+        for device in job.allocation
     )
 
 
@@ -141,4 +142,4 @@ def _release(session: Session, job: JobRow, now_s: float) -> None:
     """Give back its devices; written so that it also works where what is stored of them cannot be read."""
     held = (AllocationRow.job == job.id, AllocationRow.ended_at.is_(None))
     session.execute(update(AllocationRow).where(*held).values(ended_at=now_s))
-    job.seats, job.stop_kind, job.stop_requested_at = [], "", None
+    job.allocation, job.stop_kind, job.stop_requested_at = [], "", None
