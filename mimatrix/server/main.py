@@ -27,6 +27,7 @@ from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.controller.reconcile import Controller
+from mimatrix.server.controller.retention import RetentionSettings
 from mimatrix.server.db.engine import DATABASE_FILE, address_in, opened
 from mimatrix.server.db.exclusive import check_local, exclusive_use
 from mimatrix.server.db.models import TokenRow
@@ -79,7 +80,9 @@ def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> 
             Authenticator(sessions, time.time),
             time.time,
         )
-        controller = Controller(context, _job_environment(settings))
+        controller = Controller(
+            context, _job_environment(settings), RetentionSettings(checkpoints_s=settings.checkpoints_s)
+        )
         controller.recover()
         _first_token(context, settings)
         _store(settings.data / ADDRESS_FILE, settings.address)

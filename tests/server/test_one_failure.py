@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import event, select, text
 from sqlalchemy.exc import TimeoutError  # noqa: A004 (of the pool)
+from sqlalchemy.orm import Session
 from support.servers import AppServer, app_server
 from test_controller import Clock, row, submitted, turned_until, uploaded
 
@@ -18,6 +19,7 @@ from mimatrix.core.errors import WorldError
 from mimatrix.launch import Launcher, Member, Team
 from mimatrix.server.controller import scheduling
 from mimatrix.server.controller.faults import Faults, Remedy
+from mimatrix.server.controller.retention import RetentionSettings
 from mimatrix.server.db.models import CodeArchiveRow, JobRow, TokenRow
 from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
@@ -468,6 +470,58 @@ def test_an_archive_that_cannot_be_deleted_keeps_no_other(tmp_path: Path, monkey
         there.controller.delete_old()
         with there.context.sessions() as session:
             assert list(session.scalars(select(CodeArchiveRow.digest))) == digests[:1]
+
+
+@pytest.mark.parametrize("kept_s", [None, 30 * 86_400.0])
+def test_checkpoints_of_jobs_that_ended_long_ago_are_deleted_if_that_is_set(
+    tmp_path: Path, kept_s: float | None
+) -> None:
+    clock, root = Clock(), tmp_path / "checkpoints"
+    retention = RetentionSettings(checkpoints_s=kept_s)
+    with app_server(tmp_path, clock=clock, checkpoints=str(root), retention=retention) as there:
+        old, again, waits = submitted(there, "print(1)"), submitted(there, "print(2)"), submitted(there, "print(3)")
+        for number in (old, again, waits):
+            turned_until(there, number, *ENDED)
+        for number in (old, again, waits):
+            (root / f"job-{number}" / "step-3").mkdir()
+        (root / f"job-{waits + 1}").mkdir()
+        assert there.ask("ben", "POST", f"/api/jobs/{waits}/retry").status_code == 200
+        saved = {"path": str(root / f"job-{old}" / "step-3"), "step": 3}
+        with there.context.sessions.begin() as session:
+            session.get_one(JobRow, old).checkpoints = [saved]
+            session.get_one(JobRow, again).ended_at = clock() + 30 * 86_400
+        clock.ahead_s += 31 * 86_400
+        there.controller.delete_old()
+        left = {folder.name for folder in root.iterdir()}
+        kept = {f"job-{number}" for number in (again, waits, waits + 1)}
+        assert left == (kept if kept_s else {*kept, f"job-{old}"})
+        told = there.ask("dee", "GET", f"/api/jobs/{old}/events").json()
+        deleted = [event["data"] for event in told if event["kind"] == EventKind.CHECKPOINTS_DELETED]
+        assert deleted == ([{"kept_s": kept_s}] if kept_s else [])
+        assert there.ask("dee", "GET", f"/api/jobs/{old}").json()["resumes_from"] == (None if kept_s else 3)
+
+
+def test_checkpoints_stay_if_their_deletion_cannot_be_written(tmp_path: Path) -> None:
+    clock, root = Clock(), tmp_path / "checkpoints"
+    retention = RetentionSettings(checkpoints_s=60.0)
+
+    def refuse(_: Session) -> None:
+        if list(root.glob(".deleted-*")):
+            raise RuntimeError("the disk is full")
+
+    with app_server(tmp_path, clock=clock, checkpoints=str(root), retention=retention) as there:
+        number = submitted(there, "print(1)")
+        turned_until(there, number, *ENDED)
+        clock.ahead_s += 120
+        event.listen(Session, "before_commit", refuse)
+        try:
+            there.controller.delete_old()
+        finally:
+            event.remove(Session, "before_commit", refuse)
+        assert [folder.name for folder in root.iterdir()] == [f"job-{number}"]
+        clock.ahead_s += 3600
+        there.controller.delete_old()
+        assert list(root.iterdir()) == []
 
 
 def test_old_events_tokens_and_archives_are_deleted(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.controller.reconcile import Controller
+from mimatrix.server.controller.retention import RetentionSettings
 from mimatrix.server.db.engine import address_in, opened
 from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
@@ -55,6 +56,7 @@ def app_server(
     wrap: Callable[[Launcher], Launcher] = lambda launcher: launcher,
     quotas: Quotas = Quotas(),
     checkpoints: str = "",
+    retention: RetentionSettings = RetentionSettings(),
 ) -> Iterator[AppServer]:
     """Yield a server; a `clock` with a method `monotonic` gives that time, too."""
     engine, sessions = opened(database or address_in(folder))
@@ -66,7 +68,7 @@ def app_server(
     environment = JobEnvironment(
         address="http://127.0.0.1:1", command=(sys.executable,), variables=variables, checkpoints=checkpoints
     )
-    controller = Controller(context, environment)
+    controller = Controller(context, environment, retention)
     with TestClient(create_app(context, controller), raise_server_exceptions=False) as http:
         found = AppServer(context, controller, http)
         with sessions.begin() as session:

@@ -69,6 +69,8 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"
     HANG = "hang"
     PLAN_CHANGED = "plan_changed"
+    CHECKPOINTS_DELETED = "checkpoints_deleted"
+    """It had ended long ago, and the server keeps checkpoints for a limited time."""
     SERVER_ERROR = "server_error"
     """The server could not handle this job in one of its stages."""
 

@@ -53,7 +53,7 @@ class Controller:
             context, self._faults, self._clock, environment.policy, self._nodes, self._teams, starter
         )
         self._stragglers = StragglerWatch(context, self._faults)
-        self._retention = Retention(context, retention, self._guard, self._log)
+        self._retention = Retention(context, environment, retention, self._guard, self._log)
         self._failing: dict[str, str] = {}
         """The stages that failed in the last turn, and how."""
 
