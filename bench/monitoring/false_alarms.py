@@ -58,7 +58,7 @@ def replay_record(record: Iterable[str]) -> list[str]:
         figures = [
             RankFigures(
                 rank=each.rank,
-                device=each.seat,
+                device=each.device,
                 at_s=each.at.timestamp(),
                 step=each.step,
                 step_s=each.step_s,

@@ -128,7 +128,7 @@ class OverviewPage(Page):
     async def _use(self) -> None:
         await self._get("/api/nodes", "/api/nodes")
         if self._is_due("use"):
-            await self._get("/api/use (day)", "/api/use?hours=24")
+            await self._get("/api/usage (day)", "/api/usage?hours=24")
 
 
 class JobPage(Page):
@@ -209,7 +209,7 @@ class CommandLineUser(Page):
         requests = (
             ("/api/jobs (all, 1,000)", "/api/jobs?limit=1000"),
             ("/api/jobs (all, 50)", "/api/jobs?limit=50"),
-            ("/api/use (week)", "/api/use?hours=168"),
+            ("/api/usage (week)", "/api/usage?hours=168"),
             ("/api/devices/NODE/N", f"/api/devices/{node}/{device}"),
             ("/api/jobs/N/history (all ranks)", f"/api/jobs/{self._jobs[0].number}/history?points=300"),
         )

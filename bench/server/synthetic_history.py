@@ -74,7 +74,7 @@ class SyntheticJob:
     ended_s: float | None = None
 
     @property
-    def seats(self) -> list[str]:
+    def devices(self) -> list[str]:
         """The devices that it has, or had."""
         return [] if self.place is None else [f"node-{self.place:02d}/{device}" for device in range(RANKS)]
 
@@ -109,7 +109,7 @@ def nodes(size: HistorySize) -> tuple[NodeInfo, ...]:
         kind = "NVIDIA H100" if node < size.running else "NVIDIA A10"
         devices = (DeviceInfo(kind, 80 << 30),) * min(RANKS, size.devices - first)
         address = f"10.0.{node // 250}.{node % 250 + 1}"
-        machines.append(NodeInfo(f"node-{node:02d}", address, devices, near=f"rack {node // 8}"))
+        machines.append(NodeInfo(f"node-{node:02d}", address, devices, rack=f"rack {node // 8}"))
     return tuple(machines)
 
 
@@ -122,7 +122,7 @@ def fill(data: Path, size: HistorySize, now_s: float) -> list[SyntheticJob]:
     with sessions.begin() as session:
         _add(session, JobRow, [_job_row(job, now_s) for job in jobs])
         _add(session, EventRow, [event for job in jobs for event in _events(job, now_s)])
-        _add(session, AllocationRow, [stint for job in jobs for stint in _stints(job)])
+        _add(session, AllocationRow, [row for job in jobs for row in _allocations(job)])
         _add(session, TokenRow, [_token(job) for job in jobs if job.started_s])
         _add(session, AuditRow, [entry for job in jobs for entry in _audit(job)])
         _add(session, UsageRow, [{"user": user, "amount": 1e6, "at": now_s} for user in USERS])
@@ -171,7 +171,7 @@ def _job_row(job: SyntheticJob, now_s: float) -> dict[str, Any]:
         "script": "train.py",
         "arguments": ["--width", "2048", "--depth", "24", "--seed", str(job.number)],
         "environment": {"WANDB_MODE": "offline", "DATA": "shared/data"},
-        "snapshot": sha256(_ARCHIVE).hexdigest(),
+        "code_archive": sha256(_ARCHIVE).hexdigest(),
         "devices": f"NVIDIA H100:{RANKS if job.started_s else 2 * RANKS}",
         "priority": 40 + job.number % 20,
         "preemptible": False,
@@ -179,7 +179,7 @@ def _job_row(job: SyntheticJob, now_s: float) -> dict[str, Any]:
         "max_restarts": 1,
         "restarts": 0,
         "generation": 1 if job.started_s else 0,
-        "seats": job.seats if job.ended_s is None else [],
+        "allocation": job.devices if job.ended_s is None else [],
         "stop_kind": "",
         "exit_code": {JobState.DONE: 0, JobState.FAILED: 1}.get(job.state),
         "created_at": job.created_s,
@@ -198,7 +198,7 @@ def _reason(job: SyntheticJob) -> str:
         JobState.QUEUED: f"needs {2 * RANKS} x NVIDIA H100, 0 of 480 free",
         JobState.TRAINING: "training",
         JobState.DONE: "all ranks ended well",
-        JobState.FAILED: f"rank 3 on {(job.seats or ['?'])[-1]} ended with exit code 1: RuntimeError: loss is not finite",
+        JobState.FAILED: f"rank 3 on {(job.devices or ['?'])[-1]} ended with exit code 1: RuntimeError: loss is not finite",
         JobState.CANCELLED: "cancelled",
     }[job.state]
 
@@ -234,10 +234,10 @@ def _events(job: SyntheticJob, now_s: float) -> Iterator[dict[str, Any]]:
         yield event(job.ended_s, job.state, _reason(job))
 
 
-def _stints(job: SyntheticJob) -> Iterator[dict[str, Any]]:
-    for seat in job.seats:
+def _allocations(job: SyntheticJob) -> Iterator[dict[str, Any]]:
+    for device in job.devices:
         yield {
-            "seat": seat,
+            "device": device,
             "job": job.number,
             "generation": 1,
             "started_at": job.started_s,

@@ -15,7 +15,7 @@ def test_a_week_leaves_in_every_tier_what_its_time_holds() -> None:
     assert [each.number for each in found] == list(range(1, 41))
     running = [each for each in found if each.started_s and each.ended_s is None]
     assert len(running) == size.running == 2
-    assert len({seat for each in running for seat in each.seats}) == 16
+    assert len({device for each in running for device in each.devices}) == 16
     # A job or two, and the cluster, at all times.
     at_once = size.running + 1
     for number, tier in enumerate(TIERS):

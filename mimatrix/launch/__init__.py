@@ -14,7 +14,7 @@ from mimatrix.launch.launcher import (
     TeamState,
 )
 from mimatrix.launch.local.launcher import LocalLauncher
-from mimatrix.launch.start_failure import StartError, StartFailure
+from mimatrix.launch.start_failure import StartError, StartFailure, is_transient
 
 if TYPE_CHECKING:
     from mimatrix.launch.local_run import RunResult, RunSpec, run_local
@@ -49,6 +49,7 @@ __all__ = [
     "Team",
     "TeamState",
     "cores",
+    "is_transient",
     "module_command",
     "parse_groups",
     "parse_memory",

@@ -26,7 +26,7 @@ class NodeInfo:
     address: str
     """The address at which the other nodes reach it."""
     devices: tuple[DeviceInfo, ...]
-    near: str = ""
+    rack: str = ""
     """Nodes with the same value are close to one another."""
 
 

@@ -111,7 +111,7 @@ def encode_node(node: NodeInfo) -> dict[str, Any]:
         {"kind": device.kind, "memory_bytes": device.memory_bytes, "variables": dict(device.variables)}
         for device in node.devices
     ]
-    return {"name": node.name, "address": node.address, "near": node.near, "devices": devices}
+    return {"name": node.name, "address": node.address, "rack": node.rack, "devices": devices}
 
 
 def decode_node(data: Mapping[str, Any]) -> NodeInfo:
@@ -120,7 +120,7 @@ def decode_node(data: Mapping[str, Any]) -> NodeInfo:
         DeviceInfo(str(device["kind"]), int(device["memory_bytes"]), decode_variables(device["variables"]))
         for device in data["devices"]
     )
-    return NodeInfo(str(data["name"]), str(data["address"]), devices, str(data["near"]))
+    return NodeInfo(str(data["name"]), str(data["address"]), devices, str(data["rack"]))
 
 
 def decode_strings(data: Any) -> tuple[str, ...]:

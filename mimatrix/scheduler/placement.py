@@ -18,7 +18,7 @@ class Choice:
 
     counts: dict[str, int]
     node: str | None
-    near: str | None
+    rack: str | None
 
 
 class FreeDevices:
@@ -28,16 +28,16 @@ class FreeDevices:
         self._devices: dict[str, dict[str, list[DeviceSlot]]] = defaultdict(lambda: defaultdict(list))
         self.counts: Counter[str] = Counter()
         """By kind."""
-        self._near_of: dict[str, str] = {}
-        self._nearby: dict[str, Counter[str]] = defaultdict(Counter)
+        self._rack_of: dict[str, str] = {}
+        self._by_rack: dict[str, Counter[str]] = defaultdict(Counter)
         self._by_shape: dict[Shape, dict[str, None]] = defaultdict(dict)
         self._shape_of: dict[str, Shape] = {}
         # Handed out from the end of each list, so that the first devices of a node go first.
         for device in sorted(free, reverse=True):
-            self._near_of[device.node] = device.near
+            self._rack_of[device.node] = device.rack
             self._devices[device.node][device.kind].append(device)
             self.counts[device.kind] += 1
-            self._nearby[device.near][device.kind] += 1
+            self._by_rack[device.rack][device.kind] += 1
         for node in sorted(self._devices):
             self._reshape(node)
 
@@ -47,11 +47,11 @@ class FreeDevices:
     def add(self, devices: Iterable[DeviceSlot]) -> None:
         """Take note that these are free now."""
         for device in devices:
-            self._near_of[device.node] = device.near
+            self._rack_of[device.node] = device.rack
             self._devices[device.node][device.kind].append(device)
             self._devices[device.node][device.kind].sort(reverse=True)
             self.counts[device.kind] += 1
-            self._nearby[device.near][device.kind] += 1
+            self._by_rack[device.rack][device.kind] += 1
             self._reshape(device.node)
 
     def take(self, devices: Iterable[DeviceSlot]) -> None:
@@ -59,7 +59,7 @@ class FreeDevices:
         for device in devices:
             self._devices[device.node][device.kind].remove(device)
             self.counts[device.kind] -= 1
-            self._nearby[device.near][device.kind] -= 1
+            self._by_rack[device.rack][device.kind] -= 1
             self._reshape(device.node)
 
     def choose(self, needs: Needs, speed_of: SpeedOf, policy: SchedulingPolicy) -> tuple[DeviceSlot, ...] | None:
@@ -68,15 +68,15 @@ class FreeDevices:
             return None
         best: tuple[float, int, str] | None = None
         found: Choice | None = None
-        for factor, counts, node, near in self._regions(policy):
+        for factor, counts, node, rack in self._regions(policy):
             chosen = chosen_of(needs, counts, speed_of)
             if chosen is None:
                 continue
             rate = factor * sum(count * speed_of(kind) for kind, count in chosen.items())
             # Of two that are as fast, the one that leaves fewer devices of its region behind.
-            rank = (-rate, sum(counts.values()) - sum(chosen.values()), node or near or "")
+            rank = (-rate, sum(counts.values()) - sum(chosen.values()), node or rack or "")
             if best is None or rank < best:
-                best, found = rank, Choice(chosen, node, near)
+                best, found = rank, Choice(chosen, node, rack)
         assert found, "all nodes together are a region, too"
         return self._picked(found)
 
@@ -85,13 +85,13 @@ class FreeDevices:
         for shape, nodes in self._by_shape.items():
             if shape:
                 yield policy.same_node, dict(shape), next(iter(nodes)), None
-        if len(self._nearby) > 1:
-            for near, counts in self._nearby.items():
-                yield policy.same_place, counts, None, near
-        yield policy.same_place if len(self._nearby) == 1 else policy.anywhere, self.counts, None, None
+        if len(self._by_rack) > 1:
+            for rack, counts in self._by_rack.items():
+                yield policy.same_place, counts, None, rack
+        yield policy.same_place if len(self._by_rack) == 1 else policy.anywhere, self.counts, None, None
 
     def _picked(self, choice: Choice) -> tuple[DeviceSlot, ...]:
-        """Pick slots on few nodes, the fullest first; ranks of one node and of near nodes follow one another."""
+        """Pick slots on few nodes, the fullest first; ranks of one node and of one rack follow one another."""
         if choice.node is not None:
             nodes = [choice.node]
         else:
@@ -99,7 +99,7 @@ class FreeDevices:
             able = {
                 node: sum(min(len(devices), wanted.get(kind, 0)) for kind, devices in kinds.items())
                 for node, kinds in self._devices.items()
-                if choice.near is None or self._near_of[node] == choice.near
+                if choice.rack is None or self._rack_of[node] == choice.rack
             }
             nodes = sorted((node for node in able if able[node]), key=lambda node: (-able[node], node))
         left, picked = dict(choice.counts), []
@@ -110,7 +110,7 @@ class FreeDevices:
                     picked += devices[-count:]
                     left[kind] -= count
         assert not any(left.values()), "counted, and then not there"
-        return tuple(sorted(picked, key=lambda device: (device.near, device.node, device.number)))
+        return tuple(sorted(picked, key=lambda device: (device.rack, device.node, device.number)))
 
     def _reshape(self, node: str) -> None:
         before = self._shape_of.get(node)

@@ -17,7 +17,7 @@ class DeviceSlot:
     kind: str = "cpu"
     speed: float = 1.0
     """Relative to other kinds, for jobs of which nothing was measured."""
-    near: str = ""
+    rack: str = ""
     """Where in the network its node is: nodes with the same word are close to one another."""
 
     @property

@@ -1,5 +1,6 @@
 """Error answers: problem+json (RFC 9457) with one sentence and the fix."""
 
+import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -11,6 +12,9 @@ from starlette.exceptions import HTTPException
 
 from mimatrix.api.models import ProblemDetails
 from mimatrix.core.errors import UserError, WorldError
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(UserError):
@@ -28,6 +32,12 @@ def problem(status: int, detail: str) -> JSONResponse:
     return JSONResponse(body.model_dump(), status, headers, media_type="application/problem+json")
 
 
+def database_unavailable(error: Exception) -> JSONResponse:
+    """Return the answer to a request that needs the database while it does not answer."""
+    logger.warning("the database does not answer (%s)", str(error).partition("\n")[0])
+    return problem(503, "the database does not answer; try again later, or see the server's log")
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of the application as a problem."""
 
@@ -36,6 +46,9 @@ def install(app: FastAPI) -> None:
 
     async def unavailable(_: Request, error: Exception) -> JSONResponse:
         return problem(503, str(error))
+
+    async def without_database(_: Request, error: Exception) -> JSONResponse:
+        return database_unavailable(error)
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -51,6 +64,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
     app.add_exception_handler(UserError, refused)
     app.add_exception_handler(WorldError, unavailable)
+    for kind in DATABASE_UNAVAILABLE:
+        app.add_exception_handler(kind, without_database)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, other)
 

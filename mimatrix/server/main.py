@@ -28,6 +28,7 @@ from mimatrix.server.context import Context
 from mimatrix.server.controller.faults import RepeatedLog
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.controller.reconcile import Controller
+from mimatrix.server.controller.retention import RetentionSettings
 from mimatrix.server.controller.start_threads import StartThreads
 from mimatrix.server.db.engine import address_in, opened
 from mimatrix.server.db.exclusive import DatabaseTakenError, check_local, exclusive_file, exclusive_use
@@ -84,7 +85,8 @@ def serve(settings: ServerSettings, launcher_in: Callable[[Path], Launcher]) -> 
             Authenticator(sessions, time.time),
             time.time,
         )
-        controller = Controller(context, _job_environment(settings), StartThreads())
+        retention = RetentionSettings(checkpoints_s=settings.checkpoints_s)
+        controller = Controller(context, _job_environment(settings), StartThreads(), retention)
         controller.recover()
         _first_token(context, settings)
         _store(settings.data / ADDRESS_FILE, settings.address)

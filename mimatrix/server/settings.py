@@ -23,6 +23,8 @@ class ServerSettings:
     """postgresql://...; empty: SQLite in the data directory."""
     checkpoints: Path | None = None
     """A directory on a file system that all nodes share; None: within the data directory."""
+    checkpoints_s: float | None = None
+    """How long checkpoints of jobs that have ended are kept; None: for good."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     insecure: bool = False

@@ -10,7 +10,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 def test_of_many_ranks_the_named_come_first_and_then_the_slowest() -> None:
     ranks = tuple(_rank(rank, 0.2 if rank == 40 else 0.1) for rank in range(64))
-    late = StragglerReport(kind="hang", rank=60, seat="n/60", cause="", lost_s=9.0, sentence="rank 60 is late")
+    late = StragglerReport(kind="hang", rank=60, device="n/60", cause="", lost_s=9.0, sentence="rank 60 is late")
     assert [each.rank for each in _select_ranks(Ranks(ranks=ranks, stragglers=(late,)))] == [60, 40, *range(14)]
     assert _select_ranks(Ranks(ranks=ranks[:16], stragglers=(late,))) == list(ranks[:16])
 
@@ -31,7 +31,7 @@ def test_groups_with_what_they_pushed() -> None:
 def _rank(rank: int, compute_s: float) -> Rank:
     return Rank(
         rank=rank,
-        seat=f"n/{rank}",
+        device=f"n/{rank}",
         at=NOW,
         step=1,
         step_s=0.3,

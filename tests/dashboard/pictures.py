@@ -17,7 +17,7 @@ sys.path.insert(0, str(TESTS))
 from playwright.sync_api import Browser  # noqa: E402
 from support.browsers import DESK, PHONE, Visit, browser, visit  # noqa: E402
 from support.clusters import node  # noqa: E402
-from support.servers import SCRIPTS, Server, server  # noqa: E402
+from support.servers import SCRIPTS, ServerProcess, server  # noqa: E402
 
 from mimatrix.api.models import JobState  # noqa: E402
 
@@ -59,13 +59,13 @@ def main() -> None:
         _shoot(chromium, up, ann, f"#/jobs/{third}", "groups", down_to=".job > .two")
 
 
-def _token(up: Server, user: str) -> str:
+def _token(up: ServerProcess, user: str) -> str:
     secret: str = json.loads(up.command("tokens", "add", user, "--role", "user", "--json").stdout)["secret"]
     return secret
 
 
 def _hand_in(
-    up: Server,
+    up: ServerProcess,
     token: str,
     name: str,
     script: Path,
@@ -89,7 +89,7 @@ def _hand_in(
 
 def _shoot(
     chromium: Browser,
-    up: Server,
+    up: ServerProcess,
     token: str,
     route: str,
     name: str,
@@ -114,11 +114,11 @@ def _shoot(
 def _cluster(first: int, other: int) -> list[dict[str, Any]]:
     """More machines than a test has, some of them busy."""
     found = [
-        node("gpu-1", 4, near="rack-a", jobs=(first,) * 4, link=(1.1e9, 1.08e9, 1.25e9)),
-        node("gpu-2", 4, near="rack-a", jobs=(first, first, None, other), link=(4.1e8, 4.3e8, 1.25e9)),
-        node("gpu-3", 4, near="rack-a"),
-        node("old-1", 8, near="rack-b", kind="V100", jobs=(other,) * 8, link=(2.1e6, 1.0e6, 1.25e8)),
-        node("old-2", 2, near="rack-b", kind="V100") | {"answers": False},
+        node("gpu-1", 4, rack="rack-a", jobs=(first,) * 4, link=(1.1e9, 1.08e9, 1.25e9)),
+        node("gpu-2", 4, rack="rack-a", jobs=(first, first, None, other), link=(4.1e8, 4.3e8, 1.25e9)),
+        node("gpu-3", 4, rack="rack-a"),
+        node("old-1", 8, rack="rack-b", kind="V100", jobs=(other,) * 8, link=(2.1e6, 1.0e6, 1.25e8)),
+        node("old-2", 2, rack="rack-b", kind="V100") | {"answers": False},
     ]
     spread = random.Random(5)
     for device in (device for each in found for device in each["devices"] if device["use"]):

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 from support.browsers import DESK, PHONE, browser, needs_browser, visit
 from support.clusters import node
-from support.servers import Server, server
+from support.servers import ServerProcess, server
 
 from mimatrix.api.models import ACTIVE, ENDED, JobState, Role, TokenCreate
 
@@ -24,7 +24,7 @@ LONG = "import time\nprint(open('note.txt').read(), flush=True)\ntime.sleep(600)
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with server(tmp_path_factory.mktemp("dashboard") / "data", devices=2) as found:
         yield found
 
@@ -35,21 +35,21 @@ def chromium() -> Iterator[Browser]:
         yield found
 
 
-def origin(up: Server) -> str:
+def origin(up: ServerProcess) -> str:
     return f"http://127.0.0.1:{up.port}"
 
 
-def admin(up: Server) -> str:
+def admin(up: ServerProcess) -> str:
     return (up.data / "token").read_text().strip()
 
 
-def token(up: Server, user: str, role: Role) -> str:
+def token(up: ServerProcess, user: str, role: Role) -> str:
     with up.client() as client:
         return client.create_token(TokenCreate(user=user, role=role)).secret
 
 
 @contextmanager
-def running(up: Server, script: str, *words: str) -> Iterator[int]:
+def running(up: ServerProcess, script: str, *words: str) -> Iterator[int]:
     """A job that has devices, and is gone afterwards."""
     number = up.submit(script, *words)
     try:
@@ -62,7 +62,7 @@ def running(up: Server, script: str, *words: str) -> Iterator[int]:
         up.until(number, lambda job: job.state in ENDED)
 
 
-def test_signing_in_and_out(up: Server, chromium: Browser) -> None:
+def test_signing_in_and_out(up: ServerProcess, chromium: Browser) -> None:
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         seen.go("")
@@ -81,7 +81,7 @@ def test_signing_in_and_out(up: Server, chromium: Browser) -> None:
         assert "token" not in page.evaluate("JSON.stringify(history.state) + location.href")
 
 
-def test_a_link_with_another_token_asks_before_it_signs_in(up: Server, chromium: Browser) -> None:
+def test_a_link_with_another_token_asks_before_it_signs_in(up: ServerProcess, chromium: Browser) -> None:
     other = token(up, "eve", Role.USER)
     with visit(chromium, origin(up)) as seen:
         page = seen.page
@@ -99,7 +99,7 @@ def test_a_link_with_another_token_asks_before_it_signs_in(up: Server, chromium:
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.wording
 def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
-    up: Server, chromium: Browser, tmp_path: Path, size: tuple[int, int]
+    up: ServerProcess, chromium: Browser, tmp_path: Path, size: tuple[int, int]
 ) -> None:
     (tmp_path / "long.py").write_text(LONG)
     (tmp_path / "note.txt").write_text("carried along in äöü " + "x" * 600)
@@ -145,7 +145,7 @@ def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
 
 
 @pytest.mark.wording
-def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium: Browser) -> None:
+def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: ServerProcess, chromium: Browser) -> None:
     with running(up, str(OURS / "watched.py"), "--devices", "2") as number, visit(chromium, origin(up)) as seen:
         page = seen.page
         up.until(number, lambda job: job.progress.step > 60)
@@ -189,7 +189,7 @@ def test_a_job_that_trains_is_watched_until_it_is_cancelled(up: Server, chromium
 
 
 @pytest.mark.long
-def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
+def test_groups_are_seen_each_for_itself(up: ServerProcess, chromium: Browser) -> None:
     with running(up, "in_groups.py", "--groups", "0/1") as number, visit(chromium, origin(up)) as seen:
         page = seen.page
         up.until(number, lambda job: job.progress.step > 20)
@@ -210,7 +210,7 @@ def test_groups_are_seen_each_for_itself(up: Server, chromium: Browser) -> None:
 
 
 @pytest.mark.wording
-def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
+def test_everybody_can_use_every_view(up: ServerProcess, chromium: Browser) -> None:
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         seen.go("")
@@ -244,9 +244,9 @@ def test_everybody_can_use_every_view(up: Server, chromium: Browser) -> None:
         assert page.evaluate("document.activeElement.id") == "main"
 
 
-def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, chromium: Browser) -> None:
+def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: ServerProcess, chromium: Browser) -> None:
     hangs = "rank 1 on n/1 has not entered all_reduce"
-    trouble = {"kind": "hang", "rank": 1, "seat": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
+    trouble = {"kind": "hang", "rank": 1, "device": "n/1", "cause": "", "lost_s": 9.0, "sentence": hangs}
     ranks = [_rank(rank, busy) for rank, busy in enumerate((0.010, 0.030, 0.011))]
     elsewhere = {"path": "/elsewhere/step-320", "step": 320, "saved_at": "2026-01-01T00:00:00Z", "bytes": 5 << 20}
     with running(up, str(OURS / "loud.py")) as number, visit(chromium, origin(up)) as seen:
@@ -287,7 +287,7 @@ def test_a_long_output_is_read_from_its_end_by_one_who_only_looks(up: Server, ch
         expect(page.get_by_text("Viewers cannot submit jobs.")).to_be_visible()
 
 
-def test_the_rank_that_failed_is_read_first_and_none_into_another(up: Server, chromium: Browser) -> None:
+def test_the_rank_that_failed_is_read_first_and_none_into_another(up: ServerProcess, chromium: Browser) -> None:
     number = up.submit(str(OURS / "broken.py"), "--devices", "2")
     up.until(number, lambda job: job.state in ENDED)
     with visit(chromium, origin(up)) as seen:
@@ -306,7 +306,7 @@ def test_the_rank_that_failed_is_read_first_and_none_into_another(up: Server, ch
         assert missed == []
 
 
-def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) -> None:
+def test_what_is_not_finite_and_what_is_too_much(up: ServerProcess, chromium: Browser) -> None:
     names = ("loss", *(f"more-{number}" for number in range(11)))
     losses = (5.0, 4.0, None, 3.0, None, None)
     points = [
@@ -317,8 +317,8 @@ def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) 
         for at, loss in enumerate(losses)
     ]  # fmt: skip
     progress = {"step": 6, "epoch": 0, "samples_per_s": 9.0, "step_s": 0.1, "metrics": {"loss": None}}
-    job = _job(1) | {"state": "training", "generation": 1, "seats": ["n/0"], "progress": progress}
-    late = {"kind": "hang", "rank": 60, "seat": "n/60", "cause": "", "lost_s": 31.0, "sentence": "rank 60 is late"}
+    job = _job(1) | {"state": "training", "generation": 1, "allocation": ["n/0"], "progress": progress}
+    late = {"kind": "hang", "rank": 60, "device": "n/60", "cause": "", "lost_s": 31.0, "sentence": "rank 60 is late"}
     ranks = [_rank(rank, 0.02 if rank == 40 else 0.01) for rank in range(64)]
     with visit(chromium, origin(up)) as seen:
         page = seen.page
@@ -350,7 +350,7 @@ def test_what_is_not_finite_and_what_is_too_much(up: Server, chromium: Browser) 
         assert seen.barriers() == []
 
 
-def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, chromium: Browser) -> None:
+def test_validations_are_curves_at_their_steps_between_the_losses(up: ServerProcess, chromium: Browser) -> None:
     def point(at: int, step: int, speed: float | None, **metrics: float | None) -> dict[str, Any]:
         return {
             "at": f"2026-01-01T00:00:{at:02}Z", "step": step, "samples_per_s": speed, "step_s": speed and 1 / speed,
@@ -366,7 +366,7 @@ def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, ch
         point(5, 14, None, test=0.25),
     ]
     progress = {"step": 14, "epoch": 2, "samples_per_s": 9.0, "step_s": 0.1, "metrics": {"loss": 2.0, "val": 2.5}}
-    job = _job(1) | {"state": "training", "generation": 1, "seats": ["n/0"], "progress": progress}
+    job = _job(1) | {"state": "training", "generation": 1, "allocation": ["n/0"], "progress": progress}
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         answers = {"": job, "/history*": {"every_s": 1, "points": points}, "/events": [], "/checkpoints": []}
@@ -384,7 +384,33 @@ def test_validations_are_curves_at_their_steps_between_the_losses(up: Server, ch
         assert seen.barriers() == []
 
 
-def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browser) -> None:
+@pytest.mark.parametrize("submitted", [[[0, 2], [1]], []], ids=["submitted", "formed"])
+def test_groups_of_an_ended_job_are_those_that_it_had(
+    up: ServerProcess, chromium: Browser, submitted: list[Any]
+) -> None:
+    """They were guessed from which ranks push: the ranks of a group need not follow one another."""
+    formed = {} if submitted else {"group": [0.0, 1.0, 0.0]}
+    times = {name: [0.1] * 3 for name in ("compute_s", "data_s", "communication_s", "waiting_s")}
+    pushes = {f"group_{name}": [5.0, 7.0, None] for name in ("pushes", "samples", "staleness", "moved_s", "waited_s")}
+    point = {
+        "at": "2026-01-01T00:00:00Z", "step": 9, "samples_per_s": 1.0, "step_s": 0.4, "predicted_step_s": None,
+        "metrics": {}, "ranks": {**times, **pushes, **formed},
+    }  # fmt: skip
+    ended = {"started_at": "2026-01-01T00:00:00Z", "ended_at": "2026-01-01T00:01:00Z", "exit_code": 0}
+    job = _job(1) | {"state": "done", "generation": 1, "groups": submitted, **ended}
+    with visit(chromium, origin(up)) as seen:
+        page = seen.page
+        answers = {"": job, "/history*": {"every_s": 1, "points": [point]}, "/events": [], "/checkpoints": []}
+        answers |= {"/ranks": {"ranks": [], "stragglers": []}, "/log*": LOG}
+        for path, content in answers.items():
+            page.route(f"**/api/jobs/1{path}", lambda route, _, content=content: _answer(route, content))
+        seen.sign_in(admin(up))
+        seen.go("#/jobs/1")
+        groups = page.get_by_role("region", name="Groups")
+        expect(groups.get_by_role("row").nth(1)).to_contain_text("0, 2")
+
+
+def test_a_device_over_the_day_by_the_servers_clock(up: ServerProcess, chromium: Browser) -> None:
     now = datetime.now(UTC)
     use = [
         {"at": (now - timedelta(hours=hours)).isoformat(), "busy": busy, "memory_bytes": (3 << 30) if busy else None}
@@ -395,8 +421,8 @@ def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browse
     with visit(chromium, origin(up)) as seen:
         page = seen.page
         page.add_init_script("const real = Date.now; Date.now = () => real() + 5 * 3600 * 1000;")
-        page.route("**/api/devices/**", lambda route: _answer(route, {"seat": "x", "jobs": [past]}))
-        page.route("**/api/devices/*/0/use*", lambda route: _answer(route, use))
+        page.route("**/api/devices/**", lambda route: _answer(route, {"device": "x", "jobs": [past]}))
+        page.route("**/api/devices/*/0/usage*", lambda route: _answer(route, use))
         seen.sign_in(admin(up))
         seen.go("#/cluster/x/0")
         expect(page.get_by_role("img", name="Busy: from 50 % to 25 %")).to_be_visible()
@@ -407,7 +433,7 @@ def test_a_device_over_the_day_by_the_servers_clock(up: Server, chromium: Browse
         assert not seen.is_wider_than_the_screen()
 
 
-def test_links_and_devices_are_drawn_with_what_they_carry(up: Server, chromium: Browser) -> None:
+def test_links_and_devices_are_drawn_with_what_they_carry(up: ServerProcess, chromium: Browser) -> None:
     nodes = [
         node("fast", 4, jobs=(7, 7, 7, 7), link=(1.12e9, 2.1e6, 1.25e9)),
         node("plain", 2, jobs=(7, 7), link=(850.0, 0.0, None)),
@@ -448,7 +474,7 @@ def test_links_and_devices_are_drawn_with_what_they_carry(up: Server, chromium: 
         assert not seen.is_wider_than_the_screen()
 
 
-def test_a_thousand_jobs_stay_where_they_are(up: Server, chromium: Browser) -> None:
+def test_a_thousand_jobs_stay_where_they_are(up: ServerProcess, chromium: Browser) -> None:
     # The higher the number, the sooner.
     jobs = [_job(number) | {"queue_position": 1001 - number} for number in range(1, 1001)]
 
@@ -490,7 +516,7 @@ def _ask_now(page: Page) -> None:
 
 def _rank(rank: int, busy_s: float) -> dict[str, Any]:
     return {
-        "rank": rank, "seat": f"n/{rank}", "at": "2026-01-01T00:00:00Z", "step": 5, "step_s": 0.034,
+        "rank": rank, "device": f"n/{rank}", "at": "2026-01-01T00:00:00Z", "step": 5, "step_s": 0.034,
         "compute_s": busy_s, "data_s": 0.0, "waiting_s": 0.030 - busy_s, "communication_s": 0.004, "samples": 8,
         "planned_s": 0.010, "use": None,
     }  # fmt: skip
@@ -500,7 +526,7 @@ def _job(number: int) -> dict[str, Any]:
     return {
         "id": number, "name": f"run-{number}", "user": "ann", "state": "queued", "reason": "needs 8 x cpu, 2 free",
         "script": "train.py", "arguments": [], "devices": "8", "priority": 50, "preemptible": False,
-        "max_time_s": None, "retries": 0, "generation": 0, "seats": [], "exit_code": None,
+        "max_time_s": None, "max_restarts": 0, "generation": 0, "allocation": [], "exit_code": None,
         "created_at": "2026-01-01T00:00:00Z", "started_at": None, "ended_at": None,
         "progress": {"step": 0, "epoch": 0, "samples_per_s": 0, "step_s": 0, "metrics": {}},
     }  # fmt: skip

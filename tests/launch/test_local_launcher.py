@@ -1,4 +1,4 @@
-"""The launcher of this machine: the contract, and what its keepers and guards promise on top of it."""
+"""The launcher of this machine: the contract, and what its supervisors and reapers promise on top of it."""
 
 import io
 import os
@@ -69,40 +69,40 @@ def record_of(ground: Ground, name: str) -> SupervisorState:
     return record
 
 
-def keeper_of(ground: Ground, name: str) -> int:
-    keeper = record_of(ground, name).supervisor
-    assert keeper
-    return keeper.pid
+def supervisor_of(ground: Ground, name: str) -> int:
+    supervisor = record_of(ground, name).supervisor
+    assert supervisor
+    return supervisor.pid
 
 
-def guard_of(ground: Ground, name: str, rank: int) -> int:
-    guard = record_of(ground, name).reapers[rank]
-    assert guard
-    return guard.pid
+def reaper_of(ground: Ground, name: str, rank: int) -> int:
+    reaper = record_of(ground, name).reapers[rank]
+    assert reaper
+    return reaper.pid
 
 
-def test_a_keeper_that_is_killed_takes_all_with_it(ground: Ground) -> None:
+def test_a_supervisor_that_is_killed_takes_all_with_it(ground: Ground) -> None:
     name = ground.start(TREE + "os.write(1, b'me %d\\n' % os.getpid())\ntime.sleep(600)", ranks=2)
     for rank in range(2):
         eventually(lambda rank=rank: "me" in ground.output(name, rank), "both members")  # type: ignore[misc]
-    pids = [*ground.pids(name, 0), *ground.pids(name, 1), guard_of(ground, name, 0), guard_of(ground, name, 1)]
+    pids = [*ground.pids(name, 0), *ground.pids(name, 1), reaper_of(ground, name, 0), reaper_of(ground, name, 1)]
     pids += [int(ground.output(name, rank).split("me ")[1].split()[0]) for rank in range(2)]
-    keeper = keeper_of(ground, name)
-    os.kill(keeper, signal.SIGKILL)
+    supervisor = supervisor_of(ground, name)
+    os.kill(supervisor, signal.SIGKILL)
     state = ground.ended(name)
     assert not any(map(runs, pids))
     assert [member.phase for member in state.members] == [Phase.LOST] * 2
-    assert state.members[0].cause == ExitCause.lost(f"its supervisor (process {keeper}) is gone")
+    assert state.members[0].cause == ExitCause.lost(f"its supervisor (process {supervisor}) is gone")
     ground.launcher.end(name)
     ground.launcher.forget(name)
     assert ground.launcher.states() == {}
 
 
-def test_a_guard_that_is_killed_takes_its_tree_with_it(ground: Ground) -> None:
+def test_a_reaper_that_is_killed_takes_its_tree_with_it(ground: Ground) -> None:
     name = ground.start(TREE + "time.sleep(600)", ranks=2, grace_s=0.2)
     ground.until_up(name, ranks=2)
     pids = [*ground.pids(name, 0), *ground.pids(name, 1)]
-    os.kill(guard_of(ground, name, 1), signal.SIGKILL)
+    os.kill(reaper_of(ground, name, 1), signal.SIGKILL)
     state = ground.ended(name)
     assert not any(map(runs, pids))
     assert state.first_failure == 1
@@ -111,15 +111,15 @@ def test_a_guard_that_is_killed_takes_its_tree_with_it(ground: Ground) -> None:
 
 
 def the_kernel_kills_the_member(ground: Ground, name: str) -> None:
-    """When its guard is killed and the keeper cannot see to it."""
-    keeper, guard = keeper_of(ground, name), guard_of(ground, name, 0)
-    member = int(subprocess.check_output(["pgrep", "-P", str(guard)], timeout=10))
-    os.kill(keeper, signal.SIGSTOP)
+    """When its reaper is killed and the supervisor cannot see to it."""
+    supervisor, reaper = supervisor_of(ground, name), reaper_of(ground, name, 0)
+    member = int(subprocess.check_output(["pgrep", "-P", str(reaper)], timeout=10))
+    os.kill(supervisor, signal.SIGSTOP)
     try:
-        os.kill(guard, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         eventually(lambda: not runs(member), "the end of the member")
     finally:
-        os.kill(keeper, signal.SIGCONT)
+        os.kill(supervisor, signal.SIGCONT)
 
 
 def test_a_member_does_not_outlive_its_guard(ground: Ground) -> None:
@@ -129,31 +129,31 @@ def test_a_member_does_not_outlive_its_guard(ground: Ground) -> None:
     assert ground.ended(name).members[0].phase == Phase.LOST
 
 
-def test_a_keeper_has_nothing_of_who_started_it(ground: Ground) -> None:
+def test_a_supervisor_has_nothing_of_who_started_it(ground: Ground) -> None:
     ours, theirs = os.pipe()
     os.set_inheritable(theirs, True)
     name = ground.start(FOREVER)
-    keeper, guard = keeper_of(ground, name), guard_of(ground, name, 0)
+    supervisor, reaper = supervisor_of(ground, name), reaper_of(ground, name, 0)
     os.close(theirs)
     assert os.read(ours, 1) == b"", "somebody else still has the other end"
     os.close(ours)
-    assert os.getsid(keeper) != os.getsid(0)
-    for pid in (keeper, guard):
+    assert os.getsid(supervisor) != os.getsid(0)
+    for pid in (supervisor, reaper):
         standard = {number: str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)}
         log = str(folder_of(ground, name).supervisor_log)
         assert standard == {0: "/dev/null", 1: log, 2: log}
 
 
-def test_no_keeper_stays_when_its_team_has_ended(ground: Ground) -> None:
+def test_no_supervisor_stays_when_its_team_has_ended(ground: Ground) -> None:
     name = ground.start("")
     ground.ended(name)
-    eventually(lambda: not runs(keeper_of(ground, name)), "the end of the keeper")
+    eventually(lambda: not runs(supervisor_of(ground, name)), "the end of the supervisor")
     assert folder_of(ground, name).supervisor_log.read_bytes() == b""
 
 
 def test_a_number_that_came_back_is_not_signalled(ground: Ground) -> None:
     name = ground.start(FOREVER)
-    os.kill(keeper_of(ground, name), signal.SIGKILL)
+    os.kill(supervisor_of(ground, name), signal.SIGKILL)
     ground.ended(name)
     with subprocess.Popen(["sleep", "60"]) as stranger:
         who = identify(stranger.pid)
@@ -200,7 +200,7 @@ def test_a_team_outlives_a_server_that_is_killed(ground: Ground) -> None:
 
 def test_a_server_that_is_killed_while_it_starts_a_team(ground: Ground) -> None:
     with serve(ground.folder) as server:
-        eventually(lambda: "mimatrix.launch.local.supervisor" in commands(str(folder_of(ground).path)), "a keeper")
+        eventually(lambda: "mimatrix.launch.local.supervisor" in commands(str(folder_of(ground).path)), "a supervisor")
         server.kill()
     assert ground.state("job-1.g0").members[0].phase in (Phase.STARTING, Phase.RUNNING)
     assert codes(ground.ended("job-1.g0")) == [0, 0]
@@ -213,7 +213,7 @@ def commands(word: str) -> str:
 
 
 def leave_an_order(ground: Ground, code: str = "print('late')") -> TeamFolder:
-    """As a launcher does that is killed before it starts a keeper."""
+    """As a launcher does that is killed before it starts a supervisor."""
     folder = folder_of(ground)
     local_launcher._write(folder, build_spec(ground.team(code), ground.launcher.nodes()[0]))
     return folder
@@ -232,7 +232,7 @@ def test_an_order_that_nobody_took_is_lost_after_a_while(ground: Ground) -> None
     assert state.members[0].phase == Phase.LOST
     assert state.members[0].cause == ExitCause.lost("its launcher was gone before a supervisor claimed it")
     local_launcher._start_supervisor(folder)
-    assert ground.state("job-1.g0") == state, "a keeper that comes late changes nothing"
+    assert ground.state("job-1.g0") == state, "a supervisor that comes late changes nothing"
     assert not folder.work.exists()
     ground.launcher.forget("job-1.g0")
     assert ground.launcher.states() == {}
@@ -259,7 +259,7 @@ def test_a_team_is_ended_while_its_archive_is_unpacked(ground: Ground) -> None:
     local_launcher._write(folder, replace(order, archive=str(pipe)))
     starter = threading.Thread(target=local_launcher._start_supervisor, args=(folder,))
     starter.start()
-    eventually(folder.read_state, "a keeper")
+    eventually(folder.read_state, "a supervisor")
     assert ground.state("job-1.g0").members == (MemberState(Phase.STARTING),) * 2
     ground.launcher.end("job-1.g0")
     state = ground.ended("job-1.g0")
@@ -280,7 +280,7 @@ def test_two_who_start_a_team_start_it_once(ground: Ground) -> None:
     assert [path.name for path in folder_of(ground).path.parent.iterdir()] == ["job-1.g0"]
 
 
-def test_a_keeper_that_cannot_start_is_an_error(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_cannot_start_is_an_error(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorldError, match="its supervisor ended at once"):
         ground.start("")
@@ -290,7 +290,7 @@ def test_a_keeper_that_cannot_start_is_an_error(ground: Ground, monkeypatch: pyt
     assert ground.launcher.states() == {}
 
 
-def test_a_keeper_that_hangs_is_given_up(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_hangs_is_given_up(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = ground.folder / "lazy"
     lazy.write_text("#!/bin/sh\nexec sleep 60\n")
     lazy.chmod(0o755)
@@ -434,9 +434,9 @@ def test_what_cannot_be_read_is_lost(ground: Ground) -> None:
 
 
 def test_members_are_lost_when_their_guards_are_gone_too() -> None:
-    keeper, alive, gone = ProcessId(1, 1), ProcessId(2, 2), ProcessId(3, 3)
+    supervisor, alive, gone = ProcessId(1, 1), ProcessId(2, 2), ProcessId(3, 3)
     running, done = MemberState(Phase.RUNNING), MemberState(Phase.EXITED, ExitCause.from_returncode(0))
-    record = SupervisorState(TeamState((running, running, done, running), 2), keeper, (alive, gone, gone))
+    record = SupervisorState(TeamState((running, running, done, running), 2), supervisor, (alive, gone, gone))
     lost = MemberState(Phase.LOST, ExitCause.lost("its supervisor (process 1) is gone"))
     assert judge(record, {alive}.__contains__) == TeamState((running, lost, done, lost), 2)
 

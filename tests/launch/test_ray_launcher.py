@@ -112,7 +112,7 @@ def pids(ground: Ground, team: Team) -> list[int]:
 
 def test_nodes_are_what_ray_and_labels_say(shared: RayLauncher) -> None:
     nodes = {node.name: node for node in shared.nodes()}
-    assert {name: (node.address, node.near) for name, node in nodes.items()} == {
+    assert {name: (node.address, node.rack) for name, node in nodes.items()} == {
         "left": ("127.0.0.2", "rack-1"),
         "middle": ("127.0.0.3", "rack-2"),
         "right": ("127.0.0.4", "rack-2"),
@@ -352,17 +352,17 @@ def _children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_keeper_that_is_killed_takes_its_part_with_it(ground: Ground, cluster: RayCluster) -> None:
+def test_an_agent_that_is_killed_takes_its_part_with_it(ground: Ground, cluster: RayCluster) -> None:
     team = spread(ground, PID + DEAF, grace_s=0.5)
     ground.launcher.start(team)
     members = pids(ground, team)
-    for keeper in cluster.agents("right"):
-        os.kill(keeper, signal.SIGKILL)
+    for agent in cluster.agents("right"):
+        os.kill(agent, signal.SIGKILL)
     state = ground.ended(team.name)
     assert state.first_failure == 1
     assert codes(state) == [-signal.SIGKILL] * 4
     assert not any(map(runs, members))
-    eventually(lambda: len(ground.launcher.nodes()) == 3, "another keeper")
+    eventually(lambda: len(ground.launcher.nodes()) == 3, "another agent")
     assert "pid" in ground.output(team.name, 1)
 
 

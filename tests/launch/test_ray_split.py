@@ -115,7 +115,7 @@ def test_a_silent_node_is_as_it_was() -> None:
     assert judged(before, NodeReports(parts={"a": part(UP)})) == before
 
 
-def test_a_node_that_forgot_and_one_whose_keeper_was_gone() -> None:
+def test_a_node_that_forgot_and_one_whose_agent_was_gone() -> None:
     found = judged(record(), NodeReports(parts={"a": None, "b": part(UP, UP)}))
     assert found.members[1] == MemberState(Phase.LOST, ExitCause.lost("node n0 does not know it any more"))
     assert found.state.first_failure == 1
@@ -163,12 +163,12 @@ def test_devices_of_a_node() -> None:
     assert node_info(raylet({"CPU": 2}), ()).devices[0].memory_bytes == 4 << 30
     seen = (DeviceInfo("NVIDIA A40", 48 << 30, {"CUDA_VISIBLE_DEVICES": "GPU-1"}),)
     assert node_info(raylet({"CPU": 8, "GPU": 1}), seen).devices == seen
-    told = node_info(raylet({"GPU": 2}, {"ray.io/accelerator-type": "A100", "mimatrix.near": "r1"}), ())
+    told = node_info(raylet({"GPU": 2}, {"ray.io/accelerator-type": "A100", "mimatrix.rack": "r1"}), ())
     assert [(each.kind, dict(each.variables)) for each in told.devices] == [
         ("A100", {"CUDA_VISIBLE_DEVICES": "0"}),
         ("A100", {"CUDA_VISIBLE_DEVICES": "1"}),
     ]
-    assert told.near == "r1"
+    assert told.rack == "r1"
     played = node_info(raylet({"CPU": 8}, {"mimatrix.kind": "v100", "mimatrix.devices": "2"}), seen)
     assert [each.kind for each in played.devices] == ["v100"] * 2
     assert node_info(raylet({}), ()).devices == ()

@@ -1,4 +1,4 @@
-"""What a keeper concludes from what it hears; no process runs here."""
+"""What a supervisor concludes from what it hears; no process runs here."""
 
 import signal
 from dataclasses import replace

@@ -95,7 +95,7 @@ def trace_of(seed: int) -> Trace:
         for number in range(60)
     ]
     fast = {"node": "f", "kind": "fast", "count": 4, "speed": 2}
-    slow = {"node": "s", "kind": "slow", "count": 4, "near": "x"}
+    slow = {"node": "s", "kind": "slow", "count": 4, "rack": "x"}
     return Trace.from_text(json.dumps({"devices": [fast, slow], "jobs": jobs}))
 
 

@@ -33,8 +33,8 @@ SPEEDS = {"a100": 4.0, "v100": 2.0, "RTX 3090": 1.5}
 WISHES = ("1", "2", "3", "a100:1", "v100:2", "a100:1,v100:1", "3090:1,2", "2..4", "a100:1..3", "all", "a100:1,1..2")
 
 
-def device(node: str, number: int, kind: str = "a100", near: str = "") -> DeviceSlot:
-    return DeviceSlot(node, number, kind, SPEEDS[kind], near)
+def device(node: str, number: int, kind: str = "a100", rack: str = "") -> DeviceSlot:
+    return DeviceSlot(node, number, kind, SPEEDS[kind], rack)
 
 
 @st.composite
@@ -196,7 +196,7 @@ def test_near_nodes_before_far_ones() -> None:
     devices = [DeviceSlot(f"n{number}", 0, "gpu", 1.0, f"rack-{number % 2}") for number in range(6)]
     found = only(State(tuple(devices), (job(1, "3"),)))
     assert isinstance(found, Start)
-    assert len({each.near for each in found.devices}) == 1
+    assert len({each.rack for each in found.devices}) == 1
 
 
 def test_measured_speeds_count_more_than_kinds() -> None:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.hostile import processes_with
 from support.ray_clusters import RayCluster, ray_cluster
-from support.servers import Server, end_all
+from support.servers import ServerProcess, end_all
 
 from mimatrix.api.models import ENDED, JobState
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 def supervisors(folder: Path, times: int, chance: random.Random) -> list[str]:
     """Kill supervisors, one after the other."""
-    up = Server(folder / "data", devices=3).start()
+    up = ServerProcess(folder / "data", devices=3).start()
     numbers: list[int] = []
     try:
         for kill in range(times):
@@ -69,7 +69,7 @@ def supervisors(folder: Path, times: int, chance: random.Random) -> list[str]:
     return wrong + [f"process {pid} is left" for pid in processes_with(str(up.data))]
 
 
-class RayServer(Server):
+class RayServer(ServerProcess):
     """`mimatrix up` on a Ray cluster, whose nodes say what devices there are."""
 
     def __init__(self, data: Path, address: str) -> None:
@@ -94,7 +94,7 @@ def agents(folder: Path, times: int, chance: random.Random) -> list[str]:
     return wrong
 
 
-def kill_agents(up: Server, ray: RayCluster, times: int, chance: random.Random) -> list[str]:
+def kill_agents(up: ServerProcess, ray: RayCluster, times: int, chance: random.Random) -> list[str]:
     """Keep jobs of three kinds running while agents are killed; return what is wrong with them."""
     kinds = {"spread": ("cpu:2", 2, 30), "restartable": ("a40:1", 1, 30), "single": ("a40:1", 1, 0)}
     numbers: dict[int, str] = {}
@@ -137,7 +137,7 @@ def kill_agents(up: Server, ray: RayCluster, times: int, chance: random.Random) 
     return wrong
 
 
-def left_on(ray: RayCluster, up: Server, within_s: float) -> list[int]:
+def left_on(ray: RayCluster, up: ServerProcess, within_s: float) -> list[int]:
     """Return processes of jobs that are still there after a while: supervisors, reapers and members."""
     deadline = time.monotonic() + within_s
     while True:
@@ -165,7 +165,7 @@ def disks(folder: Path, times: int, chance: random.Random) -> list[str]:
         mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "mimatrix-faults", str(place)]
         subprocess.run(mount, check=True, timeout=10)
     wrong: list[str] = []
-    up = Server(data, "--checkpoints", str(checkpoints), devices=3)
+    up = ServerProcess(data, "--checkpoints", str(checkpoints), devices=3)
     try:
         up.start()
         for name, place in mounts.items():
@@ -194,7 +194,7 @@ def disks(folder: Path, times: int, chance: random.Random) -> list[str]:
 def restore(folder: Path, times: int, chance: random.Random) -> list[str]:
     """Go back to an older copy of the database."""
     del times, chance
-    up = Server(folder / "data", devices=2).start()
+    up = ServerProcess(folder / "data", devices=2).start()
     try:
         known = [up.submit("exclusive.py", "--", "12"), up.submit("exclusive.py", "--", "3")]
         for number in known:
@@ -223,12 +223,12 @@ def restore(folder: Path, times: int, chance: random.Random) -> list[str]:
     return wrong
 
 
-def has_ended(up: Server, number: int) -> bool:
+def has_ended(up: ServerProcess, number: int) -> bool:
     with up.client() as client:
         return client.job(number).state in ENDED
 
 
-def finish(up: Server, numbers: list[int]) -> list[str]:
+def finish(up: ServerProcess, numbers: list[int]) -> list[str]:
     """Wait until all jobs have ended; return what is wrong with them."""
     wrong = []
     for number in numbers:
@@ -240,7 +240,7 @@ def finish(up: Server, numbers: list[int]) -> list[str]:
     return wrong
 
 
-def supervisors_of(up: Server) -> list[int]:
+def supervisors_of(up: ServerProcess) -> list[int]:
     """Return the supervisors of this server's teams."""
     return sorted(pid for pid in processes_with(str(up.data)) if SUPERVISOR in command_of(pid))
 

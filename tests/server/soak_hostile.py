@@ -32,7 +32,7 @@ from support.hostile import (
     used_by,
     visit,
 )
-from support.servers import Server, end_all
+from support.servers import ServerProcess, end_all
 
 from mimatrix.api.models import ENDED, JobState
 
@@ -48,7 +48,7 @@ def main() -> None:
     wanted = parser.parse_args()
     chance = random.Random(wanted.seed)
     with tempfile.TemporaryDirectory(prefix="mimatrix-hostile-") as folder:
-        up = Server(Path(folder) / "data", devices=7).start()
+        up = ServerProcess(Path(folder) / "data", devices=7).start()
         try:
             result = besiege(up, wanted.seconds, chance)
         finally:
@@ -58,7 +58,7 @@ def main() -> None:
     sys.exit(bool(result["wrong"]))
 
 
-def besiege(up: Server, seconds: float, chance: random.Random) -> dict[str, Any]:
+def besiege(up: ServerProcess, seconds: float, chance: random.Random) -> dict[str, Any]:
     """Run the jobs under attack; return what was sent and what was wrong."""
     steps = str(int((seconds + 60) / 0.1))  # longer than the attack
     plain = up.submit("training.py", "--", steps, "0")
@@ -88,21 +88,23 @@ def besiege(up: Server, seconds: float, chance: random.Random) -> dict[str, Any]
     return {"seconds": seconds, "sent": dict(sent), "grown": grown, "steps": len(losses[0]), "wrong": wrong}
 
 
-def our_processes(up: Server) -> dict[int, str]:
+def our_processes(up: ServerProcess) -> dict[int, str]:
     """Return the server's processes and those of its jobs, with their command lines."""
     assert up.process
     found = descendants({up.process.pid}) | processes_with(str(up.data))
     return {one.pid: one.command for one in listeners_of(found)}
 
 
-def targets(up: Server) -> list[OpenSocket]:
+def targets(up: ServerProcess) -> list[OpenSocket]:
     """Return the sockets of ours: all of processes that have only such, and the Unix sockets of workers."""
     assert up.process
     found = listeners_of(descendants({up.process.pid}) | processes_with(str(up.data)))
     return [one for one in found if one.path or any(word in one.command for word in OURS)]
 
 
-def attack(up: Server, job: int, seconds: float, chance: random.Random) -> tuple[Counter[str], list[socket.socket]]:
+def attack(
+    up: ServerProcess, job: int, seconds: float, chance: random.Random
+) -> tuple[Counter[str], list[socket.socket]]:
     """Visit all sockets at random; return how many visits each kind had, and connections that stay silent."""
     secret = (up.data / "token").read_text().strip()
     samples = [*sample_requests(secret, job), *sample_requests("nobody", job)]
@@ -122,7 +124,7 @@ def attack(up: Server, job: int, seconds: float, chance: random.Random) -> tuple
     return sent, silent
 
 
-def read_losses(up: Server, number: int) -> dict[str, float]:
+def read_losses(up: ServerProcess, number: int) -> dict[str, float]:
     """Return the loss of each step of a job."""
     return dict(json.loads((up.data / "checkpoints" / f"job-{number}.losses").read_text()))
 

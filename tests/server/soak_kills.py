@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.servers import Server, end_all
+from support.servers import ServerProcess, end_all
 
 from mimatrix.api.models import ENDED, JobState, Submission
 
@@ -28,7 +28,7 @@ def main() -> None:
     chance = random.Random(wanted.seed)
     began, wrong, done = time.monotonic(), [], 0
     with tempfile.TemporaryDirectory(prefix="mimatrix-soak-") as folder:
-        up = Server(Path(folder) / "data", devices=3).start()
+        up = ServerProcess(Path(folder) / "data", devices=3).start()
         numbers: list[int] = []
         try:
             for kill in range(wanted.kills):
@@ -49,7 +49,7 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
-def submit(up: Server, numbers: list[int], chance: random.Random) -> None:
+def submit(up: ServerProcess, numbers: list[int], chance: random.Random) -> None:
     """Up to four that wait or run: three have devices. The first goes by the command, the others copy it."""
     if not numbers:
         numbers.append(up.submit("patient.py", "--", "5"))
@@ -61,7 +61,7 @@ def submit(up: Server, numbers: list[int], chance: random.Random) -> None:
             numbers.append(client.submit(job).id)
 
 
-def objections(up: Server, number: int, state: JobState) -> list[str]:
+def objections(up: ServerProcess, number: int, state: JobState) -> list[str]:
     """What is not as it should be."""
     found = []
     with up.client() as client:

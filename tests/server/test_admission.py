@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import uvicorn
 from sqlalchemy import func, select
-from support.servers import House, house
+from support.servers import AppServer, app_server
 
 from mimatrix.server.db.models import AuditRow
 from mimatrix.server.web.limits import BodyLimits
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[House]:
-    with house(tmp_path) as found:
+def there(tmp_path: Path) -> Iterator[AppServer]:
+    with app_server(tmp_path) as found:
         yield found
 
 
@@ -49,14 +49,14 @@ def begun(port: int, token: str, size: int, path: str = "/api/jobs") -> socket.s
     return wire
 
 
-def audited(there: House) -> int:
+def audited(there: AppServer) -> int:
     with there.context.sessions() as session:
         return session.scalar(select(func.count(AuditRow.id))) or 0
 
 
 @pytest.mark.parametrize("token", ["", "mm_guessed"])
 @pytest.mark.wording
-def test_an_unknown_token_is_refused_before_the_body_is_there(there: House, token: str) -> None:
+def test_an_unknown_token_is_refused_before_the_body_is_there(there: AppServer, token: str) -> None:
     with served(there.http.app) as port, closing(begun(port, token, 4 << 20)) as wire:
         answer = b""
         while part := wire.recv(1000):
@@ -65,7 +65,7 @@ def test_an_unknown_token_is_refused_before_the_body_is_there(there: House, toke
         assert b"MIMATRIX_TOKEN" in answer
 
 
-def test_requests_without_a_known_token_write_no_audit_rows(there: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_without_a_known_token_write_no_audit_rows(there: AppServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="mimatrix"):
         for _ in range(30):
             assert there.http.post("/api/jobs", json={}).status_code == 401
@@ -80,7 +80,7 @@ def test_requests_without_a_known_token_write_no_audit_rows(there: House, caplog
     assert audited(there) == 1
 
 
-def test_requests_without_a_known_token_are_a_metric(there: House) -> None:
+def test_requests_without_a_known_token_are_a_metric(there: AppServer) -> None:
     there.http.get("/api/jobs")
     assert "mimatrix_unauthenticated_requests_total 1.0" in there.ask("dee", "GET", "/metrics").text
 
@@ -115,7 +115,7 @@ def test_a_body_that_comes_in_time_is_taken() -> None:
 
 
 @pytest.mark.wording
-def test_the_server_is_not_ready_while_its_controller_stands_still(there: House) -> None:
+def test_the_server_is_not_ready_while_its_controller_stands_still(there: AppServer) -> None:
     assert there.http.get("/readyz").status_code == 200
     there.context.controller_turned_at_s -= 31
     answer = there.http.get("/readyz")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.databases import database, postgresql
 from support.documents import plan, profile
-from support.servers import House, house
+from support.servers import AppServer, app_server
 
 from mimatrix.api.models import PROTOCOL, EventKind, JobState, Role
 from mimatrix.server.auth.tokens import issue
@@ -27,33 +27,33 @@ JOB: dict[str, Any] = {"name": "x", "script": "x.py", "code_archive": DIGEST}
 
 
 @pytest.fixture
-def there(tmp_path: Path, database: str) -> Iterator[House]:
-    with house(tmp_path, database) as found:
+def there(tmp_path: Path, database: str) -> Iterator[AppServer]:
+    with app_server(tmp_path, database) as found:
         assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
-def submitted(there: House, who: str = "ben", **more: Any) -> int:
+def submitted(there: AppServer, who: str = "ben", **more: Any) -> int:
     answer = there.ask(who, "POST", "/api/jobs", json={**JOB, **more})
     assert answer.status_code == 201, answer.text
     number: int = answer.json()["id"]
     return number
 
 
-def worker(there: House, number: int, seats: tuple[str, ...] = ("n/0", "n/1")) -> dict[str, str]:
+def worker(there: AppServer, number: int, devices: tuple[str, ...] = ("n/0", "n/1")) -> dict[str, str]:
     """The token of a worker of a job that runs."""
     with there.context.sessions.begin() as session:
         job = session.get_one(JobRow, number)
-        job.seats = list(seats)
+        job.allocation = list(devices)
         transition(session, job, JobState.STARTING, TESTED, 1.0)
         _, secret = issue(session, "ben", Role.WORKER, 1.0, number)
-    there.context.live.begin(number, 1, seats)
+    there.context.live.begin(number, 1, devices)
     there.secrets[f"worker-{number}"] = secret
     return {"Authorization": f"Bearer {secret}"}
 
 
 @pytest.mark.wording
-def test_a_job_is_handed_in_seen_and_cancelled(there: House) -> None:
+def test_a_job_is_handed_in_seen_and_cancelled(there: AppServer) -> None:
     number = submitted(there, devices="2..4", priority=70)
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
     assert (found["state"], found["user"], found["devices"], found["priority"]) == ("queued", "ben", "2..4", 70)
@@ -65,7 +65,7 @@ def test_a_job_is_handed_in_seen_and_cancelled(there: House) -> None:
     assert reasons == ["submitted by ben", "priority 10, by ben", "cancelled by ben", "requeued by ben"]
 
 
-def test_a_submission_that_is_repeated_with_its_key_is_one_job(there: House) -> None:
+def test_a_submission_that_is_repeated_with_its_key_is_one_job(there: AppServer) -> None:
     first = submitted(there, key="once")
     assert submitted(there, key="once") == first
     assert submitted(there, key="twice") != first
@@ -73,7 +73,7 @@ def test_a_submission_that_is_repeated_with_its_key_is_one_job(there: House) -> 
     assert submitted(there) != submitted(there)
 
 
-def test_pages_of_jobs(there: House) -> None:
+def test_pages_of_jobs(there: AppServer) -> None:
     numbers = [submitted(there, who) for who in ("ben", "cho", "ben", "ben", "cho")]
     first = there.ask("ben", "GET", "/api/jobs?limit=3").json()
     assert [job["id"] for job in first["jobs"]] == numbers[:1:-1]
@@ -87,7 +87,7 @@ def test_pages_of_jobs(there: House) -> None:
     assert there.ask("ben", "GET", "/api/jobs?state=done").json()["jobs"] == []
 
 
-def test_the_page_of_the_interface_has_it_all_and_asks_nobody_else(there: House) -> None:
+def test_the_page_of_the_interface_has_it_all_and_asks_nobody_else(there: AppServer) -> None:
     answer = there.http.get("/docs")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
@@ -108,13 +108,13 @@ def test_the_page_of_the_interface_has_it_all_and_asks_nobody_else(there: House)
 @pytest.mark.parametrize(
     ("asked", "kept"), [("1,1,1", "3"), ("a100:1,A100:2..4,v100:1", "a100:3..5,v100:1"), ("1,cpu:1,2", "3,cpu:1")]
 )
-def test_the_same_kind_asked_for_again_is_merged(there: House, asked: str, kept: str) -> None:
+def test_the_same_kind_asked_for_again_is_merged(there: AppServer, asked: str, kept: str) -> None:
     number = submitted(there, devices=asked)
     assert there.ask("ben", "GET", f"/api/jobs/{number}").json()["devices"] == kept
 
 
 @pytest.mark.wording
-def test_merged_devices_have_a_most_too(there: House) -> None:
+def test_merged_devices_have_a_most_too(there: AppServer) -> None:
     answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, "devices": "65536,65536"})
     assert answer.status_code == 422
     assert "names no devices" in answer.json()["detail"]
@@ -154,9 +154,9 @@ ROUTES: dict[tuple[str, str], set[str]] = {
     ("GET", "/api/jobs/{number}/history"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/jobs/{number}/plan"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/jobs/{number}/checkpoints"): {"admin", "user", "viewer", "other"},
-    ("GET", "/api/use"): {"admin", "user", "viewer", "other"},
+    ("GET", "/api/usage"): {"admin", "user", "viewer", "other"},
     ("GET", "/api/devices/{node}/{number}"): {"admin", "user", "viewer", "other"},
-    ("GET", "/api/devices/{node}/{number}/use"): {"admin", "user", "viewer", "other"},
+    ("GET", "/api/devices/{node}/{number}/usage"): {"admin", "user", "viewer", "other"},
     ("PATCH", "/api/jobs/{number}"): {"admin", "user"},
     ("POST", "/api/jobs/{number}/cancel"): {"admin", "user"},
     ("POST", "/api/jobs/{number}/retry"): {"admin", "user"},
@@ -185,7 +185,7 @@ BODIES: dict[str, Any] = {
 }
 
 
-def test_every_route_is_in_the_matrix(there: House) -> None:
+def test_every_route_is_in_the_matrix(there: AppServer) -> None:
     app: Any = there.http.app
     # Newer versions of FastAPI keep the routes of an included router within one entry.
     routes = [inner for route in app.routes for inner in getattr(route, "routes", [route])]
@@ -195,7 +195,7 @@ def test_every_route_is_in_the_matrix(there: House) -> None:
     assert found == set(ROUTES)
 
 
-def test_who_may_do_what(there: House) -> None:
+def test_who_may_do_what(there: AppServer) -> None:
     for (method, path), allowed in ROUTES.items():
         for role, bearer in BEARERS.items():
             number, another = submitted(there), submitted(there)
@@ -223,7 +223,7 @@ def test_who_may_do_what(there: House) -> None:
 
 
 @pytest.mark.wording
-def test_a_worker_has_no_business_with_another_job(there: House) -> None:
+def test_a_worker_has_no_business_with_another_job(there: AppServer) -> None:
     mine, other = submitted(there), submitted(there)
     worker(there, mine)
     worker(there, other)
@@ -245,7 +245,7 @@ def test_a_worker_has_no_business_with_another_job(there: House) -> None:
     ],
 )
 @pytest.mark.wording
-def test_reports_that_are_refused(there: House, change: dict[str, Any], status: int, sentence: str) -> None:
+def test_reports_that_are_refused(there: AppServer, change: dict[str, Any], status: int, sentence: str) -> None:
     number = submitted(there)
     worker(there, number)
     body = {"protocol": PROTOCOL, "generation": 1, "rank": 0, "state": "training", **change}
@@ -255,7 +255,7 @@ def test_reports_that_are_refused(there: House, change: dict[str, Any], status: 
     assert sentence in answer.json()["detail"]
 
 
-def test_joining_gives_the_place_of_rank_0(there: House) -> None:
+def test_joining_gives_the_place_of_rank_0(there: AppServer) -> None:
     number = submitted(there)
     worker(there, number, ("a/0", "b/0", "b/1"))
     path, say = f"/api/jobs/{number}/join", {"protocol": PROTOCOL, "generation": 1}
@@ -284,13 +284,13 @@ def test_joining_gives_the_place_of_rank_0(there: House) -> None:
     ],
 )
 @pytest.mark.wording
-def test_bad_jobs_get_one_sentence(there: House, change: dict[str, Any], sentence: str) -> None:
+def test_bad_jobs_get_one_sentence(there: AppServer, change: dict[str, Any], sentence: str) -> None:
     answer = there.ask("ben", "POST", "/api/jobs", json={**JOB, **change})
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith(sentence)
 
 
-def test_bodies_are_bounded_and_must_be_json(there: House) -> None:
+def test_bodies_are_bounded_and_must_be_json(there: AppServer) -> None:
     number = submitted(there)
     worker(there, number)
     path = f"/api/jobs/{number}/report"
@@ -303,7 +303,7 @@ def test_bodies_are_bounded_and_must_be_json(there: House) -> None:
 
 
 @pytest.mark.wording
-def test_an_archive_must_be_what_it_says(there: House) -> None:
+def test_an_archive_must_be_what_it_says(there: AppServer) -> None:
     assert there.ask("ben", "PUT", f"/api/code-archives/{'1' * 64}", content=b"other").status_code == 422
     assert there.ask("ben", "HEAD", f"/api/code-archives/{'1' * 64}").status_code == 404
     assert there.ask("ben", "PUT", "/api/code-archives/..%2f..%2fetc", content=b"x").status_code in (404, 422)
@@ -313,7 +313,7 @@ def test_an_archive_must_be_what_it_says(there: House) -> None:
 
 
 @pytest.mark.wording
-def test_guessing_is_stopped(there: House) -> None:
+def test_guessing_is_stopped(there: AppServer) -> None:
     for _ in range(10):
         assert there.http.get("/api/jobs", headers={"Authorization": "Bearer wrong"}).status_code == 401
     answer = there.http.get("/api/jobs", headers={"Authorization": "Bearer wrong"})
@@ -321,14 +321,14 @@ def test_guessing_is_stopped(there: House) -> None:
     assert answer.json()["detail"].endswith("try again in a minute")
 
 
-def test_who_guesses_does_not_lock_others_out(there: House) -> None:
+def test_who_guesses_does_not_lock_others_out(there: AppServer) -> None:
     for _ in range(12):
         there.http.get("/api/jobs", headers={"Authorization": "Bearer wrong"})
     there.context.authenticator.clear()
     assert there.ask("ben", "GET", "/api/jobs").status_code == 200
 
 
-def test_a_token_that_was_ended_lets_nobody_in(there: House) -> None:
+def test_a_token_that_was_ended_lets_nobody_in(there: AppServer) -> None:
     made = there.ask("ann", "POST", "/api/tokens", json={"user": "eve", "role": "user"}).json()
     there.secrets["eve"] = made["secret"]
     assert there.ask("eve", "GET", "/api/jobs").status_code == 200
@@ -339,7 +339,7 @@ def test_a_token_that_was_ended_lets_nobody_in(there: House) -> None:
     assert not any(token["secret"] for token in listed)
 
 
-def test_changes_are_written_down_and_secrets_are_not(there: House) -> None:
+def test_changes_are_written_down_and_secrets_are_not(there: AppServer) -> None:
     number = submitted(there)
     there.ask("cho", "POST", f"/api/jobs/{number}/cancel")
     entries = there.ask("ann", "GET", "/api/audit").json()
@@ -351,7 +351,7 @@ def test_changes_are_written_down_and_secrets_are_not(there: House) -> None:
 
 
 @pytest.mark.wording
-def test_unknown_places_are_problems_too(there: House) -> None:
+def test_unknown_places_are_problems_too(there: AppServer) -> None:
     for method, path in product(("GET", "POST"), ("/api/nothing", "/nothing")):
         answer = there.ask("ann", method, path)
         assert answer.status_code == 404

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.servers import House, house
+from support.servers import AppServer, app_server
 
 from mimatrix.api.models import ENDED, JobState
 from mimatrix.scheduler import StartKind, StartReason
@@ -32,7 +32,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def uploaded(there: House, script: str) -> str:
+def uploaded(there: AppServer, script: str) -> str:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         entry, content = tarfile.TarInfo("x.py"), script.encode()
@@ -43,18 +43,18 @@ def uploaded(there: House, script: str) -> str:
     return digest
 
 
-def submitted(there: House, script: str, **more: object) -> int:
+def submitted(there: AppServer, script: str, **more: object) -> int:
     body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, script), **more}
     number: int = there.ask("ben", "POST", "/api/jobs", json=body).json()["id"]
     return number
 
 
-def row(there: House, number: int) -> JobRow:
+def row(there: AppServer, number: int) -> JobRow:
     with there.context.sessions() as session:
         return session.get_one(JobRow, number)
 
 
-def turned_until(there: House, number: int, *states: JobState) -> JobRow:
+def turned_until(there: AppServer, number: int, *states: JobState) -> JobRow:
     deadline = time.monotonic() + 30
     while row(there, number).state not in states:
         assert time.monotonic() < deadline, row(there, number).reason
@@ -63,14 +63,14 @@ def turned_until(there: House, number: int, *states: JobState) -> JobRow:
     return row(there, number)
 
 
-def reasons(there: House, number: int) -> list[str]:
+def reasons(there: AppServer, number: int) -> list[str]:
     return [event["reason"] for event in there.ask("ben", "GET", f"/api/jobs/{number}/events").json()]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.wording
 def test_restarts_are_counted_and_bad_input_is_not_restarted(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         lost = submitted(there, "import sys; sys.exit(3)", max_restarts=1)
         assert turned_until(there, lost, *ENDED).state == JobState.FAILED
         assert row(there, lost).generation == 2
@@ -84,7 +84,7 @@ def test_restarts_are_counted_and_bad_input_is_not_restarted(tmp_path: Path) -> 
 @pytest.mark.wording
 def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path) -> None:
     clock = Clock()
-    with house(tmp_path, devices=1, clock=clock) as there:
+    with app_server(tmp_path, devices=1, clock=clock) as there:
         low = submitted(there, "import time; time.sleep(60)", priority=10, preemptible=True)
         turned_until(there, low, JobState.STARTING)
         high = submitted(there, "print('hello')", priority=90)
@@ -102,7 +102,7 @@ def test_one_that_does_not_save_in_time_is_ended_and_waits_again(tmp_path: Path)
 @pytest.mark.timeout(60)
 @pytest.mark.wording
 def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) -> None:
-    with house(tmp_path, devices=1) as there:
+    with app_server(tmp_path, devices=1) as there:
         crash = tmp_path / "crash"
         waits = f"import pathlib, time\nwhile not pathlib.Path('{crash}').exists(): time.sleep(0.05)\n"
         low = submitted(there, waits + "raise ValueError('no room')", priority=10, preemptible=True)
@@ -122,7 +122,7 @@ def test_one_that_crashes_when_it_should_make_room_has_failed(tmp_path: Path) ->
 @pytest.mark.timeout(60)
 @pytest.mark.wording
 def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
-    with house(tmp_path, devices=1) as there:
+    with app_server(tmp_path, devices=1) as there:
         first = submitted(there, "import signal, time\nsignal.signal(15, lambda *_: None)\nprint('up')\ntime.sleep(60)")
         turned_until(there, first, JobState.STARTING)
         second = submitted(there, "print('hello')")
@@ -135,14 +135,14 @@ def test_who_waits_for_a_cancelled_job_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_a_job_that_was_written_down_but_not_started_is_started(tmp_path: Path) -> None:
     """As after a kill between the two."""
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, "print('hello')")
         there.controller.refresh_nodes()
         (node,) = there.context.launcher.nodes()
         reason = StartReason(kind=StartKind.IN_TURN, devices=(("cpu", 1),), nodes=(node.name,))
         with there.context.sessions.begin() as session:
             job = session.get_one(JobRow, number)
-            job.seats = [f"{node.name}/0"]
+            job.allocation = [f"{node.name}/0"]
             transition(session, job, JobState.STARTING, events.starting(reason), there.context.clock())
         assert team_name(number, 1) not in there.context.launcher.states()
         there.controller.recover()
@@ -154,7 +154,7 @@ def test_a_job_that_was_written_down_but_not_started_is_started(tmp_path: Path) 
 @pytest.mark.timeout(60)
 def test_output_of_long_ago_is_forgotten(tmp_path: Path) -> None:
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         number = submitted(there, "print('hello')")
         turned_until(there, number, *ENDED)
         assert there.ask("dee", "GET", f"/api/jobs/{number}/log").json()["text"] == "hello\n"
@@ -172,7 +172,7 @@ def test_output_of_long_ago_is_forgotten(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_devices_that_an_earlier_run_found_fast_are_known(tmp_path: Path) -> None:
     clock = Clock()
-    with house(tmp_path, clock=clock) as there:
+    with app_server(tmp_path, clock=clock) as there:
         first = submitted(there, "print('hello')")
         turned_until(there, first, *ENDED)
         with there.context.sessions.begin() as session:
@@ -190,7 +190,7 @@ def test_devices_that_an_earlier_run_found_fast_are_known(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(60)
 def test_output_in_pieces_is_whole(tmp_path: Path) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         number = submitted(there, "print('日本語é' * 40_000)")
         turned_until(there, number, *ENDED)
         text, offset = "", 0
@@ -203,7 +203,7 @@ def test_output_in_pieces_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_long_queue_is_explained_without_a_flood_of_events(tmp_path: Path) -> None:
-    with house(tmp_path, devices=1) as there:
+    with app_server(tmp_path, devices=1) as there:
         numbers = [submitted(there, "print('hello')") for _ in range(6)]
         for number in numbers:
             turned_until(there, number, *ENDED)
@@ -212,7 +212,7 @@ def test_a_long_queue_is_explained_without_a_flood_of_events(tmp_path: Path) -> 
 
 @pytest.mark.timeout(60)
 def test_jobs_save_every_15_minutes_unless_they_say_something_else(tmp_path: Path) -> None:
-    with house(tmp_path, checkpoints=str(tmp_path / "checkpoints")) as there:
+    with app_server(tmp_path, checkpoints=str(tmp_path / "checkpoints")) as there:
         for given, expected in (({}, "15m"), ({"MIMATRIX_CHECKPOINT_EVERY": "never"}, "never")):
             script = f"import os, sys; sys.exit(os.environ['MIMATRIX_CHECKPOINT_EVERY'] != {expected!r})"
             job = submitted(there, script, environment=given)

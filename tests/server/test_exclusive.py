@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, text
 from support.databases import database, postgresql
-from support.servers import Server, end_all
+from support.servers import ServerProcess, end_all
 
 from mimatrix.api.models import ENDED
 from mimatrix.core.errors import UserError
@@ -106,9 +106,9 @@ def test_sqlite_given_by_its_address_is_checked(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.timeout(120)
 def test_server_refuses_the_sqlite_file_of_another(tmp_path: Path) -> None:
     database = ("--database", f"sqlite:///{tmp_path}/x.db")
-    up = Server(tmp_path / "one", *database).start()
+    up = ServerProcess(tmp_path / "one", *database).start()
     try:
-        other = Server(tmp_path / "two", *database)
+        other = ServerProcess(tmp_path / "two", *database)
         with pytest.raises(AssertionError, match="another server uses the database"):
             other.start()
         assert other.process
@@ -164,7 +164,7 @@ def test_lock_of_postgresql_that_another_server_took_is_an_error(postgresql: str
 
 @pytest.mark.timeout(120)
 def test_server_whose_database_was_taken_ends(postgresql: str, tmp_path: Path) -> None:
-    up = Server(tmp_path / "data", "--database", f"{postgresql}/postgres").start()
+    up = ServerProcess(tmp_path / "data", "--database", f"{postgresql}/postgres").start()
     assert up.process
     try:
         drop_connections(postgresql)
@@ -241,7 +241,7 @@ def drop_connections(address: str) -> None:
 
 def test_checkpoints_are_apart_from_the_data(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    up = Server(tmp_path / "data", "--checkpoints", str(shared)).start()
+    up = ServerProcess(tmp_path / "data", "--checkpoints", str(shared)).start()
     try:
         number = up.submit("hello.py")
         up.until(number, lambda job: job.state in ("done", "failed"))
@@ -256,7 +256,7 @@ def test_the_limit_of_open_files_is_raised_at_the_start(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        up = Server(tmp_path / "data").start()
+        up = ServerProcess(tmp_path / "data").start()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     try:

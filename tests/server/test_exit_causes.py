@@ -1,17 +1,30 @@
 """How teams ended, in words: the code once, and the last line of a real team's output."""
 
+import errno
 import io
 import sys
 import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from pydantic import ValidationError
 
 from mimatrix.api.models import Submission
-from mimatrix.launch import EndedFor, ExitCause, LocalLauncher, Member, MemberState, Phase, Team, TeamState, cores
+from mimatrix.launch import (
+    EndedFor,
+    ExitCause,
+    Launcher,
+    LocalLauncher,
+    Member,
+    MemberState,
+    Phase,
+    Team,
+    TeamState,
+    cores,
+)
 from mimatrix.server.controller.exit_causes import failed_groups, failed_rank, last_line
 from mimatrix.server.jobs.events import RankFailure
 
@@ -40,6 +53,14 @@ def test_sentences(cause: ExitCause, line: str, sentence: str) -> None:
     failure = RankFailure(rank=0, device="n/0", cause=cause, last_line=line)
     assert failure.describe() == sentence
     assert ExitCause.from_json(failure.to_json()["cause"]) == cause
+
+
+def test_a_log_that_cannot_be_read_hides_no_exit() -> None:
+    class Broken:
+        def read_log(self, *_: object) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    assert last_line(cast(Launcher, Broken()), "job-1.1", 0) == ""
 
 
 def test_who_is_to_blame() -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.servers import Server, server
+from support.servers import ServerProcess, server
 from support.workers import process_of
 
 from mimatrix.api.models import ENDED, JobState
@@ -77,7 +77,7 @@ def test_a_lost_group_returns(tmp_path: Path) -> None:
 
 @pytest.mark.wording
 def test_groups_that_do_not_fit(tmp_path: Path) -> None:
-    there = Server(tmp_path / "data")
+    there = ServerProcess(tmp_path / "data")
     script = str(Path(__file__).parent / "scripts" / "in_groups.py")
     said = there.command("submit", "--groups", "0/1", "--devices", "3", script)
     assert (said.returncode, said.stdout) == (2, "")
@@ -86,7 +86,7 @@ def test_groups_that_do_not_fit(tmp_path: Path) -> None:
     assert "is not a list of groups" in there.command("submit", "--groups", "a/b", script).stderr
 
 
-def _until_pushed(there: Server, number: int, rank: int, pushes: int) -> None:
+def _until_pushed(there: ServerProcess, number: int, rank: int, pushes: int) -> None:
     deadline = time.monotonic() + 60
     with there.client() as client:
         while True:
@@ -97,7 +97,7 @@ def _until_pushed(there: Server, number: int, rank: int, pushes: int) -> None:
             time.sleep(0.2)
 
 
-def _until_said(there: Server, number: int, words: str) -> None:
+def _until_said(there: ServerProcess, number: int, words: str) -> None:
     deadline = time.monotonic() + 30
     with there.client() as client:
         while not any(words in event.reason for event in client.events(number)):

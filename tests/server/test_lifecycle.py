@@ -41,7 +41,7 @@ def test_moves_are_those_of_the_table(tmp_path: Path, old: JobState, new: JobSta
             self.extend(rows)
 
         def execute(self, statement: object) -> None:
-            assert "UPDATE stints" in str(statement)
+            assert "UPDATE allocations" in str(statement)
 
     added = Added()
     if not is_allowed(old, new):

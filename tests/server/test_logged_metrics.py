@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.models import cross_entropy, seeded_perceptron, vectors
-from support.servers import House, house
+from support.servers import AppServer, app_server
 from test_api import ARCHIVE, DIGEST, submitted, worker
 from test_controller import Clock
 from test_metrics_routes import reported
@@ -34,16 +34,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def there(tmp_path: Path, clock: Clock) -> Iterator[House]:
-    with house(tmp_path, clock=clock) as found:
+def there(tmp_path: Path, clock: Clock) -> Iterator[AppServer]:
+    with app_server(tmp_path, clock=clock) as found:
         assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
-class HouseClient:
+class AppClient:
     """Hands reports to a server as a worker does, in JSON."""
 
-    def __init__(self, there: House) -> None:
+    def __init__(self, there: AppServer) -> None:
         self._there = there
 
     def report(self, job: int, report: Report) -> ReportReply:
@@ -61,7 +61,7 @@ class DeadClient:
         raise WorldError("no answer")
 
 
-def begun(there: House) -> int:
+def begun(there: AppServer) -> int:
     number = submitted(there)
     worker(there, number, ("n/0",))
     with there.context.sessions.begin() as session:
@@ -90,7 +90,7 @@ def reporter_of(client: Any, number: int, folder: Path) -> Reporter:
     return Reporter(client, identity, folder)
 
 
-def end(there: House, number: int) -> None:
+def end(there: AppServer, number: int) -> None:
     with there.context.sessions.begin() as session:
         ender = JobEnder(
             there.context, Faults(there.context), there.controller.environment, HistoryStore(there.context.sessions)
@@ -98,7 +98,7 @@ def end(there: House, number: int) -> None:
         ender.clean_up(session, session.get_one(JobRow, number), 1)
 
 
-def points_of(there: House, number: int, most: int = 1000) -> list[dict[str, Any]]:
+def points_of(there: AppServer, number: int, most: int = 1000) -> list[dict[str, Any]]:
     points: list[dict[str, Any]] = there.ask("dee", "GET", f"/api/jobs/{number}/history?points={most}").json()["points"]
     return points
 
@@ -107,9 +107,9 @@ def curve(points: list[dict[str, Any]], name: str) -> list[tuple[int, float | No
     return [(point["step"], point["metrics"][name]) for point in points if name in point["metrics"]]
 
 
-def test_every_validation_of_a_run_is_a_point_at_its_step_the_last_one_too(there: House, tmp_path: Path) -> None:
+def test_every_validation_of_a_run_is_a_point_at_its_step_the_last_one_too(there: AppServer, tmp_path: Path) -> None:
     number = begun(there)
-    reporter = reporter_of(HouseClient(there), number, tmp_path)
+    reporter = reporter_of(AppClient(there), number, tmp_path)
     reporter.start()
     run_script(reporter, epochs=20)
     reporter.stop()
@@ -137,9 +137,9 @@ def test_tensorboard_has_what_was_logged_last_even_if_the_server_does_not_answer
     assert steps == {"loss": [0, 1, 2, 3], "val": [0, 2, 4], "test": [2, 4]}
 
 
-def test_logs_of_two_runs_in_one_process_are_both_followed(there: House, tmp_path: Path) -> None:
+def test_logs_of_two_runs_in_one_process_are_both_followed(there: AppServer, tmp_path: Path) -> None:
     number = begun(there)
-    reporter = reporter_of(HouseClient(there), number, tmp_path)
+    reporter = reporter_of(AppClient(there), number, tmp_path)
     runs = [Run(Membership(World.join(Settings(global_batch=5, quiet=True)))) for _ in range(2)]
     for run, name in zip(runs, ("generator", "critic"), strict=True):
         reporter.observe(run)
@@ -153,7 +153,7 @@ def test_logs_of_two_runs_in_one_process_are_both_followed(there: House, tmp_pat
     assert (curve(points, "generator"), curve(points, "critic")) == ([(0, 1.0), (0, 0.5)], [(0, 1.0)])
 
 
-def test_points_of_what_was_logged_are_thinned_with_the_others(there: House, clock: Clock) -> None:
+def test_points_of_what_was_logged_are_thinned_with_the_others(there: AppServer, clock: Clock) -> None:
     number = begun(there)
     for minute in range(24):
         clock.ahead_s += 5
@@ -171,7 +171,7 @@ def test_points_of_what_was_logged_are_thinned_with_the_others(there: House, clo
 
 
 @pytest.mark.wording
-def test_what_was_logged_is_bounded(there: House) -> None:
+def test_what_was_logged_is_bounded(there: AppServer) -> None:
     number = begun(there)
     body = {"protocol": 3, "generation": 1, "rank": 0, "state": "training"}
     for logged, why in (
@@ -186,7 +186,7 @@ def test_what_was_logged_is_bounded(there: House) -> None:
 
 @pytest.mark.parametrize("as_csv", [False, True])
 def test_mimatrix_metrics_shows_validations_at_their_steps(
-    there: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_csv: bool
+    there: AppServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_csv: bool
 ) -> None:
     number = begun(there)
     logged = [{"step": 0, "metrics": {"val": 2.5}}, {"step": 6, "metrics": {"val": None}}]

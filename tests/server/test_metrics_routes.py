@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 from support.documents import plan
-from support.servers import House, house
+from support.servers import AppServer, app_server
 from test_api import ARCHIVE, DIGEST, TESTED, submitted, worker
 from test_controller import Clock, reasons
 
@@ -23,13 +23,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def there(tmp_path: Path, clock: Clock) -> Iterator[House]:
-    with house(tmp_path, clock=clock) as found:
+def there(tmp_path: Path, clock: Clock) -> Iterator[AppServer]:
+    with app_server(tmp_path, clock=clock) as found:
         assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         yield found
 
 
-def training(there: House) -> int:
+def training(there: AppServer) -> int:
     number = submitted(there)
     worker(there, number)
     with there.context.sessions.begin() as session:
@@ -37,7 +37,7 @@ def training(there: House) -> int:
     return number
 
 
-def reported(there: House, number: int, rank: int, **more: Any) -> dict[str, Any]:
+def reported(there: AppServer, number: int, rank: int, **more: Any) -> dict[str, Any]:
     body = {
         "protocol": PROTOCOL,
         "generation": 1,
@@ -57,7 +57,7 @@ def reported(there: House, number: int, rank: int, **more: Any) -> dict[str, Any
     return told
 
 
-def watched(there: House, clock: Clock, seconds: int, number: int, **slow: Any) -> list[str]:
+def watched(there: AppServer, clock: Clock, seconds: int, number: int, **slow: Any) -> list[str]:
     """Reports of so many seconds, one of rank 1 with what is given; the notices that rank 0 got."""
     notices = []
     for _ in range(seconds):
@@ -68,12 +68,12 @@ def watched(there: House, clock: Clock, seconds: int, number: int, **slow: Any) 
     return [each for each in notices if each]
 
 
-def test_ranks_as_they_are_now(there: House) -> None:
+def test_ranks_as_they_are_now(there: AppServer) -> None:
     number = training(there)
     reported(there, number, 0, use={"busy": 0.5, "memory_bytes": 10}, samples=32)
     found = there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()
     (rank,) = found["ranks"]
-    assert (rank["seat"], rank["step"], rank["compute_s"], rank["samples"]) == ("n/0", 7, 0.1, 32)
+    assert (rank["device"], rank["step"], rank["compute_s"], rank["samples"]) == ("n/0", 7, 0.1, 32)
     assert rank["use"]["busy"] == 0.5
     assert found["stragglers"] == []
     queued = submitted(there)
@@ -81,7 +81,7 @@ def test_ranks_as_they_are_now(there: House) -> None:
 
 
 @pytest.mark.wording
-def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Clock) -> None:
+def test_a_slow_rank_is_named_in_events_log_and_answer(there: AppServer, clock: Clock) -> None:
     number = training(there)
     assert watched(there, clock, 8, number) == []
     (notice,) = watched(there, clock, 8, number, compute_s=0.2, waiting_s=0.0)
@@ -95,7 +95,7 @@ def test_a_slow_rank_is_named_in_events_log_and_answer(there: House, clock: Cloc
 
 
 @pytest.mark.wording
-def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
+def test_a_rank_that_does_not_come_is_named(there: AppServer, clock: Clock) -> None:
     number = training(there)
     reported(there, number, 1)
     waiting = {"call": "all_reduce of 8 float32 (sum, gdraa)", "round": 1, "peer": 1, "seconds": 0.5}
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_come_is_named(there: House, clock: Clock) -> None:
     assert said.endswith("rank 0 waits for it")
 
 
-def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: House, clock: Clock) -> None:
+def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: AppServer, clock: Clock) -> None:
     number = training(there)
     for _ in range(20):
         clock.ahead_s += 1
@@ -123,7 +123,7 @@ def test_groups_that_do_not_wait_for_each_other_are_not_compared(there: House, c
     assert there.ask("dee", "GET", f"/api/jobs/{number}/ranks").json()["stragglers"] == []
 
 
-def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> None:
+def test_history_is_kept_thinned_and_forgotten(there: AppServer, clock: Clock) -> None:
     number = training(there)
     for minute in range(3 * 12):
         clock.ahead_s += 5
@@ -151,7 +151,19 @@ def test_history_is_kept_thinned_and_forgotten(there: House, clock: Clock) -> No
     assert oldest > there.context.clock() - TIERS[0].kept_s
 
 
-def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
+def test_the_history_of_groups_says_which_ranks_they_have(there: AppServer, clock: Clock) -> None:
+    """A job that was submitted without groups may form them, and has ended when it is looked at."""
+    number = training(there)
+    for groups in ((0, 0), (0, 1)):
+        for rank, group in enumerate(groups):
+            reported(there, number, rank, group=group)
+        clock.ahead_s += 5
+        there.controller.keep_history()
+    points = there.ask("dee", "GET", f"/api/jobs/{number}/history").json()["points"]
+    assert [point["ranks"].get("group") for point in points] == [None, [0.0, 1.0]]
+
+
+def test_use_of_the_cluster_and_of_a_device(there: AppServer, clock: Clock) -> None:
     number = training(there)
     there.controller.refresh_nodes()
     for used in (2, 2, 0):
@@ -166,16 +178,16 @@ def test_use_of_the_cluster_and_of_a_device(there: House, clock: Clock) -> None:
                 )
         clock.ahead_s += 6
         there.controller.keep_history()
-    points = there.ask("dee", "GET", "/api/use?hours=1").json()
+    points = there.ask("dee", "GET", "/api/usage?hours=1").json()
     assert [(point["devices"], point["used"]) for point in points] == [(4, 2), (4, 2), (4, 0)]
     found = there.ask("dee", "GET", "/api/devices/n/1").json()
     assert [(job["id"], job["state"], job["ended_at"] is None) for job in found["jobs"]] == [(number, "done", False)]
     assert there.ask("dee", "GET", "/api/devices/n/7").json()["jobs"] == []
 
 
-def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clock: Clock) -> None:
-    def run(number: int, seats: tuple[str, ...], busy: tuple[float, ...]) -> None:
-        worker(there, number, seats)
+def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: AppServer, clock: Clock) -> None:
+    def run(number: int, devices: tuple[str, ...], busy: tuple[float, ...]) -> None:
+        worker(there, number, devices)
         with there.context.sessions.begin() as session:
             session.execute(update(AllocationRow).where(AllocationRow.job == number).values(started_at=clock()))
         for _ in range(3):
@@ -190,29 +202,29 @@ def test_a_device_over_time_is_a_rank_of_one_job_after_another(there: House, clo
 
     run(submitted(there), ("n/0", "n/1"), (0.25, 0.5))
     run(submitted(there), ("n/1", "n/2"), (0.75, 1.0))
-    found = there.ask("dee", "GET", "/api/devices/n/1/use").json()
+    found = there.ask("dee", "GET", "/api/devices/n/1/usage").json()
     assert [point["busy"] for point in found] == [0.5, 0.5, 0.5, None, 0.75, 0.75, 0.75, None]
     assert [point["memory_bytes"] for point in found[:5]] == [1001, 1001, 1001, None, 1000]
     assert [point["at"] for point in found] == sorted(point["at"] for point in found)
     assert found[0]["power_w"] is None
-    assert len(there.ask("dee", "GET", "/api/devices/n/1/use?points=3").json()) <= 3
-    assert there.ask("dee", "GET", "/api/devices/n/1/use?hours=0.001").json() == []
-    assert there.ask("dee", "GET", "/api/devices/n/7/use").json() == []
+    assert len(there.ask("dee", "GET", "/api/devices/n/1/usage?points=3").json()) <= 3
+    assert there.ask("dee", "GET", "/api/devices/n/1/usage?hours=0.001").json() == []
+    assert there.ask("dee", "GET", "/api/devices/n/7/usage").json() == []
 
 
-def test_the_devices_that_a_job_had_last(there: House) -> None:
+def test_the_devices_that_a_job_had_last(there: AppServer) -> None:
     number = training(there)
-    assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_seats"] == []
+    assert there.ask("dee", "GET", f"/api/jobs/{number}").json()["last_allocation"] == []
     with there.context.sessions.begin() as session:
         transition(session, session.get_one(JobRow, number), JobState.FAILED, TESTED, 2.0)
     found = there.ask("dee", "GET", f"/api/jobs/{number}").json()
-    assert (found["seats"], found["last_seats"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
+    assert (found["allocation"], found["last_allocation"], found["has_plan"]) == ([], ["n/0", "n/1"], False)
     (listed,) = there.ask("dee", "GET", "/api/jobs").json()["jobs"]
-    assert listed["last_seats"] == []
+    assert listed["last_allocation"] == []
 
 
 @pytest.mark.wording
-def test_a_plan_and_why_it_changed(there: House) -> None:
+def test_a_plan_and_why_it_changed(there: AppServer) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}/plan").status_code == 404
     body = {"protocol": PROTOCOL, "generation": 1, "content": plan(why="rank 1 takes 1.9 times as long")}
@@ -228,7 +240,7 @@ def test_a_plan_and_why_it_changed(there: House) -> None:
         assert session.get_one(JobRow, number).state == JobState.STARTING
 
 
-def test_what_was_saved(there: House) -> None:
+def test_what_was_saved(there: AppServer) -> None:
     number = training(there)
     assert there.ask("dee", "GET", f"/api/jobs/{number}/checkpoints").json() == []
     one = {"path": "/data/job-1/step-00000120", "step": 120, "saved_at": "2026-11-01T12:00:00Z", "bytes": 4096}
@@ -237,7 +249,7 @@ def test_what_was_saved(there: House) -> None:
     assert there.ask("dee", "GET", f"/api/jobs/{number}/checkpoints").json() == [one]
 
 
-def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
+def test_devices_and_links_as_they_are_used(there: AppServer, clock: Clock) -> None:
     there.controller.refresh_nodes()
     (node,) = there.ask("dee", "GET", "/api/nodes").json()
     number = submitted(there)
@@ -255,7 +267,7 @@ def test_devices_and_links_as_they_are_used(there: House, clock: Clock) -> None:
     assert node["devices"][0]["use"] is None
 
 
-def test_places_in_the_queue(there: House) -> None:
+def test_places_in_the_queue(there: AppServer) -> None:
     there.controller.refresh_nodes()
     numbers = [submitted(there, devices="3", priority=priority) for priority in (50, 10, 90)]
     assert [there.ask("dee", "GET", f"/api/jobs/{number}").json()["queue_position"] for number in numbers] == [None] * 3
@@ -264,11 +276,11 @@ def test_places_in_the_queue(there: House) -> None:
     assert {job["id"]: job["queue_position"] for job in listed} == dict(zip(numbers, (1, 2, None), strict=True))
 
 
-def test_who_am_i(there: House) -> None:
+def test_who_am_i(there: AppServer) -> None:
     assert there.ask("dee", "GET", "/api/me").json() == {"user": "dee", "role": "viewer"}
 
 
-def test_figures_for_prometheus(there: House) -> None:
+def test_figures_for_prometheus(there: AppServer) -> None:
     number = training(there)
     there.controller.refresh_nodes()
     reported(there, number, 0, use={"busy": 0.5})
@@ -280,7 +292,7 @@ def test_figures_for_prometheus(there: House) -> None:
     }
     assert found['mimatrix_jobs{state="starting"}'] == 1
     assert found[f'mimatrix_job_step_seconds{{job="{number}"}}'] == 0.25
-    assert found[f'mimatrix_rank_compute_seconds{{job="{number}",rank="0",seat="n/0"}}'] == 0.1
-    assert found[f'mimatrix_device_busy_ratio{{job="{number}",rank="0",seat="n/0"}}'] == 0.5
+    assert found[f'mimatrix_rank_compute_seconds{{device="n/0",job="{number}",rank="0"}}'] == 0.1
+    assert found[f'mimatrix_device_busy_ratio{{device="n/0",job="{number}",rank="0"}}'] == 0.5
     assert sum(value for name, value in found.items() if name.startswith("mimatrix_devices{")) == 4
     assert not [name for name in found if "power" in name]

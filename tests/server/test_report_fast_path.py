@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import house
+from support.servers import app_server
 from test_api import ARCHIVE, DIGEST, submitted, worker
 
 from mimatrix.api.models import PROTOCOL, JobState, Report, ReportReply
@@ -48,7 +48,7 @@ def test_the_short_way_and_the_long_way(tmp_path: Path) -> None:
             body, more = body + message["body"], message["more_body"]
         long.append(body)
 
-    with house(tmp_path) as found:
+    with app_server(tmp_path) as found:
         context, text = found.context, REPORT.model_dump_json().encode()
         assert found.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE).status_code == 204
         assert submitted(found) == 1

@@ -10,7 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import checks
-from support.servers import House, house
+from support.servers import AppServer, app_server
 from test_api import ARCHIVE, DIGEST, JOB, worker
 
 CASES = int(os.environ.get("MIMATRIX_CASES", "3"))
@@ -25,7 +25,7 @@ CHECKS = [
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("who", ["ann", "ben", "worker"])
 def test_no_5xx_and_no_breach_of_the_schema(tmp_path: Path, who: str) -> None:
-    with house(tmp_path) as there:
+    with app_server(tmp_path) as there:
         there.ask("ben", "PUT", f"/api/code-archives/{DIGEST}", content=ARCHIVE)
         for _ in range(3):
             worker(there, there.ask("ben", "POST", "/api/jobs", json=JOB).json()["id"])
@@ -37,7 +37,7 @@ def test_no_5xx_and_no_breach_of_the_schema(tmp_path: Path, who: str) -> None:
         assert sorted(tried) == sorted(every)
 
 
-def _try(operation: Any, there: House, who: str) -> str:
+def _try(operation: Any, there: AppServer, who: str) -> str:
     for mode in schemathesis.GenerationMode:
 
         @settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), database=None)

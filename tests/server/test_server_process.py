@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.servers import SCRIPTS, Server, server
+from support.servers import SCRIPTS, ServerProcess, server
 
 from mimatrix.api.client import Client
 from mimatrix.api.models import ENDED, JobState
@@ -21,14 +21,14 @@ from mimatrix.core.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with server(tmp_path_factory.mktemp("server") / "data") as found:
         yield found
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.wording
-def test_from_handing_in_to_done(up: Server) -> None:
+def test_from_handing_in_to_done(up: ServerProcess) -> None:
     number = up.submit("hello.py", "--devices", "2", "--name", "first", "--", "--lr", "0.1")
     waited = up.command("wait", str(number))
     assert waited.returncode == 0, waited.stdout + waited.stderr
@@ -48,7 +48,7 @@ def test_from_handing_in_to_done(up: Server) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.wording
-def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
+def test_a_job_that_fails_says_who_and_how(up: ServerProcess) -> None:
     number = up.submit("failing.py")
     waited = up.command("wait", str(number))
     assert waited.returncode == 1
@@ -59,7 +59,7 @@ def test_a_job_that_fails_says_who_and_how(up: Server) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_cancelling_ends_the_processes(up: Server) -> None:
+def test_cancelling_ends_the_processes(up: ServerProcess) -> None:
     number = up.submit("patient.py", "--", "301.5")
     up.until(number, lambda job: job.state is JobState.TRAINING)
     assert "told to end" in up.command("cancel", str(number)).stdout
@@ -70,7 +70,7 @@ def test_cancelling_ends_the_processes(up: Server) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_following_goes_on_through_another_start(up: Server) -> None:
+def test_following_goes_on_through_another_start(up: ServerProcess) -> None:
     number = up.submit("failing.py", "--retries", "1", "--", "4")
     followed = up.command("logs", "-f", str(number))
     assert followed.stdout == "nothing to see here\n" * 2
@@ -79,7 +79,7 @@ def test_following_goes_on_through_another_start(up: Server) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
+def test_who_waits_is_told_why_and_a_limit_ends(up: ServerProcess) -> None:
     first = up.submit("patient.py", "--devices", "all", "--max-time", "14s", "--", "300")
     up.until(first, lambda job: job.state is JobState.TRAINING)
     second = up.submit("hello.py")
@@ -93,7 +93,7 @@ def test_who_waits_is_told_why_and_a_limit_ends(up: Server) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_a_job_file_a_kind_that_nobody_has_and_what_is_not_shown(up: Server, tmp_path: Path) -> None:
+def test_a_job_file_a_kind_that_nobody_has_and_what_is_not_shown(up: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')")
     (tmp_path / "job.toml").write_text('script = "train.py"\ndevices = 2\nmax_time = "1h30m"\npriority = 1\n')
     would = up.command("submit", "--dry-run", str(tmp_path / "job.toml"), "--devices", "a100:1,cpu:1")
@@ -121,7 +121,7 @@ def test_a_job_file_a_kind_that_nobody_has_and_what_is_not_shown(up: Server, tmp
 
 @pytest.mark.timeout(120)
 @pytest.mark.long
-def test_tokens_are_made_listed_and_revoked(up: Server) -> None:
+def test_tokens_are_made_listed_and_revoked(up: ServerProcess) -> None:
     made = up.command("tokens", "add", "ben", "--role", "viewer")
     found = re.fullmatch(r"token (\d+) of ben \(viewer\), shown this once: (mm_\S+)\n", made.stdout)
     assert found, made
@@ -141,12 +141,12 @@ def test_tokens_are_made_listed_and_revoked(up: Server) -> None:
     assert json.loads(up.command("tokens", "add", "cho", "--json").stdout)["role"] == "user"
 
 
-def test_memory_of_nodes_is_short(up: Server) -> None:
+def test_memory_of_nodes_is_short(up: ServerProcess) -> None:
     lines = up.command("nodes").stdout.splitlines()
     assert any(re.search(r"cpu +[\d.]{1,4}[MGT]i?B +(free|job \d+)", line) for line in lines), lines
 
 
-def test_files_of_the_server_are_for_its_user_alone(up: Server) -> None:
+def test_files_of_the_server_are_for_its_user_alone(up: ServerProcess) -> None:
     assert stat.S_IMODE((up.data / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(up.data.stat().st_mode) == 0o700
     token = (up.data / "token").read_text().strip()
@@ -157,7 +157,7 @@ def test_files_of_the_server_are_for_its_user_alone(up: Server) -> None:
 
 
 @pytest.mark.wording
-def test_two_servers_do_not_share_a_folder(up: Server) -> None:
+def test_two_servers_do_not_share_a_folder(up: ServerProcess) -> None:
     words = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(up.data), "--port", "1"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -177,7 +177,7 @@ def test_two_servers_do_not_share_a_folder(up: Server) -> None:
     ],
 )
 @pytest.mark.wording
-def test_bad_input_is_one_sentence(up: Server, words: tuple[str, ...], sentence: str) -> None:
+def test_bad_input_is_one_sentence(up: ServerProcess, words: tuple[str, ...], sentence: str) -> None:
     done = up.command(*words)
     assert done.returncode == 2
     assert sentence in done.stderr
@@ -223,7 +223,7 @@ def test_a_killed_server_loses_nothing(tmp_path: Path) -> None:
             assert ticks == list(range(1, len(ticks) + 1)), "training did not pause, nor begin anew"
 
 
-def _log(up: Server, number: int) -> Iterator[str]:
+def _log(up: ServerProcess, number: int) -> Iterator[str]:
     offset = 0
     with up.client() as client:
         while (part := client.log(number, 0, offset)).text:
@@ -253,7 +253,7 @@ def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
         _check_what_is_left(up, low, second)
 
 
-def _check_what_is_left(up: Server, number: int, losses: dict[str, float]) -> None:
+def _check_what_is_left(up: ServerProcess, number: int, losses: dict[str, float]) -> None:
     """The checkpoint that it went on from is listed, and TensorBoard reads its losses of both starts."""
     with up.client() as client:
         saved = client.checkpoints(number)

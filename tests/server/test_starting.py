@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.servers import House, house
+from support.servers import AppServer, app_server
 from test_controller import row, submitted, turned_until
 
 from mimatrix.api.models import ENDED, EventKind, JobState
@@ -47,14 +47,14 @@ class Slow:
 
 
 @contextmanager
-def slow_house(folder: Path, threads: int = 8, devices: int = 4) -> Iterator[tuple[House, Slow]]:
+def slow_server(folder: Path, threads: int = 8, devices: int = 4) -> Iterator[tuple[AppServer, Slow]]:
     found: list[Slow] = []
 
     def wrap(launcher: Launcher) -> Launcher:
         found.append(Slow(launcher))
         return found[0]
 
-    with house(folder, devices=devices, wrap=wrap, executor=StartThreads(threads)) as there:
+    with app_server(folder, devices=devices, wrap=wrap, executor=StartThreads(threads)) as there:
         try:
             yield there, found[0]
         finally:
@@ -63,7 +63,7 @@ def slow_house(folder: Path, threads: int = 8, devices: int = 4) -> Iterator[tup
             there.controller.stop(10)
 
 
-def turn(there: House, condition: Callable[[], bool]) -> None:
+def turn(there: AppServer, condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline_s
@@ -71,16 +71,16 @@ def turn(there: House, condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def cancel(there: House, number: int) -> None:
+def cancel(there: AppServer, number: int) -> None:
     assert there.ask("ben", "POST", f"/api/jobs/{number}/cancel").status_code == 200
 
 
-def kinds(there: House, number: int) -> list[str]:
+def kinds(there: AppServer, number: int) -> list[str]:
     return [event["kind"] for event in there.ask("ben", "GET", f"/api/jobs/{number}/events").json()]
 
 
 def test_slow_starts_hold_up_no_turn_and_happen_once(tmp_path: Path) -> None:
-    with slow_house(tmp_path) as (there, slow):
+    with slow_server(tmp_path) as (there, slow):
         numbers = [submitted(there, "print(1)") for _ in range(3)]
         began_s = time.monotonic()
         for _ in range(10):
@@ -95,7 +95,7 @@ def test_slow_starts_hold_up_no_turn_and_happen_once(tmp_path: Path) -> None:
 
 
 def test_a_team_that_is_up_before_its_start_has_returned_is_followed_and_started_once(tmp_path: Path) -> None:
-    with slow_house(tmp_path) as (there, slow):
+    with slow_server(tmp_path) as (there, slow):
         slow.go_after.clear()
         slow.go.set()
         number = submitted(there, "print(1)")
@@ -110,7 +110,7 @@ def test_a_team_that_is_up_before_its_start_has_returned_is_followed_and_started
 
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_a_job_that_is_cancelled_while_it_starts_is_ended(tmp_path: Path, is_listed: bool) -> None:
-    with slow_house(tmp_path) as (there, slow):
+    with slow_server(tmp_path) as (there, slow):
         number = submitted(there, SLEEPS)
         if is_listed:
             slow.go_after.clear()
@@ -128,7 +128,7 @@ def test_a_job_that_is_cancelled_while_it_starts_is_ended(tmp_path: Path, is_lis
 
 
 def test_a_job_that_is_cancelled_before_a_thread_is_free_never_starts(tmp_path: Path) -> None:
-    with slow_house(tmp_path, threads=1) as (there, slow):
+    with slow_server(tmp_path, threads=1) as (there, slow):
         first, second = submitted(there, SLEEPS), submitted(there, SLEEPS)
         turn(there, lambda: row(there, second).state == JobState.STARTING and slow.starts.total() == 1)
         cancel(there, second)
@@ -140,7 +140,7 @@ def test_a_job_that_is_cancelled_before_a_thread_is_free_never_starts(tmp_path: 
 @pytest.mark.parametrize("is_transient", [True, False])
 def test_a_job_that_is_cancelled_and_cannot_start_is_cancelled(tmp_path: Path, is_transient: bool) -> None:
     """One that was put back into the queue would have forgotten that it is to end."""
-    with slow_house(tmp_path) as (there, slow):
+    with slow_server(tmp_path) as (there, slow):
         number = submitted(there, SLEEPS)
         turn(there, lambda: slow.starts.total() == 1)
         cancel(there, number)
@@ -152,7 +152,7 @@ def test_a_job_that_is_cancelled_and_cannot_start_is_cancelled(tmp_path: Path, i
 
 @pytest.mark.parametrize(("is_transient", "state"), [(True, JobState.QUEUED), (False, JobState.FAILED)])
 def test_a_start_that_fails_is_written_down_in_a_later_turn(tmp_path: Path, is_transient: bool, state: str) -> None:
-    with slow_house(tmp_path) as (there, slow):
+    with slow_server(tmp_path) as (there, slow):
         number = submitted(there, SLEEPS)
         turn(there, lambda: slow.starts.total() == 1)
         slow.error = StartError("the node is silent", is_transient=is_transient)
@@ -164,12 +164,12 @@ def test_a_start_that_fails_is_written_down_in_a_later_turn(tmp_path: Path, is_t
 
 def test_devices_of_a_start_that_is_pending_are_given_to_no_other_job(tmp_path: Path) -> None:
     """Its job failed meanwhile: the team may be about to run."""
-    with slow_house(tmp_path, devices=1) as (there, slow):
+    with slow_server(tmp_path, devices=1) as (there, slow):
         number = submitted(there, SLEEPS)
         turn(there, lambda: slow.starts.total() == 1)
         with there.context.sessions.begin() as session:
             job = session.get_one(JobRow, number)
-            job.state, job.seats = JobState.FAILED, []
+            job.state, job.allocation = JobState.FAILED, []
         other = submitted(there, "print(1)")
         for _ in range(5):
             there.controller.reconcile()
@@ -180,7 +180,7 @@ def test_devices_of_a_start_that_is_pending_are_given_to_no_other_job(tmp_path: 
 
 
 def test_a_server_after_a_crash_starts_what_was_pending_once(tmp_path: Path) -> None:
-    with slow_house(tmp_path, threads=1) as (there, slow):
+    with slow_server(tmp_path, threads=1) as (there, slow):
         numbers = [submitted(there, "print(1)") for _ in range(2)]
         turn(there, lambda: [row(there, number).state for number in numbers] == [JobState.STARTING] * 2)
         there.controller.stop(0)  # as if it was gone: the first start has begun, the second has not

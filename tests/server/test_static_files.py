@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.servers import House, house
+from support.servers import AppServer, app_server
 
 from mimatrix.server.web.static import FOLDER
 
@@ -13,12 +13,12 @@ OURS = sorted(path for path in FOLDER.rglob("*") if path.is_file() and "vendor" 
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with house(tmp_path_factory.mktemp("pages")) as found:
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    with app_server(tmp_path_factory.mktemp("pages")) as found:
         yield found
 
 
-def test_the_page_needs_no_token_and_its_data_do(there: House) -> None:
+def test_the_page_needs_no_token_and_its_data_do(there: AppServer) -> None:
     answer = there.ask("", "GET", "/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -36,7 +36,7 @@ def test_the_page_needs_no_token_and_its_data_do(there: House) -> None:
         ("vendor/uplot/LICENSE", "text/plain; charset=utf-8"),
     ],
 )
-def test_files_say_what_they_are_and_are_sent_once(there: House, name: str, kind: str) -> None:
+def test_files_say_what_they_are_and_are_sent_once(there: AppServer, name: str, kind: str) -> None:
     answer = there.ask("", "GET", f"/dashboard/{name}")
     assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
     assert answer.content == (FOLDER / name).read_bytes()
@@ -46,7 +46,7 @@ def test_files_say_what_they_are_and_are_sent_once(there: House, name: str, kind
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_the_policy_lets_nothing_in_from_elsewhere(there: House) -> None:
+def test_the_policy_lets_nothing_in_from_elsewhere(there: AppServer) -> None:
     policy = dict(part.strip().split(" ", 1) for part in there.ask("", "GET", "/").headers[POLICY].split(";"))
     assert policy["default-src"] == "'none'"
     assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
@@ -57,7 +57,7 @@ POLICY = "content-security-policy"
 
 
 @pytest.mark.parametrize("path", ["../pages.py", "..%2fpages.py", "%2e%2e/pages.py", "/etc/passwd", "nothing.js", ""])
-def test_no_path_leads_out(there: House, path: str) -> None:
+def test_no_path_leads_out(there: AppServer, path: str) -> None:
     assert there.ask("", "GET", f"/dashboard/{path}").status_code == 404
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.servers import Server, server
+from support.servers import ServerProcess, server
 from support.workers import process_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
@@ -39,12 +39,12 @@ def test_slow_and_stopped_workers_are_named(tmp_path: Path) -> None:
         assert len(lines) > 2
 
 
-def _named(there: Server, number: int, *words: str) -> bool:
+def _named(there: ServerProcess, number: int, *words: str) -> bool:
     with there.client() as client:
         return any(all(word in event.reason for word in words) for event in client.events(number))
 
 
-def _until_named(there: Server, number: int, *words: str, within_s: float) -> float:
+def _until_named(there: ServerProcess, number: int, *words: str, within_s: float) -> float:
     began = time.monotonic()
     while not _named(there, number, *words):
         assert time.monotonic() - began < within_s, there.command("top", "--once").stdout

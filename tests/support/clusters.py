@@ -9,7 +9,7 @@ def node(
     name: str,
     devices: int,
     *,
-    near: str = "rack",
+    rack: str = "rack",
     kind: str = "A100",
     jobs: tuple[int | None, ...] = (),
     link: tuple[float, float, float | None] | None = None,
@@ -18,7 +18,7 @@ def node(
     holders = [*jobs, *[None] * (devices - len(jobs))]
     names = ("received_bytes_per_s", "sent_bytes_per_s", "capacity_bytes_per_s")
     return {
-        "name": name, "address": f"10.0.0.{sum(name.encode()) % 250 + 1}", "rack": near, "answers": True,
+        "name": name, "address": f"10.0.0.{sum(name.encode()) % 250 + 1}", "rack": rack, "answers": True,
         "seen_at": "2026-01-01T00:00:00Z",
         "devices": [_device(f"{name}/{number}", kind, job) for number, job in enumerate(holders)],
         "traffic": {"nic": "eth0", **dict(zip(names, link, strict=True))} if link else None,

@@ -27,12 +27,12 @@ class Machine:
 
 
 MACHINES = (
-    Machine("left", "127.0.0.2", ("--num-cpus", "1", "--labels", "mimatrix.near=rack-1")),
-    Machine("middle", "127.0.0.3", ("--num-cpus", "1", "--labels", "mimatrix.near=rack-2")),
+    Machine("left", "127.0.0.2", ("--num-cpus", "1", "--labels", "mimatrix.rack=rack-1")),
+    Machine("middle", "127.0.0.3", ("--num-cpus", "1", "--labels", "mimatrix.rack=rack-2")),
     Machine(
         "right",
         "127.0.0.4",
-        ("--num-cpus", "1", "--labels", "mimatrix.near=rack-2,mimatrix.kind=a40,mimatrix.devices=2"),
+        ("--num-cpus", "1", "--labels", "mimatrix.rack=rack-2,mimatrix.kind=a40,mimatrix.devices=2"),
     ),
 )
 

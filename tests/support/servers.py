@@ -24,6 +24,7 @@ from mimatrix.server.auth.tokens import Authenticator, issue
 from mimatrix.server.context import Context
 from mimatrix.server.controller.job_environment import JobEnvironment
 from mimatrix.server.controller.reconcile import Controller
+from mimatrix.server.controller.retention import RetentionSettings
 from mimatrix.server.db.engine import address_in, opened
 from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
@@ -33,7 +34,7 @@ SCRIPTS = Path(__file__).parents[1] / "server" / "scripts"
 
 
 @dataclass
-class House:
+class AppServer:
     """A server without a socket, and without a thread that calls `controller.reconcile()`."""
 
     context: Context
@@ -49,7 +50,7 @@ class House:
 
 
 @contextmanager
-def house(
+def app_server(
     folder: Path,
     database: str = "",
     devices: int = 4,
@@ -58,7 +59,8 @@ def house(
     quotas: Quotas = Quotas(),
     checkpoints: str = "",
     executor: Executor | None = None,
-) -> Iterator[House]:
+    retention: RetentionSettings = RetentionSettings(),
+) -> Iterator[AppServer]:
     """Yield a server that starts teams within its turns, unless the executor has threads.
 
     A `clock` with a method `monotonic` gives that time, too.
@@ -72,9 +74,9 @@ def house(
     environment = JobEnvironment(
         address="http://127.0.0.1:1", command=(sys.executable,), variables=variables, checkpoints=checkpoints
     )
-    controller = Controller(context, environment, executor or AtOnce())
+    controller = Controller(context, environment, executor or AtOnce(), retention)
     with TestClient(create_app(context, controller), raise_server_exceptions=False) as http:
-        found = House(context, controller, http)
+        found = AppServer(context, controller, http)
         with sessions.begin() as session:
             for name, role in (("ann", Role.ADMIN), ("ben", Role.USER), ("cho", Role.USER), ("dee", Role.VIEWER)):
                 found.secrets[name] = issue(session, name, role, clock())[1]
@@ -86,7 +88,7 @@ def house(
     engine.dispose()
 
 
-class Server:
+class ServerProcess:
     """`mimatrix up` as a process."""
 
     def __init__(self, data: Path, *words: str, devices: int = 3) -> None:
@@ -96,7 +98,7 @@ class Server:
         self.process: subprocess.Popen[str] | None = None
         self.log = data.parent / f"{data.name}.log"
 
-    def start(self) -> "Server":
+    def start(self) -> "ServerProcess":
         words = [
             sys.executable,
             "-m",
@@ -160,8 +162,8 @@ class Server:
 
 
 @contextmanager
-def server(data: Path, *words: str, devices: int = 3) -> Iterator[Server]:
-    found = Server(data, *words, devices=devices).start()
+def server(data: Path, *words: str, devices: int = 3) -> Iterator[ServerProcess]:
+    found = ServerProcess(data, *words, devices=devices).start()
     try:
         yield found
     finally:

@@ -69,6 +69,8 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"
     HANG = "hang"
     PLAN_CHANGED = "plan_changed"
+    CHECKPOINTS_DELETED = "checkpoints_deleted"
+    """It had ended long ago, and the server keeps checkpoints for a limited time."""
     SERVER_ERROR = "server_error"
     """The server could not handle this job in one of its stages."""
 
@@ -185,9 +187,9 @@ class Job(ApiModel):
     """The ranks of each group of hybrid mode."""
     generation: int
     """How often it was started."""
-    seats: tuple[str, ...]
+    allocation: tuple[str, ...]
     """The devices that it holds, in the order of its ranks."""
-    last_seats: tuple[str, ...] = ()
+    last_allocation: tuple[str, ...] = ()
     """The devices that it held last, if it holds none now; only in the answer for a single job."""
     has_plan: bool = False
     """Whether it has stored a plan; only in the answer for a single job."""

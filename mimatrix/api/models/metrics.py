@@ -11,7 +11,7 @@ class Rank(ApiModel):
     """One rank of a running job, as of its last report."""
 
     rank: int
-    seat: str
+    device: str
     at: datetime
     step: int
     step_s: float
@@ -36,7 +36,7 @@ class StragglerReport(ApiModel):
     kind: str
     """`slow` or `hang`."""
     rank: int
-    seat: str
+    device: str
     cause: str
     """Of a slow rank: compute, loader, link or memory."""
     lost_s: float
@@ -63,8 +63,9 @@ class Point(ApiModel):
     metrics: dict[str, float | None]
     """None: not finite. A metric without an entry was not logged in this interval."""
     ranks: dict[str, tuple[float | None, ...]]
-    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; for the first rank of
-    each group also group_pushes, group_samples, group_staleness, group_moved_s, group_waited_s."""
+    """compute_s, data_s, waiting_s, communication_s, busy, memory_bytes, power_w, temperature_c; if there are several
+    groups, group; for the first rank of each also group_pushes, group_samples, group_staleness, group_moved_s,
+    group_waited_s."""
 
 
 class History(ApiModel):

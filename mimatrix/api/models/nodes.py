@@ -83,7 +83,7 @@ class DeviceJob(ApiModel):
 class DeviceHistory(ApiModel):
     """The jobs that held a device, the newest first."""
 
-    seat: str
+    device: str
     jobs: tuple[DeviceJob, ...]
 
 

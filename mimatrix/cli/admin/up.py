@@ -13,6 +13,7 @@ import typer
 
 from mimatrix.core.errors import UserError
 from mimatrix.core.logs import configure_logging
+from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
     from mimatrix.launch import Launcher
@@ -44,6 +45,14 @@ def up(
             show_default="checkpoints in the data directory",
         ),
     ] = None,
+    keep_checkpoints: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="How long checkpoints are kept after their job ended, e.g. 30d.",
+            show_default="for good",
+        ),
+    ] = "",
     database: Annotated[
         str,
         typer.Option(
@@ -102,6 +111,7 @@ def up(
         port=port,
         database=database,
         checkpoints=checkpoints.absolute() if checkpoints else None,
+        checkpoints_s=parse_duration(keep_checkpoints) if keep_checkpoints else None,
         tls_cert=tls_cert,
         tls_key=tls_key,
         insecure=insecure,

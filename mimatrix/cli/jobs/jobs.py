@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _PAGE = 1000
 _PAUSE_S, _PATIENCE_S = 0.5, 60.0
 T = TypeVar("T")
-_STATES = ("queued", "starting", "profiling", "training", "saving", "preempted", "done", "failed", "cancelled")
 
 
 def jobs(
@@ -39,12 +38,15 @@ def jobs(
 
     Example: mimatrix jobs --all
     """
+    from mimatrix.api.models import JobState
     from mimatrix.core.errors import nearest
 
+    known = [each.value for each in JobState]
     for each in state or []:
-        if each not in _STATES:
-            raise UserError(f'unknown state "{each}"{nearest(each, _STATES)}')
-    asked = tuple(state or () if every or state else _STATES[:6])
+        if each not in known:
+            raise UserError(f'unknown state "{each}"{nearest(each, known)}')
+    unfinished = tuple(each.value for each in JobState if not each.is_final)
+    asked = tuple(state or ()) if every or state else unfinished
     with connected() as client:
         found, more = _list_newest(client, most, asked, user)
     if as_json:
@@ -90,7 +92,8 @@ def explain(number: Number, as_json: Json = False) -> None:
     for event in events:
         when = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         console.print(f"{when}  {event.state:<10} {event.reason}")
-    if job.reason and (not events or events[-1].reason != job.reason):
+    last = {"kind": events[-1].kind, **events[-1].data} if events else None
+    if job.reason and job.reason_data != last:
         console.print(f"{'now':<19}  {job.state:<10} {job.reason}")
 
 
@@ -125,7 +128,7 @@ def logs(
                     sys.stderr.write(f"mimatrix: started for the {ordinal(later.generation)} time\n" if now else "")
                     offset, now = 0, later.generation
                     continue
-                if later.state not in _STATES[6:]:
+                if not later.state.is_final:
                     time.sleep(_PAUSE_S)
                     continue
             if part.has_ended or not follow:
@@ -253,7 +256,7 @@ def _act(number: int, action: str, as_json: bool) -> None:
     else:
         plain_console().print(
             f"job {job.id} is {job.state}"
-            + (", and is being stopped" if job.state not in _STATES[5:] and action == "cancel" else "")
+            + (", and is being stopped" if job.state.is_active and action == "cancel" else "")
         )
 
 
@@ -268,7 +271,7 @@ def _print_jobs(found: "Sequence[Job]") -> None:
     table.add_column("step", justify="right")
     table.add_column("reason", overflow="fold")
     for job in found:
-        has = ", ".join(job.seats) if job.seats else job.devices
+        has = ", ".join(job.allocation) if job.allocation else job.devices
         step = str(job.progress.step) if job.progress.step else ""
         table.add_row(str(job.id), job.name, job.user, job.state, has, step, job.reason)
     plain_console().print(table)
@@ -278,7 +281,7 @@ def _describe(job: "Job") -> Iterator[tuple[str, str]]:
     yield "job", f"{job.id} ({job.name}) of {job.user}"
     yield "state", f"{job.state}: {job.reason}"
     yield "runs", " ".join((job.script, *job.arguments))
-    yield "devices", job.devices + (f": {', '.join(job.seats)}" if job.seats else "")
+    yield "devices", job.devices + (f": {', '.join(job.allocation)}" if job.allocation else "")
     yield "priority", str(job.priority) + (", may be preempted" if job.preemptible else "")
     if job.max_time_s:
         yield "limit", format_duration(job.max_time_s)

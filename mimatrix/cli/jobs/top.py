@@ -127,7 +127,7 @@ def _job_lines(job: "Job", now: "Ranks") -> list["RenderableType"]:
     held = {trouble.rank: trouble for trouble in now.stragglers}
     for rank in _select_ranks(now):
         whole = max(rank.step_s, 1e-9)
-        line = Text(f"{rank.rank:>9}  {rank.seat:<20.20} ")
+        line = Text(f"{rank.rank:>9}  {rank.device:<20.20} ")
         busy, moves = ((rank.compute_s + rank.data_s) / whole, rank.communication_s / whole)
         filled, moving = round(_WIDTH * min(1.0, busy)), round(_WIDTH * min(1.0, moves))
         line.append("#" * filled, style="red" if rank.rank in held else "green")

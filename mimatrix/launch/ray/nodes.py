@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster: names, addresses, devices and what is near, from resources and labels."""
+"""Nodes of a Ray cluster: names, addresses, devices and racks, from resources and labels."""
 
 import os
 from collections import Counter
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mimatrix.launch.devices import DeviceInfo, NodeInfo
 
-NEAR, KIND, DEVICES = "mimatrix.near", "mimatrix.kind", "mimatrix.devices"
+RACK, KIND, DEVICES = "mimatrix.rack", "mimatrix.kind", "mimatrix.devices"
 """Our labels for `ray start --labels`; the last two replace the devices that the node has."""
 _ACCELERATOR = "ray.io/accelerator-type"
 
@@ -29,7 +29,7 @@ class Raylet:
 
 def node_info(raylet: Raylet, seen: tuple[DeviceInfo, ...]) -> NodeInfo:
     """Return the node, given the devices that its agent has found there."""
-    return NodeInfo(raylet.name, raylet.address, _devices(raylet, seen), raylet.labels.get(NEAR, ""))
+    return NodeInfo(raylet.name, raylet.address, _devices(raylet, seen), raylet.labels.get(RACK, ""))
 
 
 def tell_apart(nodes: Mapping[str, NodeInfo]) -> dict[str, NodeInfo]:

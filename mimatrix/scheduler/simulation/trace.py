@@ -9,7 +9,7 @@ from mimatrix.core.errors import UserError, nearest
 from mimatrix.core.resources import ResourceRequest
 from mimatrix.scheduler.state import DeviceSlot
 
-_DEVICE_KEYS = ("node", "kind", "count", "speed", "near")
+_DEVICE_KEYS = ("node", "kind", "count", "speed", "rack")
 _JOB_KEYS = ("job", "user", "at_s", "devices", "work_s", "priority", "preemptible", "max_time_s")
 EXAMPLE = (
     '{"devices": [{"node": "a", "kind": "a100", "count": 4, "speed": 2}], '
@@ -65,8 +65,8 @@ def _devices(entry: Any, place: str) -> tuple[DeviceSlot, ...]:
     values = _table(entry, _DEVICE_KEYS, ("node",), place)
     count = int(_number(values, "count", 1, place, least=1))
     speed = _number(values, "speed", 1.0, place, least=1e-6)
-    kind, near = str(values.get("kind", "gpu")), str(values.get("near", ""))
-    return tuple(DeviceSlot(str(values["node"]), number, kind, speed, near) for number in range(count))
+    kind, rack = str(values.get("kind", "gpu")), str(values.get("rack", ""))
+    return tuple(DeviceSlot(str(values["node"]), number, kind, speed, rack) for number in range(count))
 
 
 def _arrival(entry: Any, place: str) -> JobArrival:

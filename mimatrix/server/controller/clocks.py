@@ -1,4 +1,4 @@
-"""Time within the life of a job goes by a monotonic clock; wall time is only stored and shown, and may jump."""
+"""Times of a job are measured by a monotonic clock; wall time is only stored and shown, and may jump."""
 
 import logging
 from collections.abc import Callable

@@ -34,7 +34,7 @@ class JobEnder:
         with context.sessions() as session:
             known = session.get_one(JobRow, job)
             groups: Groups = tuple(tuple(group) for group in known.groups)
-            devices = tuple(known.seats)
+            devices = tuple(known.allocation)
         live = context.live.get(job, generation)
         lost = live.lost_ranks if live else frozenset()
         rank = failed_rank(state, groups, lost)

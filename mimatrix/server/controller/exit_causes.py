@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from mimatrix.api.text import one_line
 from mimatrix.core.errors import MiMatrixError
 from mimatrix.core.exit_codes import PREEMPTED
-from mimatrix.launch import EndedFor, ExitCause, Launcher, MemberState, Phase, TeamState
+from mimatrix.launch import EndedFor, ExitCause, Launcher, MemberState, Phase, TeamState, is_transient
 from mimatrix.server.jobs.events import RankFailure
 
 Groups = tuple[tuple[int, ...], ...]
@@ -55,11 +55,19 @@ def failure_of(launcher: Launcher, team: str, rank: int, state: TeamState, devic
 
 
 def last_line(launcher: Launcher, team: str, rank: int) -> str:
-    """Return the last line that a rank printed, if any: not long, and of printable characters only."""
+    """Return the last line that a rank printed, if any: not long, and of printable characters only.
+
+    Raises:
+        OSError: The machine is short of something for the moment, such as descriptors.
+    """
     try:
         data = launcher.read_log(team, rank, -_TAIL_BYTES).data
     except MiMatrixError:
         return ""  # never started, forgotten, or its node is gone
+    except OSError as error:
+        if is_transient(error):
+            raise
+        return ""
     lines = (one_line(line) for line in reversed(re.split(r"[\r\n]+", data.decode(errors="replace"))))
     line = next(filter(None, lines), "")
     return line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 3]}..."

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sqlalchemy import select, update
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
+from mimatrix.launch import is_transient
 from mimatrix.scheduler import StopKind
 from mimatrix.server.auth.tokens import revoke_of_job
 from mimatrix.server.context import Context
-from mimatrix.server.db.models import JobRow
-from mimatrix.server.jobs.events import server_error
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
+from mimatrix.server.db.models import EventRow, JobRow
+from mimatrix.server.jobs.events import JobEvent, server_error
 from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, fail_by_id, record_event_by_id
 
 logger = logging.getLogger(__name__)
@@ -51,15 +52,20 @@ class Faults:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._log = RepeatedLog(context.monotonic)
         self._pending: list[_Fault] = []
         self._known: OrderedDict[_Fault, None] = OrderedDict()
 
     @contextmanager
     def contain(self, stage: str, job: int, remedy: Remedy = Remedy.FLAG) -> Iterator[None]:
-        """Keep an exception from reaching other jobs. A database that does not answer is not the fault of a job."""
+        """Keep an exception from reaching other jobs.
+
+        A database that does not answer is not the fault of a job: that is raised. Nor is a machine that is short of
+        memory, descriptors or disk space: that is only logged, and the next turn tries again.
+        """
         try:
             yield
-        except (OperationalError, InterfaceError):
+        except DATABASE_UNAVAILABLE:
             raise
         except Exception as error:  # noqa: BLE001 (other jobs must not suffer)
             self.add(stage, job, error, remedy)
@@ -67,6 +73,9 @@ class Faults:
     def add(self, stage: str, job: int, error: Exception, remedy: Remedy = Remedy.FLAG) -> None:
         """Remember a fault until `settle`. The same one is logged and recorded once."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_TEXT]
+        if is_transient(error):
+            self._log.warn(f"job {job}: {stage} failed for the moment ({text}); it is tried again")
+            return
         fault = _Fault(stage, job, text, remedy)
         if fault not in self._known:
             logger.error("job %d: %s failed", job, stage, exc_info=error)
@@ -85,6 +94,8 @@ class Faults:
                 with self._context.sessions.begin() as session:
                     self._settle(session, fault)
             except Exception:
+                # If it is raised again, it is recorded then.
+                self._known.pop(fault, None)
                 logger.exception("job %d: what went wrong cannot be recorded", fault.job)
 
     def _settle(self, session: Session, fault: _Fault) -> None:
@@ -96,15 +107,20 @@ class Faults:
                 self._context.authenticator.clear()
                 self._context.live.forget(fault.job)
             return
-        values = {"server_error": event.sentence}
         active = JobRow.state.in_(ACTIVE_STATES)
         if fault.remedy is Remedy.STOP:
             stopped = update(JobRow).where(JobRow.id == fault.job, active, JobRow.stop_kind == "")
             session.execute(stopped.values(stop_kind=StopKind.UNUSABLE.value, stop_requested_at=now_s))
-        is_known = session.scalar(select(JobRow.server_error).where(JobRow.id == fault.job)) == event.sentence
-        if not is_known:
-            session.execute(update(JobRow).where(JobRow.id == fault.job).values(**values))
+        if not _is_recorded(session, fault.job, event):
+            session.execute(update(JobRow).where(JobRow.id == fault.job).values(server_error=event.sentence))
             record_event_by_id(session, fault.job, event, now_s)
+
+
+def _is_recorded(session: Session, job: int, event: JobEvent) -> bool:
+    """Whether a job has this event since it was started last."""
+    generation = select(JobRow.generation).where(JobRow.id == job).scalar_subquery()
+    known = (EventRow.job == job, EventRow.generation == generation, EventRow.kind == event.kind)
+    return any(data == event.data for data in session.scalars(select(EventRow.data).where(*known)))
 
 
 class RepeatedLog:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
@@ -12,6 +11,7 @@ from mimatrix.scheduler import DeviceSlot
 from mimatrix.scheduler.device_speeds import speed_of_kind
 from mimatrix.server.context import Context
 from mimatrix.server.controller.faults import RepeatedLog
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import NodeRow
 
 _REFRESH_S = 2.0
@@ -48,7 +48,7 @@ class NodeTracker:
                     with session.begin_nested():
                         self._write(session, node)
                     slots |= _slots_of(node)
-                except (OperationalError, InterfaceError):
+                except DATABASE_UNAVAILABLE:
                     raise
                 except Exception as error:  # noqa: BLE001 (other nodes must not suffer)
                     self._log.warn(f"node {node.name} cannot be used ({error}); see what it says of its devices")
@@ -57,7 +57,7 @@ class NodeTracker:
 
     def _write(self, session: Session, node: NodeInfo) -> None:
         row = session.get(NodeRow, node.name) or NodeRow(name=node.name)
-        row.address, row.near, row.seen_at = node.address, node.near, self._context.clock()
+        row.address, row.rack, row.seen_at = node.address, node.rack, self._context.clock()
         row.devices = {"devices": [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]}
         session.add(row)
 
@@ -65,16 +65,16 @@ class NodeTracker:
 def slots_of_row(row: NodeRow) -> dict[str, DeviceSlot]:
     """Return the devices of a node as they were written down."""
     kinds = [str(device["kind"]) for device in row.devices["devices"]]
-    return _slots(row.name, row.near, kinds)
+    return _slots(row.name, row.rack, kinds)
 
 
 def _slots_of(node: NodeInfo) -> dict[str, DeviceSlot]:
-    return _slots(node.name, node.near, [device.kind for device in node.devices])
+    return _slots(node.name, node.rack, [device.kind for device in node.devices])
 
 
-def _slots(node: str, near: str, kinds: list[str]) -> dict[str, DeviceSlot]:
+def _slots(node: str, rack: str, kinds: list[str]) -> dict[str, DeviceSlot]:
     slots = (
-        DeviceSlot(node, number, kind, speed_of_kind(kind), near) for number, kind in enumerate(kinds[:_MAX_DEVICES])
+        DeviceSlot(node, number, kind, speed_of_kind(kind), rack) for number, kind in enumerate(kinds[:_MAX_DEVICES])
     )
     return {slot.name: slot for slot in slots}
 

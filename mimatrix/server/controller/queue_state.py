@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 
 from sqlalchemy import select
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from mimatrix.api.models import JobState
@@ -12,6 +11,7 @@ from mimatrix.core.resources import ResourceRequest
 from mimatrix.scheduler import DeviceSlot, Queued, Running, StopKind
 from mimatrix.server.controller.nodes import slot_named
 from mimatrix.server.controller.speeds import Speeds
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import AllocationRow, JobRow
 
 Instant = Callable[[str, int, float], float]
@@ -25,7 +25,7 @@ def load_jobs(session: Session, states: Collection[JobState], contain: Contain) 
     wanted = select(JobRow).where(JobRow.state.in_(states)).order_by(JobRow.id)
     try:
         return list(session.scalars(wanted))
-    except (OperationalError, InterfaceError):
+    except DATABASE_UNAVAILABLE:
         raise
     except Exception:  # noqa: BLE001 (whatever the row of one job makes the driver raise)
         session.rollback()
@@ -48,7 +48,7 @@ def running_of(row: JobRow, slots: Mapping[str, DeviceSlot], instant: Instant) -
     """Return an active job as the scheduler sees it."""
     return Running(
         row.id,
-        tuple(slot_named(name, slots) for name in row.seats),
+        tuple(slot_named(name, slots) for name in row.allocation),
         row.user,
         row.priority,
         instant("started", row.id, row.started_at or 0.0),
@@ -62,7 +62,7 @@ def running_of(row: JobRow, slots: Mapping[str, DeviceSlot], instant: Instant) -
 def unreadable_running(session: Session, job: int, slots: Mapping[str, DeviceSlot]) -> Running:
     """Return an active job whose row cannot be used: its devices, by what was allocated, are not free."""
     held = (AllocationRow.job == job, AllocationRow.ended_at.is_(None))
-    return stopping(job, tuple(session.scalars(select(AllocationRow.seat).where(*held))), slots)
+    return stopping(job, tuple(session.scalars(select(AllocationRow.device).where(*held))), slots)
 
 
 def stopping(job: int, devices: Collection[str], slots: Mapping[str, DeviceSlot]) -> Running:

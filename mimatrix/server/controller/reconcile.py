@@ -58,7 +58,7 @@ class Controller:
             context, self._faults, self._clock, environment.policy, self._nodes, self._teams, starter
         )
         self._stragglers = StragglerWatch(context, self._faults)
-        self._retention = Retention(context, retention, self._guard, self._log)
+        self._retention = Retention(context, environment, retention, self._guard, self._log)
         self._failing: dict[str, str] = {}
         """The stages that failed in the last turn, and how."""
 
@@ -70,7 +70,7 @@ class Controller:
         with self._context.sessions() as session:
             for job in load_jobs(session, ACTIVE_STATES, lambda number: self._faults.contain("recover", number)):
                 with self._faults.contain("recover", job.id):
-                    self._context.live.begin(job.id, job.generation, job.seats)
+                    self._context.live.begin(job.id, job.generation, job.allocation)
                     self._clock.instant("started", job.id, job.started_at or 0.0)
         self._clock.trust()
         self._faults.settle()

@@ -1,12 +1,15 @@
 """Let the scheduler decide, and carry out what it decides, job by job."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from mimatrix.api.models import JobState
+from mimatrix.core.resources import ResourceRequest
+from mimatrix.launch import is_transient
 from mimatrix.scheduler import (
     Decision,
     Preempt,
@@ -45,6 +48,11 @@ from mimatrix.server.jobs.lifecycle import (
 
 _DECIDE_S = 2.0
 """How often to decide when nothing but the time has changed."""
+_PROBES = (Queued(-1, ResourceRequest(), priority=1 << 30), Queued(-2, ResourceRequest(), priority=-1))
+"""Ordinary jobs that want all devices, so that a decision looks at all that running jobs say.
+
+The first may preempt every other job, the second none.
+"""
 
 
 class Scheduling:
@@ -82,7 +90,6 @@ class Scheduling:
         """Decide now, and carry it out."""
         self.speeds.refresh()
         state, paused = self._state()
-        self._usage.count(state.running)
         waits: list[Wait] = []
         for decision in self._decide(state):
             if isinstance(decision, Wait):
@@ -94,6 +101,7 @@ class Scheduling:
         self._context.live.set_queue(wait.job for wait in waits)
         self._explain({wait.job: wait.reason for wait in waits})
         self._clock.forget_unused()
+        self._usage.count(state.running)
 
     def _state(self) -> tuple[State, list[tuple[Queued, WaitReason]]]:
         """Return what the scheduler sees, and jobs that wait for another attempt to start them."""
@@ -133,13 +141,36 @@ class Scheduling:
         now_s = self._clock.now_s()
         try:
             return decide(state, now_s, self._policy)
-        except Exception:  # noqa: BLE001 (found out below, job by job)
-            good = []
-            for job in state.queued:
-                with self._faults.contain("schedule", job.job, Remedy.FAIL):
-                    decide(State(state.devices, (job,), state.running, state.used), now_s, self._policy)
-                    good.append(job)
-            return decide(State(state.devices, tuple(good), state.running, state.used), now_s, self._policy)
+        except Exception as error:
+            if is_transient(error):
+                raise
+        # Running jobs first: for one of them no queued job is to blame.
+        state = replace(state, running=self._usable_running(state, now_s))
+        usable = []
+        for job in state.queued:
+            with self._faults.contain("schedule", job.job, Remedy.FAIL):
+                decide(replace(state, queued=(job,)), now_s, self._policy)
+                usable.append(job)
+        return decide(replace(state, queued=tuple(usable)), now_s, self._policy)
+
+    def _usable_running(self, state: State, now_s: float) -> tuple[Running, ...]:
+        """Return the running jobs; of those that make a decision raise, only which devices they have.
+
+        Such a job is flagged, and keeps running. What raises without any job is raised: no job is to blame for it.
+        """
+        probe = replace(state, queued=_PROBES, running=())
+        decide(probe, now_s, self._policy)
+        usable: list[Running] = []
+        for job in state.running:
+            try:
+                decide(replace(probe, running=(*usable, job)), now_s, self._policy)
+                usable.append(job)
+            except Exception as error:
+                if is_transient(error):
+                    raise
+                self._faults.add("schedule", job.job, error)
+                usable.append(Running(job.job, job.devices))
+        return tuple(usable)
 
     def _apply(self, decision: Start | Preempt | Stop) -> None:
         now_s = self._context.clock()
@@ -148,7 +179,7 @@ class Scheduling:
             if isinstance(decision, Start):
                 if not state_of(row).is_waiting:
                     return
-                row.seats, row.stop_kind = [slot.name for slot in decision.devices], ""
+                row.allocation, row.stop_kind = [slot.name for slot in decision.devices], ""
                 # A restored database may know fewer generations than were started: names of teams are used once.
                 row.generation = max(row.generation, self._teams.generations.get(row.id, 0))
                 transition(session, row, JobState.STARTING, events.starting(decision.reason), now_s)

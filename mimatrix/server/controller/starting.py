@@ -117,11 +117,11 @@ class JobStarter:
             if row.stop_kind:
                 self._ender.end_unstarted(session, row)
                 return None
-            archive = context.code_archives.path(row.snapshot)
+            archive = context.code_archives.path(row.code_archive)
             if archive is None:
                 raise UserError("its code archive is gone; submit it again")
             team = self._team(session, row, archive)
-            devices = tuple(row.seats)
+            devices = tuple(row.allocation)
         context.live.begin(job, generation, devices)
         return team
 
@@ -151,7 +151,7 @@ class JobStarter:
         logger.warning("job %d: %s", job, event.sentence)
 
     def _team(self, session: Session, row: JobRow, archive: Path) -> Team:
-        groups = check_groups(row.groups, len(row.seats)) if row.groups else ()
+        groups = check_groups(row.groups, len(row.allocation)) if row.groups else ()
         folder = self._environment.checkpoints_of(row.id)
         if folder:
             _make_folder(folder, self._environment.run_as)
@@ -162,7 +162,7 @@ class JobStarter:
         return Team(
             name=team_name(row.id, row.generation),
             command=(*self._environment.command, row.script, *row.arguments),
-            members=_members(row.seats),
+            members=_members(row.allocation),
             archive=archive,
             environment=self._variables(row, secret, groups, rendezvous),
             run_as=self._environment.run_as,

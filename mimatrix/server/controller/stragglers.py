@@ -128,7 +128,7 @@ def straggler_report(found: Straggler | Hang) -> StragglerReport:
     return StragglerReport(
         kind="hang" if is_hang else "slow",
         rank=found.rank,
-        seat=found.device,
+        device=found.device,
         cause="" if isinstance(found, Hang) else found.cause.value,
         lost_s=found.since_s if isinstance(found, Hang) else found.lost_s,
         sentence=found.describe(),

@@ -117,7 +117,7 @@ class TeamFollower:
         with self._context.sessions() as session:
             for job, generation in teams:
                 held = (AllocationRow.job == job, AllocationRow.generation == generation)
-                devices = tuple(session.scalars(select(AllocationRow.seat).where(*held).order_by(AllocationRow.id)))
+                devices = tuple(session.scalars(select(AllocationRow.device).where(*held).order_by(AllocationRow.id)))
                 if devices:
                     found[job] = (*found.get(job, ()), *devices)
         return found

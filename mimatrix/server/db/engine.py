@@ -11,7 +11,14 @@ from alembic.script import ScriptDirectory
 from pydantic_core import from_json
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    InterfaceError,
+    NoSuchModuleError,
+    OperationalError,
+    SQLAlchemyError,
+    TimeoutError,  # noqa: A004 (of the pool)
+)
 from sqlalchemy.orm import Session, sessionmaker
 
 from mimatrix.core.errors import UserError, WorldError
@@ -27,6 +34,8 @@ _POSTGRESQL = {
 }
 """A connection over which nothing comes back is lost after seconds; the system's own limit is many minutes."""
 DATABASE_FILE = "mimatrix.db"
+DATABASE_UNAVAILABLE = (OperationalError, InterfaceError, TimeoutError)
+"""What is raised if the database does not answer, or all connections to it are in use; it may answer later."""
 
 
 class Sessions:

@@ -29,21 +29,22 @@ class JobRow(Base):
     script: Mapped[str] = mapped_column(Text)
     arguments: Mapped[list[str]] = mapped_column(default=list)
     environment: Mapped[dict[str, str]] = mapped_column(default=dict)
-    snapshot: Mapped[str] = mapped_column(String(64))
+    code_archive: Mapped[str] = mapped_column(String(64))
     devices: Mapped[str] = mapped_column(Text)
     priority: Mapped[int] = mapped_column(Integer)
     preemptible: Mapped[bool]
     max_time_s: Mapped[float | None] = mapped_column(Float)
-    max_restarts: Mapped[int] = mapped_column("retries", Integer, default=0)
-    restarts: Mapped[int] = mapped_column("retried", Integer, default=0)
+    max_restarts: Mapped[int] = mapped_column(Integer, default=0)
+    restarts: Mapped[int] = mapped_column(Integer, default=0)
     """How often it was restarted after a failure since a user queued it."""
     groups: Mapped[list[Any]] = mapped_column(JSON, default=list)
     """The ranks of each group of hybrid mode."""
     generation: Mapped[int] = mapped_column(Integer, default=0)
-    seats: Mapped[list[str]] = mapped_column(default=list)
-    stop_kind: Mapped[str] = mapped_column("leaving", String(20), default="")
+    allocation: Mapped[list[str]] = mapped_column(default=list)
+    """The devices that it holds, in the order of its ranks."""
+    stop_kind: Mapped[str] = mapped_column(String(20), default="")
     """A `StopKind` if it was told to stop."""
-    stop_requested_at: Mapped[float | None] = mapped_column("leaving_at", Float)
+    stop_requested_at: Mapped[float | None] = mapped_column(Float)
     exit_code: Mapped[int | None] = mapped_column(Integer)
     exit_cause: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     failed_rank: Mapped[int | None] = mapped_column(Integer)
@@ -90,7 +91,7 @@ class NodeRow(Base):
 
     name: Mapped[str] = mapped_column(String(200), primary_key=True)
     address: Mapped[str] = mapped_column(String(200))
-    near: Mapped[str] = mapped_column(String(200))
+    rack: Mapped[str] = mapped_column(String(200))
     devices: Mapped[dict[str, Any]] = mapped_column(default=dict)
     seen_at: Mapped[float] = mapped_column(Float)
 
@@ -123,11 +124,11 @@ class UsageRow(Base):
 class AllocationRow(Base):
     """A device that a job had, or has."""
 
-    __tablename__ = "stints"
-    __table_args__ = (Index("stints_of_seat", "seat", "id"), Index("stints_of_job", "job", "ended_at"))
+    __tablename__ = "allocations"
+    __table_args__ = (Index("allocations_of_device", "device", "id"), Index("allocations_of_job", "job", "ended_at"))
 
     id: Mapped[int] = mapped_column(_Number, primary_key=True)
-    seat: Mapped[str] = mapped_column(String(220))
+    device: Mapped[str] = mapped_column(String(220))
     job: Mapped[int] = mapped_column(ForeignKey("jobs.id"))
     generation: Mapped[int] = mapped_column(Integer)
     started_at: Mapped[float] = mapped_column(Float)

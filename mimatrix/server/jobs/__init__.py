@@ -1,1 +1,1 @@
-"""The life of a job, and the archives of its code."""
+"""The lifecycle of jobs: submission, states, events, and archives of their code."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mimatrix.api.models import EventKind, JobState
-from mimatrix.core.units import format_seconds
+from mimatrix.core.units import format_duration, format_seconds
 from mimatrix.launch import ExitCause
 from mimatrix.scheduler.reasons import StartReason, StopKind, StopReason, WaitReason, to_json
 
@@ -162,6 +162,12 @@ def group_restarted(group: int, failure: RankFailure | None, restarts: int) -> J
 def plan_changed(why: str) -> JobEvent:
     """Return the event: its first rank stored another plan."""
     return JobEvent(EventKind.PLAN_CHANGED, f"plan changed: {why}", {"why": why})
+
+
+def checkpoints_deleted(kept_s: float) -> JobEvent:
+    """Return the event: its checkpoints were deleted, this long after it ended."""
+    sentence = f"its checkpoints were deleted, as they are {format_duration(kept_s)} after a job has ended"
+    return JobEvent(EventKind.CHECKPOINTS_DELETED, sentence, {"kept_s": kept_s})
 
 
 def straggler(sentence: str, data: Mapping[str, Any]) -> JobEvent:

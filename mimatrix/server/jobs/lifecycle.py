@@ -1,5 +1,6 @@
 """The lifecycle of a job: which state may follow which, and the one function that changes a state and records it."""
 
+import logging
 from typing import Any
 
 from sqlalchemy import select, update
@@ -7,9 +8,11 @@ from sqlalchemy.orm import Session
 
 from mimatrix.api.models import JobState
 from mimatrix.scheduler.reasons import StopKind, StopReason
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import AllocationRow, EventRow, JobRow
 from mimatrix.server.jobs.events import JobEvent, stop_requested
 
+logger = logging.getLogger(__name__)
 _S = JobState
 _ENDS = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
@@ -28,6 +31,8 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 ACTIVE_STATES = tuple(state for state in JobState if state.is_active)
 WAITING_STATES = tuple(state for state in JobState if state.is_waiting)
 """For queries; a state by itself knows its group: `state.is_active`."""
+UNREADABLE_GROUPS: list[list[int]] = [[]]
+"""Written where stored groups cannot be read. No submission has these, and no job starts with them."""
 
 
 def is_allowed(old: JobState, new: JobState) -> bool:
@@ -90,7 +95,12 @@ def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> boo
     state = session.scalar(select(JobRow.state).where(JobRow.id == job))
     if state is None or JobState(state).is_final:
         return False
-    released: dict[str, Any] = {"seats": [], "groups": [], "stop_kind": "", "stop_requested_at": None}
+    released: dict[str, Any] = {
+        "allocation": [],
+        "groups": _groups_of(session, job),
+        "stop_kind": "",
+        "stop_requested_at": None,
+    }
     reason = {"reason": event.sentence, "reason_data": {"kind": event.kind.value, **event.data}}
     ended = {"state": JobState.FAILED.value, "ended_at": now_s, "server_error": event.sentence}
     session.execute(update(JobRow).where(JobRow.id == job).values(**released, **reason, **ended))
@@ -98,6 +108,19 @@ def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> boo
     session.execute(update(AllocationRow).where(*held).values(ended_at=now_s))
     record_event_by_id(session, job, event, now_s)
     return True
+
+
+def _groups_of(session: Session, job: int) -> list[list[int]]:
+    """Return the groups that a job was submitted with, or `UNREADABLE_GROUPS`."""
+    try:
+        groups = session.scalar(select(JobRow.groups).where(JobRow.id == job))
+        if all(type(rank) is int for group in groups or () for rank in group):
+            return [list(group) for group in groups or ()]
+    except DATABASE_UNAVAILABLE:
+        raise
+    except Exception:
+        logger.exception("job %d: its groups cannot be read", job)
+    return UNREADABLE_GROUPS
 
 
 def state_of(job: JobRow) -> JobState:
@@ -110,7 +133,8 @@ def _allocate(session: Session, job: JobRow, now_s: float) -> None:
     job.started_at, job.ended_at, job.server_error = now_s, None, ""
     job.exit_code, job.exit_cause, job.failed_rank = None, None, None
     session.add_all(
-        AllocationRow(seat=device, job=job.id, generation=job.generation, started_at=now_s) for device in job.seats
+        AllocationRow(device=device, job=job.id, generation=job.generation, started_at=now_s)
+        for device in job.allocation
     )
 
 
@@ -118,4 +142,4 @@ def _release(session: Session, job: JobRow, now_s: float) -> None:
     """Give back its devices; written so that it also works where what is stored of them cannot be read."""
     held = (AllocationRow.job == job.id, AllocationRow.ended_at.is_(None))
     session.execute(update(AllocationRow).where(*held).values(ended_at=now_s))
-    job.seats, job.stop_kind, job.stop_requested_at = [], "", None
+    job.allocation, job.stop_kind, job.stop_requested_at = [], "", None

@@ -11,7 +11,14 @@ from mimatrix.server.context import Context
 from mimatrix.server.db.models import CodeArchiveRow, JobRow, SubmissionKeyRow
 from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs import events
-from mimatrix.server.jobs.lifecycle import WAITING_STATES, record_event, request_stop, state_of, transition
+from mimatrix.server.jobs.lifecycle import (
+    UNREADABLE_GROUPS,
+    WAITING_STATES,
+    record_event,
+    request_stop,
+    state_of,
+    transition,
+)
 
 _KEYS_KEPT_S = 86_400.0
 
@@ -74,7 +81,9 @@ def requeue(context: Context, number: int, who: Bearer) -> JobRow:
         job = find_own_job(session, number, who)
         if not state_of(job).is_final:
             raise ApiError(409, f"job {number} is {job.state}; only a job that has ended can be queued again")
-        _check_code_archive(context, session, job.snapshot, "its code archive is gone; submit it again")
+        if job.groups == UNREADABLE_GROUPS:
+            raise ApiError(409, f"the groups of job {number} cannot be read; submit it again")
+        _check_code_archive(context, session, job.code_archive, "its code archive is gone; submit it again")
         _check_queue_quota(context, session, who)
         job.restarts, job.start_failures, job.submitted_at = 0, 0, now_s
         transition(session, job, JobState.QUEUED, events.requeued(who.user), now_s)
@@ -116,7 +125,7 @@ def new_row(submission: Submission, user: str, now_s: float) -> JobRow:
         script=submission.script,
         arguments=list(submission.arguments),
         environment=dict(submission.environment),
-        snapshot=submission.code_archive,
+        code_archive=submission.code_archive,
         devices=submission.devices,
         priority=submission.priority,
         preemptible=submission.preemptible,
@@ -125,7 +134,7 @@ def new_row(submission: Submission, user: str, now_s: float) -> JobRow:
         restarts=0,
         groups=[list(group) for group in submission.groups],
         generation=0,
-        seats=[],
+        allocation=[],
         stop_kind="",
         server_error="",
         start_failures=0,

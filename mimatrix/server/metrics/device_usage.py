@@ -22,16 +22,16 @@ class _Start(NamedTuple):
 
     begin_s: float
     end_s: float
-    seats: list[str]
+    devices: list[str]
 
 
-def read(session: Session, seat: str, since_s: float, now_s: float, points: int) -> list[store.StoredPoint]:
+def read(session: Session, device: str, since_s: float, now_s: float, points: int) -> list[store.StoredPoint]:
     """Return at most this number of points since a time, the oldest first; one without metrics after each job."""
     found: list[store.StoredPoint] = []
-    for job, starts in _starts(session, seat, since_s, now_s).items():
+    for job, starts in _starts(session, device, since_s, now_s).items():
         begin_s = max(since_s, starts[0].begin_s)
         _every_s, rows = store.read(session, job, begin_s, now_s, points)
-        found += _of_seat(seat, starts, rows)
+        found += _of_device(device, starts, rows)
         found += (store.StoredPoint(each.end_s + _FREE_AFTER_S, {}) for each in starts if each.end_s < now_s)
     found.sort(key=lambda point: point.at)
     found = [point for point in found if since_s <= point.at <= now_s]
@@ -39,12 +39,12 @@ def read(session: Session, seat: str, since_s: float, now_s: float, points: int)
     return [_one(found[start : start + step]) for start in range(0, len(found), step)]
 
 
-def _starts(session: Session, seat: str, since_s: float, now_s: float) -> dict[int, list[_Start]]:
+def _starts(session: Session, device: str, since_s: float, now_s: float) -> dict[int, list[_Start]]:
     """Return the generations of the jobs that had it, with the devices of all their ranks."""
     recent = or_(AllocationRow.ended_at.is_(None), AllocationRow.ended_at > since_s)
     asked = (
         select(AllocationRow.job)
-        .where(AllocationRow.seat == seat, recent)
+        .where(AllocationRow.device == device, recent)
         .order_by(AllocationRow.id.desc())
         .limit(_MOST_JOBS)
     )
@@ -53,20 +53,20 @@ def _starts(session: Session, seat: str, since_s: float, now_s: float) -> dict[i
     # A job's devices were written down in the order of its ranks.
     for row in session.scalars(select(AllocationRow).where(AllocationRow.job.in_(jobs)).order_by(AllocationRow.id)):
         start = _Start(row.started_at, row.ended_at or now_s, [])
-        found.setdefault((row.job, row.generation), start).seats.append(row.seat)
+        found.setdefault((row.job, row.generation), start).devices.append(row.device)
     by_job: dict[int, list[_Start]] = {}
     for (job, _generation), start in found.items():
         by_job.setdefault(job, []).append(start)
     return by_job
 
 
-def _of_seat(seat: str, starts: Sequence[_Start], rows: Iterable[store.StoredPoint]) -> Iterable[store.StoredPoint]:
+def _of_device(device: str, starts: Sequence[_Start], rows: Iterable[store.StoredPoint]) -> Iterable[store.StoredPoint]:
     begins = [start.begin_s for start in starts]
     for row in rows:
         # A mean is written down at the end of its time, which may be after the end of the job.
         start = starts[max(0, bisect_right(begins, row.at) - 1)]
-        if seat in start.seats:
-            yield store.StoredPoint(min(row.at, start.end_s), _of_rank(row.figures, start.seats.index(seat)))
+        if device in start.devices:
+            yield store.StoredPoint(min(row.at, start.end_s), _of_rank(row.figures, start.devices.index(device)))
 
 
 def _of_rank(figures: dict[str, Any], rank: int) -> dict[str, float | None]:

@@ -72,9 +72,9 @@ class _Now(Collector):
             counts = {str(state): int(count) for state, count in session.execute(asked)}
             oldest = session.scalar(select(func.min(JobRow.waiting_since)).where(JobRow.state.in_(WAITING_STATES)))
             used = {
-                seat
-                for seats in session.scalars(select(JobRow.seats).where(JobRow.state.in_(ACTIVE_STATES)))
-                for seat in seats
+                device
+                for allocation in session.scalars(select(JobRow.allocation).where(JobRow.state.in_(ACTIVE_STATES)))
+                for device in allocation
             }
             nodes = [(row.name, row.devices["devices"], row.seen_at) for row in session.scalars(select(NodeRow))]
         jobs = GaugeMetricFamily("mimatrix_jobs", "Jobs in each state", labels=["state"])
@@ -141,7 +141,7 @@ def _of_ranks(live: dict[int, LiveJob]) -> Iterator[Metric]:
             reports = job.reports.items()
             said += [([str(number), str(rank), job.devices[rank]], each) for rank, each in reports if rank < job.ranks]
     for name, (about, figure) in _OF_RANK.items():
-        family = GaugeMetricFamily(name, about, labels=["job", "rank", "seat"])
+        family = GaugeMetricFamily(name, about, labels=["job", "rank", "device"])
         for labels, report in said:
             _add(family, labels, figure(report))
         yield family

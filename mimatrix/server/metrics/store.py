@@ -135,6 +135,8 @@ def _by_rank(reports: Sequence[Report | None]) -> dict[str, list[float | None]]:
     found = {name: [short(getattr(each, name)) if each else None for each in reports] for name in _BY_RANK}
     uses = [each.use if each else None for each in reports]
     found |= _known(uses, {name: name for name in _BY_DEVICE})
+    if any(each.group for each in reports if each):
+        found["group"] = [each.group if each else None for each in reports]
     pushed = [each.pushed if each else None for each in reports]
     return found | _known(pushed, {name: f"group_{name}" for name in _BY_GROUP})
 

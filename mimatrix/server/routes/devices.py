@@ -17,8 +17,8 @@ NodePath = Annotated[str, Path(min_length=1, max_length=200)]
 DeviceNumber = Annotated[int, Path(ge=0, le=100_000)]
 
 
-@router.get("/use")
-def get_cluster_use(shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Points = 300) -> list[m.ClusterPoint]:
+@router.get("/usage")
+def get_cluster_usage(shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Points = 300) -> list[m.ClusterPoint]:
     """Get how many devices of the cluster were used over time."""
     now_s = shared.clock()
     with shared.sessions() as session:
@@ -29,17 +29,20 @@ def get_cluster_use(shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Poi
 @router.get("/devices/{node}/{number}")
 def get_device_history(node: NodePath, number: DeviceNumber, shared: Shared, _: AnyUser) -> m.DeviceHistory:
     """List the jobs that held a device, the newest first."""
-    seat = f"{node}/{number}"
+    device = f"{node}/{number}"
     query = (
-        select(AllocationRow, JobRow).join(JobRow).where(AllocationRow.seat == seat).order_by(AllocationRow.id.desc())
+        select(AllocationRow, JobRow)
+        .join(JobRow)
+        .where(AllocationRow.device == device)
+        .order_by(AllocationRow.id.desc())
     )
     with shared.sessions() as session:
         rows = list(session.execute(query.limit(_MAX_JOBS)))
-    return m.DeviceHistory(seat=seat, jobs=tuple(_job_on_device(allocation, row) for allocation, row in rows))
+    return m.DeviceHistory(device=device, jobs=tuple(_job_on_device(allocation, row) for allocation, row in rows))
 
 
-@router.get("/devices/{node}/{number}/use")
-def get_device_use(
+@router.get("/devices/{node}/{number}/usage")
+def get_device_usage(
     node: NodePath, number: DeviceNumber, shared: Shared, _: AnyUser, hours: Hours = 24.0, points: Points = 300
 ) -> list[m.DevicePoint]:
     """Get how much a device was used over time, as reported by the jobs that held it."""

@@ -93,7 +93,10 @@ def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
     """Get a job."""
     with shared.sessions() as session:
         row = find_job(session, number)
-        more: dict[str, Any] = {"last_seats": _last_seats(session, row), "has_plan": _has_plan(session, number)}
+        more: dict[str, Any] = {
+            "last_allocation": _last_allocation(session, row),
+            "has_plan": _has_plan(session, number),
+        }
         more["resumes_from"] = _resumes_from(row)
         return to_job(row, shared.live.queue_positions).model_copy(update=more)
 
@@ -132,8 +135,8 @@ def get_log(
         row = find_job(session, number)
     wanted = row.generation if generation is None else generation
     has_ended = state_of(row).is_final or wanted < row.generation
-    if row.seats and rank >= len(row.seats):
-        raise ApiError(404, f"job {number} has ranks 0 to {len(row.seats) - 1}; ask for one of them")
+    if row.allocation and rank >= len(row.allocation):
+        raise ApiError(404, f"job {number} has ranks 0 to {len(row.allocation) - 1}; ask for one of them")
     try:
         part = shared.launcher.read_log(team_name(number, wanted), rank, offset)
     except UserError:
@@ -182,7 +185,7 @@ def to_job(row: JobRow, positions: Mapping[int, int] = MappingProxyType({})) -> 
         max_restarts=row.max_restarts,
         groups=tuple(tuple(group) for group in row.groups),
         generation=row.generation,
-        seats=tuple(row.seats),
+        allocation=tuple(row.allocation),
         exit_code=row.exit_code,
         exit_cause=row.exit_cause,
         failed_rank=row.failed_rank,
@@ -193,12 +196,12 @@ def to_job(row: JobRow, positions: Mapping[int, int] = MappingProxyType({})) -> 
     )
 
 
-def _last_seats(session: Session, row: JobRow) -> tuple[str, ...]:
+def _last_allocation(session: Session, row: JobRow) -> tuple[str, ...]:
     """Return the devices that a job held last, if it holds none now."""
-    if row.seats or not row.generation:
+    if row.allocation or not row.generation:
         return ()
     # They were written down in the order of ranks.
-    asked = select(AllocationRow.seat).where(AllocationRow.job == row.id, AllocationRow.generation == row.generation)
+    asked = select(AllocationRow.device).where(AllocationRow.job == row.id, AllocationRow.generation == row.generation)
     return tuple(session.scalars(asked.order_by(AllocationRow.id)))
 
 

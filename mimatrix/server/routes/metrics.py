@@ -94,7 +94,7 @@ _RANK_FIELDS = m.Report.model_fields.keys() & m.Rank.model_fields.keys()
 
 def _rank(live: LiveJob, rank: int, report: m.Report) -> m.Rank:
     shared = {name: getattr(report, name) for name in _RANK_FIELDS}
-    return m.Rank(**shared, seat=live.devices[rank], at=to_datetime(live.last_seen(rank)))
+    return m.Rank(**shared, device=live.devices[rank], at=to_datetime(live.last_seen(rank)))
 
 
 def _point(point: store.StoredPoint) -> m.Point:

@@ -21,8 +21,8 @@ def list_nodes(shared: Shared, _: AnyUser) -> list[m.NodeStatus]:
     """List the nodes with their devices, and the job that holds each device."""
     with shared.sessions() as session:
         rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
-        active = session.execute(select(JobRow.id, JobRow.seats).where(JobRow.state.in_(ACTIVE_STATES)))
-        holder = {seat: number for number, seats in active for seat in seats}
+        active = session.execute(select(JobRow.id, JobRow.allocation).where(JobRow.state.in_(ACTIVE_STATES)))
+        holder = {device: number for number, devices in active for device in devices}
     reports = reports_by_device(shared.live.all(), shared.clock())
     return [_node(row, holder, reports, shared.clock()) for row in rows]
 
@@ -37,7 +37,7 @@ def _node(row: NodeRow, holder: Mapping[str, int], reports: Mapping[str, m.Repor
     return m.NodeStatus(
         name=row.name,
         address=row.address,
-        rack=row.near,
+        rack=row.rack,
         answers=now_s - row.seen_at < _SILENT_S,
         seen_at=datetime.fromtimestamp(row.seen_at, UTC),
         devices=devices,

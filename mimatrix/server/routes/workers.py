@@ -27,12 +27,12 @@ def join(number: JobId, said: m.RendezvousRequest, shared: Shared, who: Worker) 
     live = _live(number, said.protocol, said.generation, shared, who)
     with shared.sessions() as session:
         row = find_job(session, number)
-    _check_rank(number, said.rank, len(row.seats))
+    _check_rank(number, said.rank, len(row.allocation))
     first = live.join(said.rank, said)
     return m.Rendezvous(
-        ranks=len(row.seats),
+        ranks=len(row.allocation),
         local_rank=_local_rank(row, said.rank),
-        local_ranks=Counter(map(_node, row.seats))[_node(row.seats[said.rank])],
+        local_ranks=Counter(map(_node, row.allocation))[_node(row.allocation[said.rank])],
         master_address=first.address if first else "",
         master_port=first.port if first else 0,
         generation=said.generation,
@@ -112,9 +112,9 @@ def _check_rank(number: int, rank: int, ranks: int) -> None:
         raise ApiError(422, f"rank {rank} is not one of the {ranks} ranks of job {number}")
 
 
-def _node(seat: str) -> str:
-    return seat.rpartition("/")[0]
+def _node(device: str) -> str:
+    return device.rpartition("/")[0]
 
 
 def _local_rank(row: JobRow, rank: int) -> int:
-    return sum(_node(seat) == _node(row.seats[rank]) for seat in row.seats[:rank])
+    return sum(_node(device) == _node(row.allocation[rank]) for device in row.allocation[:rank])

@@ -1,13 +1,17 @@
 """The audit log: which user changed what, or tried to."""
 
+import logging
+
 from fastapi.concurrency import run_in_threadpool
 
 from mimatrix.api.models import Role
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import AuditRow
 from mimatrix.server.web.asgi import AsgiApp, AsgiMessage, Receive, Send
 
+logger = logging.getLogger(__name__)
 _CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 
 
@@ -31,7 +35,11 @@ class Audit:
             await send(message)
 
         await self._app(scope, receive, send_and_note)
-        await run_in_threadpool(self._write, scope, bearer, status)
+        try:
+            await run_in_threadpool(self._write, scope, bearer, status)
+        except DATABASE_UNAVAILABLE:
+            # The request has its answer.
+            logger.exception("the audit log lacks %s %s by %s", scope["method"], scope["path"], bearer.user)
 
     def _write(self, scope: AsgiMessage, bearer: Bearer, status: int) -> None:
         client = scope.get("client")

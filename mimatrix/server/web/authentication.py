@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable
 
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 
 from mimatrix.server.auth.tokens import Authenticator, Bearer
-from mimatrix.server.errors import ApiError, problem
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
+from mimatrix.server.errors import ApiError, database_unavailable, problem
 from mimatrix.server.web.asgi import AsgiApp, AsgiMessage, Receive, Send
 
 _SCHEME = "bearer "
@@ -30,10 +32,10 @@ class AuthenticateFirst:
                 scope["bearer"] = await self._bearer(scope)
             except ApiError as error:
                 self._count_refusal(scope)
-                answer = problem(error.status, str(error))
-                # The body was not read, so the connection cannot carry another request.
-                answer.headers["Connection"] = "close"
-                await answer(scope, receive, send)
+                await _refuse(problem(error.status, str(error)), scope, receive, send)
+                return
+            except DATABASE_UNAVAILABLE as error:
+                await _refuse(database_unavailable(error), scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -63,6 +65,12 @@ class AuthenticateFirst:
         address = scope["client"][0] if scope.get("client") else "an unknown address"
         logger.warning("%d requests without a valid token, the last from %s", self._since_logged, address)
         self._logged_at, self._since_logged = self._clock(), 0
+
+
+async def _refuse(answer: JSONResponse, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+    # The body was not read, so the connection cannot carry another request.
+    answer.headers["Connection"] = "close"
+    await answer(scope, receive, send)
 
 
 def needs_token(path: str) -> bool:

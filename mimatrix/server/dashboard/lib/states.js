@@ -11,7 +11,7 @@ export const waits = (job) => WAITING.includes(job.state);
 export const ended = (job) => ENDED.includes(job.state);
 
 /** The devices that a job has, or had last, in the order of its ranks. */
-export const seatsOf = (job) => (job.seats.length ? job.seats : (job.last_seats ?? []));
+export const allocationOf = (job) => (job.allocation.length ? job.allocation : (job.last_allocation ?? []));
 
 /** A word with a mark; the colour is never alone. */
 export function chip(state) {

@@ -3,7 +3,7 @@
 import { get } from "../lib/api.js";
 import { fill, h } from "../lib/dom.js";
 import { refresh } from "../lib/session.js";
-import { ended, seatsOf } from "../lib/states.js";
+import { allocationOf, ended } from "../lib/states.js";
 
 const MOST_CHARACTERS = 400_000;
 /** Where reading starts, counted from the end, so that long output appears as quickly as short output. */
@@ -123,7 +123,7 @@ export class Log {
   }
 
   choices(job) {
-    const ranks = Math.max(1, seatsOf(job).length);
+    const ranks = Math.max(1, allocationOf(job).length);
     fill(
       this.rank,
       Array.from({ length: ranks }, (_, rank) => h("option", { value: rank, "data-key": `r${rank}` }, rank)),

@@ -4,7 +4,7 @@ import { now } from "../lib/api.js";
 import { h } from "../lib/dom.js";
 import { brief, count, figure, percent, span } from "../lib/format.js";
 import { refresh } from "../lib/session.js";
-import { seatsOf } from "../lib/states.js";
+import { allocationOf } from "../lib/states.js";
 
 const MOST = 16;
 /** Ranks report every few seconds. */
@@ -29,10 +29,10 @@ export const busy = (rank) => rank.compute_s + rank.data_s;
 /** Whether it has told of a step. */
 export const steps = (rank) => total(rank) > 0;
 
-/** What a trouble is, in a few words. */
-export function titleOf(trouble) {
-  if (trouble.kind !== "hang") return "Straggler";
-  return trouble.lost_s < HANGS_S ? "Ranks are waiting" : "Hang";
+/** What kind of straggler it is, in a few words. */
+export function titleOf(straggler) {
+  if (straggler.kind !== "hang") return "Straggler";
+  return straggler.lost_s < HANGS_S ? "Ranks are waiting" : "Hang";
 }
 
 /** Ranks as the last point of a job's history has them. */
@@ -42,14 +42,15 @@ export function latest(job, points) {
   const of = (name, rank) => last.ranks[name]?.[rank] ?? 0;
   const pushes = last.ranks.group_pushes ?? [];
   const known = (rank) => pushes[rank] !== null && pushes[rank] !== undefined;
+  const groups = job.groups ?? [];
   return last.ranks.compute_s.map((_, rank) => ({
     rank,
-    // Ranks of a group follow its first, as a rule.
-    group: pushes.slice(0, rank + 1).filter((each) => each !== null).length - 1,
+    // Where the job was submitted without groups, its ranks formed them.
+    group: groups.length ? groups.findIndex((group) => group.includes(rank)) : of("group", rank),
     pushed: known(rank)
       ? Object.fromEntries(PUSHED.map((name) => [name, of(`group_${name}`, rank)]))
       : null,
-    seat: seatsOf(job)[rank] ?? "",
+    device: allocationOf(job)[rank] ?? "",
     step_s: last.step_s,
     samples: 0,
     planned_s: null,
@@ -81,19 +82,19 @@ export function bars(ranks, stragglers, live) {
   ];
 }
 
-function bar(rank, trouble) {
+function bar(rank, straggler) {
   const whole = Math.max(total(rank), 1e-9);
   const said = PARTS.map(([name, word]) => `${word} ${percent(rank[name] / whole)}`).join(", ");
   return h(
     "li",
-    { "data-key": rank.rank, class: trouble ? "slow" : "" },
+    { "data-key": rank.rank, class: straggler ? "slow" : "" },
     h(
       "span",
       { class: "label" },
       h("b", {}, `Rank ${rank.rank}`),
       " ",
-      h("span", { class: "soft" }, rank.seat),
-      trouble && h("span", { class: "mark" }, words(trouble)),
+      h("span", { class: "soft" }, rank.device),
+      straggler && h("span", { class: "mark" }, words(straggler)),
       age(rank) > SILENT_S && h("span", { class: "bad" }, `said ${span(age(rank))} ago`),
     ),
     h(
@@ -105,9 +106,9 @@ function bar(rank, trouble) {
   );
 }
 
-function words(trouble) {
-  if (trouble.kind === "hang") return trouble.lost_s < HANGS_S ? "waited for" : "hangs";
-  return `slow${trouble.cause ? `: ${trouble.cause}` : ""}`;
+function words(straggler) {
+  if (straggler.kind === "hang") return straggler.lost_s < HANGS_S ? "waited for" : "hangs";
+  return `slow${straggler.cause ? `: ${straggler.cause}` : ""}`;
 }
 
 /** Of its figures, in seconds; 0 where it is not known. */
@@ -214,7 +215,7 @@ function legend(more) {
 /** Of many, those that are named and then the slowest. */
 function chosen(ranks, stragglers) {
   if (all || ranks.length <= MOST) return ranks;
-  const named = (rank) => stragglers.some((trouble) => trouble.rank === rank.rank);
+  const named = (rank) => stragglers.some((straggler) => straggler.rank === rank.rank);
   // In two digits: rows whose times differ by chance do not change places all the time.
   const slow = (rank) => Number(busy(rank).toPrecision(2));
   return ranks

@@ -28,7 +28,7 @@ export function clusterView() {
       drawn.get(node.name) === before.get(node.name) ? staying("li", node.name) : spot(node, jobs);
     const all = nodes.reduce((sum, node) => sum + node.devices.length, 0);
     const opened = all <= MANY || !narrow.matches;
-    fill(body, nodes.length ? places(nodes).map(([rack, inside]) => place(rack, inside, opened, show)) : nobody());
+    fill(body, nodes.length ? places(nodes).map(([rack, inside]) => place(rack, inside, opened, show)) : noNodes());
     return all > MANY ? SELDOM_S : undefined;
   }
 
@@ -55,7 +55,7 @@ function legend() {
   );
 }
 
-function nobody() {
+function noNodes() {
   return h("p", { class: "empty" }, "No nodes yet. This machine is added by ", h("code", {}, "mimatrix up"), ".");
 }
 

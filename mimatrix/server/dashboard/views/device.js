@@ -13,7 +13,7 @@ const SELDOM_S = 10;
 export function deviceView(node, number) {
   const name = `${node}/${number}`;
   const body = h("div", { class: "lists" }, h("p", { class: "soft" }, "Loading …"));
-  const drawn = useCard(`/devices/${encodeURIComponent(node)}/${number}/use?hours=24`);
+  const drawn = useCard(`/devices/${encodeURIComponent(node)}/${number}/usage?hours=24`);
   const past = h("div", { class: "lists" });
   const element = h(
     "div",

@@ -11,7 +11,7 @@ import { Log } from "../parts/log.js";
 import { planPart } from "../parts/plan.js";
 import { bars, latest, steps as stepping, timeline, titleOf } from "../parts/ranks.js";
 import { mayChange } from "../lib/session.js";
-import { chip, ended, runs, seatsOf, waits } from "../lib/states.js";
+import { allocationOf, chip, ended, runs, waits } from "../lib/states.js";
 
 const SELDOM_S = 10;
 const MOST_EVENTS = 100;
@@ -53,7 +53,7 @@ export function jobView(number) {
   async function refresh() {
     const job = await get(`/jobs/${number}`);
     const [live] = await Promise.all([
-      runs(job) ? get(`/jobs/${number}/ranks`, { absent: NOBODY }) : NOBODY,
+      runs(job) ? get(`/jobs/${number}/ranks`, { absent: NO_RANKS }) : NO_RANKS,
       curves.refresh(job),
       log.refresh(job),
       seldom(job),
@@ -85,15 +85,15 @@ export function jobView(number) {
   }
 
   function showStragglers(stragglers) {
-    const title = (trouble) => `${titleOf(trouble)}. `;
+    const title = (straggler) => `${titleOf(straggler)}. `;
     fill(
       alarms,
-      stragglers.map((trouble) => h("p", { class: "alarm" }, h("b", {}, title(trouble)), sentence(trouble.sentence))),
+      stragglers.map((straggler) => h("p", { class: "alarm" }, h("b", {}, title(straggler)), sentence(straggler.sentence))),
     );
     // Its numbers change all the time; screen readers announce it once.
-    const who = stragglers.map((trouble) => `${title(trouble)} ${trouble.rank}`).join();
+    const who = stragglers.map((straggler) => `${title(straggler)} ${straggler.rank}`).join();
     if (who !== kept.stragglers)
-      fill(heard, stragglers.map((trouble) => title(trouble) + sentence(trouble.sentence)).join(" "));
+      fill(heard, stragglers.map((straggler) => title(straggler) + sentence(straggler.sentence)).join(" "));
     kept.stragglers = who;
   }
 
@@ -122,7 +122,7 @@ export function jobView(number) {
   return { title: `Job ${number}`, element, refresh, leave: () => curves.leave() };
 }
 
-const NOBODY = { ranks: [], stragglers: [] };
+const NO_RANKS = { ranks: [], stragglers: [] };
 
 function show(part, there, make) {
   part.hidden = !there;
@@ -157,7 +157,7 @@ function figuresPart(job) {
     pair("Samples/s", rate > 0 && figure(rate)),
     pair("Step time", step_s > 0 && brief(step_s), beside),
     loss && pair(loss[0], metric(loss[1])),
-    pair("Devices", devicesOf(job), !waits(job) && nodesOf(seatsOf(job))),
+    pair("Devices", devicesOf(job), !waits(job) && nodesOf(allocationOf(job))),
     job.queue_position && pair("In queue", ordinal(job.queue_position)),
     waits(job) && [pair("Priority", String(job.priority)), pair("Submitted", when(job.created_at))],
     seconds !== null && !waits(job) && pair(job.ended_at ? "Took" : "Running for", span(seconds)),
@@ -165,13 +165,13 @@ function figuresPart(job) {
 }
 
 function devicesOf(job) {
-  if (job.seats.length) return many(job.seats.length, "device");
+  if (job.allocation.length) return many(job.allocation.length, "device");
   if (!ended(job)) return `needs ${asks(job.devices)}`;
-  return seatsOf(job).length ? `had ${many(seatsOf(job).length, "device")}` : `needed ${asks(job.devices)}`;
+  return allocationOf(job).length ? `had ${many(allocationOf(job).length, "device")}` : `needed ${asks(job.devices)}`;
 }
 
-function nodesOf(seats) {
-  const nodes = [...new Set(seats.map((seat) => seat.slice(0, seat.lastIndexOf("/"))))];
+function nodesOf(devices) {
+  const nodes = [...new Set(devices.map((device) => device.slice(0, device.lastIndexOf("/"))))];
   return nodes.length > 2 ? `on ${many(nodes.length, "node")}` : nodes.length ? `on ${nodes.join(" and ")}` : "";
 }
 
@@ -218,16 +218,16 @@ function factsPart(job) {
       job.exit_code !== null && fact("Exit code", job.exit_code),
       job.max_time_s && fact("Time limit", span(job.max_time_s)),
       fact("Preemptible", job.preemptible ? "yes" : "no"),
-      seatsOf(job).length > 0 &&
+      allocationOf(job).length > 0 &&
         fact(
-          job.seats.length ? "Devices" : "Devices held",
-          seatsOf(job).map((seat) => [deviceLink(seat), " "]),
+          job.allocation.length ? "Devices" : "Devices held",
+          allocationOf(job).map((device) => [deviceLink(device), " "]),
         ),
     ),
   ];
 }
 
-export function deviceLink(seat) {
-  const at = seat.lastIndexOf("/");
-  return h("a", { href: `#/cluster/${encodeURIComponent(seat.slice(0, at))}/${seat.slice(at + 1)}` }, seat);
+export function deviceLink(device) {
+  const at = device.lastIndexOf("/");
+  return h("a", { href: `#/cluster/${encodeURIComponent(device.slice(0, at))}/${device.slice(at + 1)}` }, device);
 }

@@ -157,7 +157,7 @@ function fits(job) {
     .every((word) => said.includes(word));
 }
 
-/** In the queue; who was just handed in comes last. */
+/** Its position in the queue; a job that was just submitted comes last. */
 const place = (job) => job.queue_position ?? Number.MAX_SAFE_INTEGER;
 
 function row(job) {
@@ -166,7 +166,7 @@ function row(job) {
   const facts = [
     waits(job) && job.queue_position && h("b", {}, `${ordinal(job.queue_position)} in the queue`),
     job.user,
-    runs(job) ? many(job.seats.length, "device") : `${waits(job) ? "wants " : ""}${asks(job.devices)}`,
+    runs(job) ? many(job.allocation.length, "device") : `${waits(job) ? "wants " : ""}${asks(job.devices)}`,
     runs(job) && step > 0 && `step ${count(step)}`,
     runs(job) && rate > 0 && `${count(rate)} samples/s`,
     waits(job) && `priority ${job.priority}`,
@@ -229,7 +229,7 @@ function useCard() {
     show(nodes);
     if (Date.now() - at < SELDOM_S * 1000) return;
     at = Date.now();
-    const points = await get("/use?hours=24", { absent: [] });
+    const points = await get("/usage?hours=24", { absent: [] });
     chart.show(
       points.map((point) => new Date(point.at) / 1000),
       ...["used", "devices", "queued"].map((name) => points.map((point) => point[name])),
