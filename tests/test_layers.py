@@ -126,7 +126,7 @@ def _parents(path: str, level: int) -> tuple[str, ...]:
 
 
 def _is_put_off(node: ast.AST) -> bool:
-    """A function, or what only type checkers read."""
+    """Return whether this is a function, or what only type checkers read."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -163,7 +163,10 @@ def _against_direction(package: str, other: str, inside: bool) -> str:
 
 
 def _is_private(package: str) -> bool:
-    """A module such as `mimatrix/_init.py`: what `mimatrix` itself exports, apart from it because it needs torch."""
+    """Return whether this is a module such as `mimatrix/_init.py`.
+
+    It has what `mimatrix` itself exports, and is apart from it because it needs torch.
+    """
     return package.startswith("_") and not package.startswith("__")
 
 
@@ -456,7 +459,7 @@ print(*sorted(Watch.asked))
 
 
 def heavy_imports(*modules: str) -> list[str]:
-    """What of the heavy packages a fresh Python is asked for when it imports `modules`."""
+    """Return the heavy packages that a fresh Python is asked for when it imports `modules`."""
     done = subprocess.run([sys.executable, "-c", WATCH, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [name for name in done.stdout.split() if name in HEAVY]

@@ -163,7 +163,7 @@ def test_prepare_documents_the_names_of_a_dataloader(name: str) -> None:
 
 
 def test_missing_and_invented_arguments_are_seen() -> None:
-    def described(first: int, second: int, **more: Any) -> None:
+    def described(first: int, second: int, **more: Any) -> None:  # noqa: D417
         """Do something.
 
         Args:
@@ -179,7 +179,7 @@ def test_missing_and_invented_arguments_are_seen() -> None:
     def undescribed(first: int) -> None:
         """Do something with `first`."""
 
-    def empty(first: int) -> None:
+    def empty(first: int) -> None:  # noqa: D417
         """Do something.
 
         Args:

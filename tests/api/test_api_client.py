@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
     connections: ClassVar[set[object]] = set()
 
     def do_POST(self) -> None:
-        """A report."""
+        """Record a report and answer it."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.heard.append((self.path, self.headers["Authorization"], body))
         self.connections.add(self.client_address)

@@ -19,7 +19,7 @@ def mimatrix(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def refused(*words: str) -> str:
-    """The one sentence that bad input ends with."""
+    """Return the one sentence that bad input ends with."""
     done = mimatrix(*words)
     assert done.returncode == 2, done
     assert done.stdout == ""

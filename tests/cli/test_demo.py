@@ -24,7 +24,7 @@ def line(rank: int, phase: str, event: str, **fields: object) -> bytes:
 
 
 def heard(steps: int = WARM_UP + 10) -> Board:
-    """A demo on paper: the even step takes 0.4 s, the planned one 0.2 s; alone the workers do 3,500 samples/s."""
+    """Return a demo on paper: even steps take 0.4 s, planned ones 0.2 s; alone the workers do 3,500 samples/s."""
     board = Board(3)
     told = WorkerOutput(board, lambda: None)
     for rank, rate in enumerate((2000.0, 1000.0, 500.0)):

@@ -81,7 +81,7 @@ class Ways:
         return arcs
 
     def doors(self, source: str, target: str) -> set[str]:
-        """The ends of NICs that are theirs."""
+        """Return the ends of the NICs that are theirs."""
         return {end if end in self.owners else self.node_of[end].name for end in (source, target)}
 
     def shortest(self, source: str, target: str) -> list[Steps]:
@@ -105,7 +105,7 @@ class Ways:
         return list(_unroll(start, goal, onward, far)) if goal in far else []
 
     def choices(self, source: str, target: str) -> int:
-        """The number of shortest ways, each cable counted."""
+        """Return the number of shortest ways, with each cable counted."""
         arcs = self.arcs(source, target)
         return sum(int(np.prod([arcs[arc] for arc in steps])) for steps in self.shortest(source, target))
 
@@ -138,7 +138,7 @@ class Paths:
         return [self.fabric.channels[channel].name for channel in self.channels(source, target, routes)]
 
     def steps(self, channels: tuple[int, ...]) -> Steps:
-        """The arcs that the channels stand for: a NIC of a device's own is plugged into its PCIe switch."""
+        """Return the arcs that the channels stand for: a device's own NIC is plugged into its PCIe switch."""
         found = []
         for channel in (self.fabric.channels[index] for index in channels):
             inside = channel.tail.partition("/")[0] == channel.head.partition("/")[0]
@@ -148,7 +148,7 @@ class Paths:
         return found
 
     def check(self, source: str, target: str, channels: tuple[int, ...]) -> None:
-        """The channels are a chain from source to target, one of the shortest, and through nobody else's machine."""
+        """Check that the channels are a shortest chain from source to target, through no other node's machine."""
         steps, ways = self.steps(channels), self.ways
         here = ways.place(source)
         for tail, head in steps:
@@ -272,7 +272,7 @@ class TestEcmp:
     WORD = f"leaf_spine:{LEAVES}x{SPINES}"
 
     def spines(self, seed: int) -> list[str]:
-        """The spine of every pair from the first leaf to the second, in order."""
+        """Return the spine of every pair from the first leaf to the second, in order."""
         fabric = Fabric(topology_from_name(self.WORD))
         sources, targets = np.divmod(np.arange(self.SPINES**2), self.SPINES)
         rows = find_paths(fabric, sources, targets + self.SPINES, Ecmp(seed))
@@ -427,7 +427,7 @@ def test_a_nic_of_its_own_is_on_the_pcie_switch() -> None:
 
 
 def chain(*extra: Link, middle_forwards: bool = False) -> Cluster:
-    """a - s - middle - t - b: only where `middle` forwards, or another link leads round, does a reach b."""
+    """Return a - s - middle - t - b, where a reaches b only if `middle` forwards or another link leads round."""
     nodes = (Node("a", (Device(),)), Node("middle", (Device(),), Bus(1e9), middle_forwards), Node("b", (Device(),)))
     links = (Link("a", "s", 1e9), Link("middle", "s", 1e9), Link("middle", "t", 1e9), Link("b", "t", 1e9))
     return Cluster("x", nodes, tuple(map(Switch, ("s", "t", "u", "v"))), (*links, *extra))

@@ -124,7 +124,7 @@ def test_bisection_of_small_clusters_is_the_true_one(word: str) -> None:
 
 
 def true_bisection(cluster: Cluster) -> float:
-    """The least that crosses between halves of the nodes, over all halves and all sides that switches can be on."""
+    """Return the least rate between halves of the nodes, over all halves and all sides that switches can be on."""
     nodes, switches = [node.name for node in cluster.nodes], [switch.name for switch in cluster.switches]
     least = math.inf
     for half in combinations(nodes, len(nodes) // 2):

@@ -25,7 +25,7 @@ G = 1e9 / 8
 
 
 def cables(cluster: Cluster, first: str, second: str = "") -> list[Link]:
-    """The links between two groups of switches, or between a group and machines."""
+    """Return the links between two groups of switches, or between a group and machines."""
     group = {switch.name: switch.group for switch in cluster.switches}
     return [
         link

@@ -18,7 +18,7 @@ def random_shares(ranks: int, seed: int) -> Shares:
 
 
 def admitted(name: str, collective: Collective, ranks: int, **options: object) -> AlgorithmRequest:
-    """A request that the algorithm takes; hierarchical halves get groups of one size, which they require."""
+    """Return a request that the algorithm takes; hierarchical halves get groups of one size, which they require."""
     groups = None
     if name == "hierarchical" and collective is not Collective.ALL_REDUCE:
         sizes = [size for size in range(2, ranks) if ranks % size == 0]

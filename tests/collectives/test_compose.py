@@ -57,7 +57,7 @@ def test_grouped_by_owner_moves_the_same_blocks_in_the_same_rounds(
 
 
 def _without_place(schedule: Schedule, move: Move) -> tuple[int, int, bool, int, int]:
-    """A move by whose block it is, and which of that rank's, instead of where the block lies."""
+    """Describe a move by whose block it is, and which of that rank's, instead of by where the block lies."""
     (block,) = move.blocks
     owner = schedule.owners[block]
     return move.src, move.dst, move.adds, owner, schedule.owners[:block].count(owner)

@@ -40,7 +40,7 @@ def test_shares_of_ranks_spread_over_their_blocks() -> None:
 
 
 def seconds(fractions: list[float], rates: list[float], segments: int) -> float:
-    """The cost of the pipeline, written down anew from the definition: first round, middle rounds, last round."""
+    """Return the cost of the pipeline, straight from the definition: first round, middle rounds, last round."""
     ranks = len(rates)
     ends = max(max(1 - f, f * (ranks - 1)) / rate for f, rate in zip(fractions, rates, strict=True))
     middle = max((1 + f * (ranks - 2)) / rate for f, rate in zip(fractions, rates, strict=True))

@@ -89,7 +89,7 @@ def tutorials(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differences(folder: Path, name: str, one: str, other: str) -> tuple[dict[str, float], dict[str, int]]:
-    """The largest difference of parameters for each way to train, and how often each transport ran."""
+    """Return the largest difference of parameters for each way to train, and how often each transport ran."""
     theirs, ours = (torch.load(folder / f"{name}-{each}" / "found.pt") for each in (one, other))
     assert theirs["parameters"].keys() == ours["parameters"].keys()
     apart: dict[str, float] = {}
@@ -132,7 +132,7 @@ def test_tutorial_on_four_ranks_gives_the_parameters_of_gloo(name: str, tutorial
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What was said in every scenario of faults.py."""
+    """Return what was said in every scenario of faults.py."""
     return run_script(tmp_path_factory.mktemp("faults"), "faults.py", timeout_s=100)
 
 

@@ -32,7 +32,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What was said in every scenario of hosts.py."""
+    """Return what was said in every scenario of hosts.py."""
     cache = {"MIMATRIX_CACHE": str(tmp_path_factory.mktemp("hosts")), "OMP_NUM_THREADS": "1"}
     scripts = [
         subprocess.Popen(

@@ -24,7 +24,7 @@ ALGORITHMS = ("gdraa", "ring", "halving_doubling", "hierarchical", "double_tree"
 
 
 def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, so that sums are exact in every type."""
+    """Return what a rank contributes: small whole numbers, so that sums are exact in every type."""
     return ((torch.arange(count) * 7 + rank * 3) % 5).to(dtype)
 
 

@@ -140,7 +140,7 @@ def job() -> Iterator[WatchedJob]:
 
 @pytest.fixture
 def alone() -> Iterator[tuple[NcclWatchdog, FakeControl]]:
-    """A watchdog whose coordinator is a fake."""
+    """Yield a watchdog whose coordinator is a fake, and the fake."""
     control = FakeControl()
     watchdog = NcclWatchdog(cast(ControlClient, control))
     yield watchdog, control

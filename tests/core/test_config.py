@@ -28,7 +28,7 @@ bus = { rate = "16GB" }
 
 
 def read(text: str) -> list[tuple[float | None, float | None, list[str]]]:
-    """A reader as the code has them: it takes what it knows and closes every table."""
+    """Read as the code does: take what is known and close every table."""
     root = read_table("lab.toml", text)
     root.take("name", str)
     root.take("count", int, 1)

@@ -27,7 +27,7 @@ CLUSTER = (1280, 890)
 
 
 def main() -> None:
-    """A small team, a few jobs, and what they see of them."""
+    """Run a few jobs of a small team, and take pictures of what the team sees of them."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         server(Path(folder) / "data", devices=4) as up,

@@ -50,7 +50,7 @@ def token(up: ServerProcess, user: str, role: Role) -> str:
 
 @contextmanager
 def running(up: ServerProcess, script: str, *words: str) -> Iterator[int]:
-    """A job that has devices, and is gone afterwards."""
+    """Yield the number of a job that has devices, and end the job afterwards."""
     number = up.submit(script, *words)
     try:
         up.until(number, lambda job: job.state in ACTIVE)

@@ -33,7 +33,7 @@ def start(ranks: int, folder: Path, steps: int) -> "subprocess.Popen[str]":
 
 
 def loaded(process: "subprocess.Popen[str]", ranks: int) -> tuple[int, list[int]]:
-    """The step at which all ranks go on, and their processes."""
+    """Return the step from which all ranks resume, and their processes."""
     assert process.stdout
     lines = [process.stdout.readline() for _ in range(ranks)]
     words = [line.split()[-3:] for line in lines]

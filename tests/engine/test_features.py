@@ -297,7 +297,7 @@ def tokens(batch: Any) -> float:
 
 
 def per_token(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Computed by hand, so that a batch without tokens gives NaN."""
+    """Compute the loss by hand, so that a batch without tokens gives NaN."""
     x, targets = batch
     kept = (targets >= 0).double()
     losses = functional.cross_entropy(model(x), targets.clamp(min=0), reduction="none")

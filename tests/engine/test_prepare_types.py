@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_prepare_returns_what_it_is_annotated_with() -> None:
-    """mypy reads `assert_type` where it checks this file; the classes are checked here."""
+    """Check the classes here; mypy reads `assert_type` where it checks this file."""
 
     def on_rank(run: Run) -> None:
         network = Perceptron()

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def one(context: Any, folder: Path, seed: int, what: str) -> tuple[str, float | None]:
-    """What went wrong, and the accuracy of the group that ended last."""
+    """Train, kill `what`, and return what went wrong and the accuracy of the group that ended last."""
     chance, port = random.Random(seed), free_port("127.0.0.1")
     groups: list[BaseProcess] = [
         context.Process(target=learn, args=(folder, number, port, seed)) for number in range(GROUPS)
@@ -117,7 +117,7 @@ def judged(folder: Path, groups: list[BaseProcess], lost: int | None) -> tuple[s
 
 
 def learn(folder: Path, number: int, port: int, seed: int) -> None:
-    """A group of one rank."""
+    """Train as a group of one rank."""
     os.environ |= {
         "RANK": str(number),
         "WORLD_SIZE": str(GROUPS),
@@ -158,7 +158,7 @@ def learn(folder: Path, number: int, port: int, seed: int) -> None:
 
 
 def services(folder: Path) -> list[int]:
-    """The processes that serve shards of this run."""
+    """Return the processes that serve shards of this run."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

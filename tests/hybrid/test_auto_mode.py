@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def told(folder: Path, count: int, **more: str) -> tuple[list[dict[str, Any]], str]:
-    """What ranks of as many hosts say, and what rank 0 writes for people."""
+    """Return what `count` ranks, each on its own host, report, and what rank 0 writes for people."""
     known = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), **more}
     known |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "MIMATRIX_CACHE": str(folder / "cache")}
     processes = [

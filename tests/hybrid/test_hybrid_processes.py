@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(150)
 
 @contextmanager
 def ranks(count: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes with torchrun's variables; at the end neither they nor their servers are left."""
+    """Start processes with torchrun's variables; at the end neither they nor their servers are left."""
     known = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     known |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "TEST_GROUPS": str(os.getpid())}
     started = [_started(words, known | {"RANK": str(rank)}) for rank in range(count)]
@@ -65,7 +65,7 @@ def begun(folder: Path, groups: int) -> None:
 
 
 def services() -> list[int]:
-    """The processes that serve shards for the ranks of this test, the oldest first."""
+    """Return the processes that serve shards for the ranks of this test, the oldest first."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -226,14 +226,14 @@ def test_launcher_restarts_only_the_lost_group(tmp_path: Path) -> None:
 
 
 def _serving(parent: int) -> int:
-    """The server that a live rank has started."""
+    """Return the server that a live rank has started."""
     return next(
         pid for pid in services() if int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
     )
 
 
 def _ranks() -> dict[int, int]:
-    """The processes of the script by their ranks."""
+    """Return the processes of the script by their ranks."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

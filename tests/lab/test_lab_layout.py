@@ -54,7 +54,7 @@ def layout(request: pytest.FixtureRequest) -> LabLayout:
 
 
 def follow(layout: LabLayout, source: str, target: str, start: str, end: str) -> Iterator[str]:
-    """The channels that a packet crosses, looking up one next hop after the other as a kernel would."""
+    """Yield the channels that a packet crosses, looking up one next hop after the other as a kernel would."""
     spaces = {space.name: space for space in layout.spaces}
     holders = {port.address: port for port in layout.ports.values()}
     here = spaces[start]

@@ -20,7 +20,7 @@ from mimatrix.processes.cgroups import PERIOD_US, Cgroups, CpuCgroups, cpu_cgrou
 
 
 def _groups() -> CpuCgroups | None:
-    """Where quotas can be set here, if they can."""
+    """Return the control groups in which CPU quotas can be set here, if they can."""
     try:
         with quotas({0: 1.0}):
             return cpu_cgroups()
@@ -29,7 +29,7 @@ def _groups() -> CpuCgroups | None:
 
 
 def _memory_cgroups() -> Cgroups | None:
-    """The same for memory."""
+    """Return the control groups in which memory limits can be set here, if they can."""
     try:
         with memory_limits({0: 1 << 30}):
             return memory_cgroups()

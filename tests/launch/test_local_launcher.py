@@ -207,7 +207,7 @@ def test_a_server_that_is_killed_while_it_starts_a_team(ground: Ground) -> None:
 
 
 def commands(word: str) -> str:
-    """The command lines of all processes that have this word in theirs."""
+    """Return the command lines of all processes that have this word in theirs."""
     found = subprocess.run(["pgrep", "-af", word], capture_output=True, text=True, check=False, timeout=10)
     return found.stdout
 

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent / "ray_in_namespaces.py"
 
 
 def _missing() -> str:
-    """What keeps this test from running; nothing where it can."""
+    """Return what keeps this test from running, or an empty string if it can run."""
     if importlib.util.find_spec("ray") is None:
         return "ray is not installed"
     if not shutil.which("ip") or not shutil.which("tc"):

@@ -95,7 +95,7 @@ def ground(make: Make, tmp_path: Path) -> Iterator[Ground]:
 
 
 def spread(ground: Ground, code: str, nodes: tuple[str, ...] = SPREAD, grace_s: float = 10.0) -> Team:
-    """A member on each of the nodes, in this order; on its next device where a node comes again."""
+    """Put a member on each of the nodes, in this order, and on its next device where a node comes again."""
     members = [
         Member(node, nodes[:rank].count(node), {"RANK": str(rank), "WHERE": node}) for rank, node in enumerate(nodes)
     ]
@@ -302,7 +302,7 @@ def test_what_cannot_be_reached_is_one_sentence(cluster: RayCluster, tmp_path: P
 
 @pytest.fixture
 def served(cluster: RayCluster, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A job server on the cluster: the environment of its commands."""
+    """Run a job server on the cluster, and yield the environment of its commands."""
     data = tmp_path / "data"
     environment = cluster.environment | {"MIMATRIX_DATA": str(data), "COLUMNS": "200"}
     words = ["up", "--launcher", "ray", "--address", cluster.address, "--port", "0", "--data", str(data)]

@@ -30,7 +30,7 @@ def ground(tmp_path: Path) -> Iterator[Ground]:
 
 
 def bomb(path: Path, size: int, kind: bytes = tarfile.REGTYPE) -> Path:
-    """An archive whose only entry claims `size` bytes, of which few are there."""
+    """Write an archive whose only entry claims `size` bytes, of which few are there."""
     entry = tarfile.TarInfo("zeros")
     entry.size, entry.type = size, kind
     path.write_bytes(gzip.compress(entry.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20)))

@@ -13,7 +13,7 @@ from mimatrix.launch.throttle.signals import PERIOD_S, Pulse, pulse
 
 
 def share(speed: float, late_s: float, seconds: float = 20.0) -> float:
-    """The part of the time that a pulse lets run when every switch comes up to `late_s` late."""
+    """Return the part of the time that a pulse lets run when every switch comes up to `late_s` late."""
     chance = random.Random(1)
     pulse, now_s, ran_s = Pulse(speed, 0.0), 0.0, 0.0
     while now_s < seconds:

@@ -146,7 +146,7 @@ def random_case(seed: int) -> ReplayCase:
 
 
 def random_cluster(rng: Random) -> Cluster:
-    """A tree of switches with a few links more, and nodes of every make on them."""
+    """Return a tree of switches with a few more links, and nodes of every make on them."""
     switches = [f"s{index}" for index in range(rng.randint(1, 4))]
     links = [cable(rng, name, rng.choice(switches[:index])) for index, name in enumerate(switches) if index]
     if len(switches) > 1:

@@ -88,13 +88,13 @@ def device_vertices(cluster: Cluster) -> list[str]:
 
 
 def lone_devices(cluster: Cluster) -> set[str]:
-    """The vertices where one device sits and nothing passes through: each direction must be exact there."""
+    """Return the vertices where one device sits and nothing passes through: each direction must be exact there."""
     seats = Counter(device_vertices(cluster))
     return {vertex for vertex, devices in seats.items() if devices == 1} - {n.name for n in cluster.nodes if n.forwards}
 
 
 def transits(cluster: Cluster) -> set[str]:
-    """The vertices where no device sits: switches, PCIe switches, hosts with a bus."""
+    """Return the vertices where no device sits: switches, PCIe switches, hosts with a bus."""
     ends = channel_ends(Fabric(cluster))
     return {vertex for pair in ends for vertex in pair} - set(device_vertices(cluster))
 
@@ -139,7 +139,7 @@ class Flows:
 
 
 def _across(inner: Set[str], amounts: Iterable[tuple[tuple[str, str], float]]) -> tuple[float, float]:
-    """The sums of what steps out of the set and of what steps into it."""
+    """Return the sums of what steps out of the set and of what steps into it."""
     leaving, entering = [], []
     for (tail, head), amount in amounts:
         if tail in inner and head not in inner:

@@ -125,7 +125,10 @@ def rates_by_programmes(instance: Instance) -> Floats:
 
 
 def _held_down(uses: Floats, capacities: Floats, fixed: dict[int, float]) -> dict[int, float]:
-    """The flows that cannot have more than the best smallest rate, and that rate. Unknowns: all rates, the smallest."""
+    """Return the flows that cannot have more than the best smallest rate, and that rate.
+
+    The unknowns are all rates and the smallest one.
+    """
     channels, flows = uses.shape
     free = [flow for flow in range(flows) if flow not in fixed]
     above = np.zeros((len(free), flows + 1))

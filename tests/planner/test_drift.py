@@ -20,7 +20,7 @@ BATCH = 240
 
 
 def profile(speed: float, sample_s: float = 0.001) -> Profile:
-    """Some overhead, then a straight line."""
+    """Return a profile of some overhead, then a straight line."""
     seconds = Curve.of((size, sample_s * (2 + size) / speed) for size in (1, 8, 64, BATCH))
     return Profile("cpu", "m", seconds, Curve.of([(1, 1.0), (BATCH, 1.0)]), 10**9, 0.001 / speed)
 
@@ -55,7 +55,7 @@ class SimulatedWorld:
         self._noise = lambda: chance.uniform(-noise, noise)
 
     def step(self, speeds: Sequence[float]) -> None:
-        """A change holds at once."""
+        """Take one step; a change holds at once."""
         split = self.drift.plan.split
         self.drift.observe(split, busy(split, speeds, self._noise))
         found = self.drift.decide()

@@ -57,7 +57,7 @@ def test_micro_batches_are_cut_to_the_time_that_was_promised(seed: int, width: i
 
 
 def wide_rows(seed: int, width: int) -> np.ndarray:
-    """A straight one with a fixed part, one with steps, and one that gets dear and has a cap."""
+    """Return a straight row with a fixed part, one with steps, and one that gets dear and has a cap."""
     draw = np.random.default_rng(seed)
     sizes = np.arange(width + 1)
     straight = draw.uniform(0, width) + sizes

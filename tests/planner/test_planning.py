@@ -117,7 +117,7 @@ def test_the_brute_force_sees_a_bad_plan() -> None:
 def device(
     slope: float = 0.01, fixed: float = 0.02, most: int = 16, room: float = 1000, optimizer_s: float = 0.004
 ) -> Profile:
-    """A device with a fixed overhead; memory in MB, ten for each sample."""
+    """Return a device with a fixed overhead; its memory is in MB, ten for each sample."""
     sizes = sorted({1, 2, most // 2 or 1, most})
     seconds = Curve.of([(size, fixed + slope * size) for size in sizes])
     memory = Curve.of([(size, 10.0 * MB * size) for size in sizes])
@@ -132,7 +132,7 @@ def problem(*profiles: Profile, batch: int = 64, **more: Any) -> Problem:
 
 
 def check(asked: Problem, plan: Plan) -> None:
-    """What holds for every plan of all ranks."""
+    """Check what holds for every plan of all ranks."""
     assert plan.split.total == asked.global_batch
     assert sum(plan.shares.fractions) == pytest.approx(1)
     for sizes, share, part, profile in zip(
@@ -440,7 +440,7 @@ def test_a_device_on_a_slow_link_is_left_out_with_the_figure() -> None:
 
 
 def unlike_links(slow: frozenset[int]) -> CommunicationModel:
-    """A step pays for its slowest link."""
+    """Return communication in which a step pays for its slowest link."""
     return CommunicationBy(
         lambda members: Communication.of(*((2.0, 1.0, 1.0) if slow & set(members) else (0.02, 0.01, 0.01)))
     )

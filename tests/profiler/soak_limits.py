@@ -23,7 +23,7 @@ MB = 1_000_000
 
 
 def one(seed: int) -> dict[str, Any]:
-    """A run with its limit and how it ended."""
+    """Run a script within a limit, and return the limit and how the run ended."""
     chance = random.Random(1000 + seed)
     gpu = torch.cuda.is_available()
     # What Python and torch take on a CPU comes first; a GPU's limit is for tensors alone.

@@ -41,7 +41,7 @@ class Invented:
         return ProbedBatch(samples, self.seconds(samples) * off, self.memory(samples), self.noise)
 
     def most(self, most: int) -> int:
-        """The largest batch that fits."""
+        """Return the largest batch that fits."""
         return bisect_right(range(1, most + 1), self.room, key=self.memory)
 
 
@@ -52,7 +52,7 @@ def searched(
     left: Callable[[int], float] | None = None,
     may_oom: bool = True,
 ) -> tuple[BatchSizeSearch, list[int]]:
-    """The finished search, and what it probed in order."""
+    """Return the finished search, and what it probed in order."""
     search = BatchSizeSearch(most, device.room if believed_room is None else believed_room, may_oom=may_oom)
     probed: list[int] = []
     while (samples := search.next(left(len(probed)) if left else float("inf"))) is not None:

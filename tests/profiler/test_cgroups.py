@@ -6,7 +6,7 @@ from mimatrix.profiler.cgroups import cpu_quota, memory_left_bytes
 
 
 def process(folder: Path, groups: str, *mounts: str) -> Path:
-    """What /proc tells of a process in these groups."""
+    """Write what /proc tells of a process in these groups."""
     (folder / "cgroup").write_text(groups)
     (folder / "mountinfo").write_text("\n".join(mounts))
     return folder

@@ -21,7 +21,7 @@ OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 
 
 def said_by(script: str, *words: str, attempts: int = 1, own_pages: bool = False) -> Any:
-    """What a script says at last; tried again where torch fell over in it, which is not ours to mend."""
+    """Return what a script says at last; try again where torch crashed in it, which is not ours to mend."""
     for _ in range(attempts):
         done = subprocess.run(
             [sys.executable, str(SCRIPTS / script), *words],

@@ -62,7 +62,7 @@ def submit(up: ServerProcess, numbers: list[int], chance: random.Random) -> None
 
 
 def objections(up: ServerProcess, number: int, state: JobState) -> list[str]:
-    """What is not as it should be."""
+    """Return what is not as it should be."""
     found = []
     with up.client() as client:
         events, text, offset = client.events(number), "", 0

@@ -26,7 +26,7 @@ def there(tmp_path: Path) -> Iterator[AppServer]:
 
 @contextmanager
 def served(app: Any) -> Iterator[int]:
-    """The port of a real server."""
+    """Run a real server, and yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -39,7 +39,7 @@ def served(app: Any) -> Iterator[int]:
 
 
 def begun(port: int, token: str, size: int, path: str = "/api/jobs") -> socket.socket:
-    """A connection with the head of a POST, whose body does not follow."""
+    """Open a connection and send the head of a POST, whose body does not follow."""
     wire = socket.create_connection(("127.0.0.1", port), timeout=10)
     secret = f"Authorization: Bearer {token}\r\n" if token else ""
     head = (

@@ -41,7 +41,7 @@ def submitted(there: AppServer, who: str = "ben", **more: Any) -> int:
 
 
 def worker(there: AppServer, number: int, devices: tuple[str, ...] = ("n/0", "n/1")) -> dict[str, str]:
-    """The token of a worker of a job that runs."""
+    """Let a job run, and return the token of a worker of it."""
     with there.context.sessions.begin() as session:
         job = session.get_one(JobRow, number)
         job.allocation = list(devices)

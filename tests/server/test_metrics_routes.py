@@ -58,7 +58,7 @@ def reported(there: AppServer, number: int, rank: int, **more: Any) -> dict[str,
 
 
 def watched(there: AppServer, clock: Clock, seconds: int, number: int, **slow: Any) -> list[str]:
-    """Reports of so many seconds, one of rank 1 with what is given; the notices that rank 0 got."""
+    """Report for `seconds`, rank 1 with what is given, and return the notices that rank 0 got."""
     notices = []
     for _ in range(seconds):
         clock.ahead_s += 1

@@ -99,7 +99,7 @@ def test_reports_that_sum_to_more_than_a_message_takes_stop_no_other_job(tmp_pat
 
 
 def sleeper(name: str, node: str, ranks: int, folder: Path) -> Team:
-    """A team of the launcher that no job of the database has started."""
+    """Return a team of the launcher that no job of the database has started."""
     archive = folder / "code.tar.gz"
     (folder / "x.py").write_text(SLEEPS)
     with tarfile.open(archive, mode="w:gz") as tar:
@@ -110,7 +110,6 @@ def sleeper(name: str, node: str, ranks: int, folder: Path) -> Team:
 
 def test_teams_that_the_database_does_not_know_are_ended(tmp_path: Path) -> None:
     """H10: as after a restored backup, or when the last commit was lost."""
-
     with app_server(tmp_path, devices=2) as there:
         node = there.context.launcher.nodes()[0].name
         there.context.launcher.start(sleeper("job-99.1", node, 2, tmp_path))

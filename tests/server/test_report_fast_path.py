@@ -19,7 +19,7 @@ REPORT = Report(protocol=PROTOCOL, generation=1, rank=1, state=JobState.TRAINING
 def asked(
     way: AuthenticateFirst, secret: str, chunks: list[bytes], path: str = "/api/jobs/1/report", **more: Any
 ) -> list[Any]:
-    """What was answered."""
+    """Send a request, and return what was answered."""
     headers = [(b"authorization", b"Bearer " + secret.encode()), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers} | more
     left = [

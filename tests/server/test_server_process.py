@@ -254,7 +254,7 @@ def test_preempted_by_checkpoint_and_exact(tmp_path: Path) -> None:
 
 
 def _check_what_is_left(up: ServerProcess, number: int, losses: dict[str, float]) -> None:
-    """The checkpoint that it went on from is listed, and TensorBoard reads its losses of both starts."""
+    """Check that the checkpoint it resumed from is listed, and TensorBoard reads its losses of both starts."""
     with up.client() as client:
         saved = client.checkpoints(number)
         log = client.log(number, 0, -5)

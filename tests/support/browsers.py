@@ -40,7 +40,7 @@ class Visit:
         return bool(self.page.evaluate("document.documentElement.scrollWidth > innerWidth"))
 
     def barriers(self) -> list[str]:
-        """What axe finds that keeps people out."""
+        """Return what axe finds that keeps people out."""
         found = Axe().run(self.page).response["violations"]
         return [
             f"{each['id']} ({each['impact']}): {[node['html'][:160] for node in each['nodes'][:3]]}"

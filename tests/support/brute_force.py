@@ -35,12 +35,12 @@ class PlanningCase:
     equal_counts: bool
 
     def held_bytes(self, stage: int) -> tuple[int, int]:
-        """What each rank has whatever it owns, and what is divided by shares."""
+        """Return what each rank has whatever it owns, and what is divided by shares."""
         p, g, o, u = self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, self.unit_bytes
         return [(p + g + o, 0), (p + g, o), (p + 3 * u, g + o), (6 * u, p + g + o)][stage]
 
     def room_for(self, stage: int, rank: PricedRank, size: int) -> float:
-        """The share that a rank can own beside a micro-batch; negative: not even that micro-batch."""
+        """Return the share that a rank can own besides a micro-batch; negative if not even that micro-batch fits."""
         whole, cut = self.held_bytes(stage)
         free = rank.room - whole - rank.memory[size]
         if free < 0:
@@ -49,12 +49,12 @@ class PlanningCase:
 
 
 def shortest(case: PlanningCase, stage: int) -> float:
-    """The shortest step of a stage over all batches, all cuts into micro-batches and all shares."""
+    """Return the shortest step of a stage over all batches, all cuts into micro-batches and all shares."""
     return min((_with_caps(case, stage, caps) for caps in _all_caps(case)), default=float("inf"))
 
 
 def shortest_on_grid(case: PlanningCase, stage: int) -> float:
-    """The same with shares of whole sixths only."""
+    """Return the shortest step of a stage with shares of whole sixths only."""
     best = float("inf")
     for shares in _grid(len(case.ranks)):
         caps = []
@@ -67,7 +67,7 @@ def shortest_on_grid(case: PlanningCase, stage: int) -> float:
 
 
 def price(case: PlanningCase, stage: int, micro: Sequence[Sequence[int]], shares: Sequence[float]) -> float:
-    """What a given plan takes, infinite where memory runs out."""
+    """Return the time that a given plan takes, infinite if a rank runs out of memory."""
     whole, cut = case.held_bytes(stage)
     for sizes, share, rank in zip(micro, shares, case.ranks, strict=True):
         if whole + share * cut + rank.memory[max(sizes, default=0)] > rank.room + 1:
@@ -162,7 +162,7 @@ def _step(case: PlanningCase, stage: int, caps: Sequence[int], shares: Sequence[
 
 @cache
 def _cut(rank: PricedRank, stage: int, cap: int, batch: int) -> float:
-    """The shortest of all ways to cut a batch into micro-batches."""
+    """Return the shortest of all ways to cut a batch into micro-batches."""
     if not batch:
         return 0.0
     ways = (_time(rank, stage, size) + _cut(rank, stage, cap, batch - size) for size in range(1, min(cap, batch) + 1))
@@ -171,7 +171,7 @@ def _cut(rank: PricedRank, stage: int, cap: int, batch: int) -> float:
 
 @cache
 def _in_rounds(case: PlanningCase, stage: int, caps: tuple[int, ...]) -> float:
-    """The shortest of all sequences of rounds.
+    """Return the shortest of all sequences of rounds.
 
     In any order: sorting each rank's micro-batches, the larger ones first, makes no round longer.
     """

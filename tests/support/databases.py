@@ -10,7 +10,7 @@ from support import postgresql as own
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
-    """The address of an empty server."""
+    """Yield the address of an empty server."""
     if not own.is_there():
         pytest.skip("needs PostgreSQL")
     with own.running() as address:
@@ -19,7 +19,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest) -> str:
-    """The address of an empty database of each kind; nothing for SQLite, which is made where it is wanted."""
+    """Return the address of an empty database of each kind; empty for SQLite, which is made where it is wanted."""
     if request.param == "sqlite":
         return ""
     import psycopg

@@ -24,7 +24,7 @@ class Task:
     """The accuracy that nobody can beat, in percent."""
 
     def model(self, seed: int) -> nn.Module:
-        """A small net, the same for a seed."""
+        """Return a small net, the same for a seed."""
         torch.manual_seed(seed)
         width = self.train[0].shape[1]
         return nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, _CLASSES))

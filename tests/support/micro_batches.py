@@ -35,7 +35,7 @@ class Stream(IterableDataset[int]):
 
 
 def split_of(total: int, data: st.DataObject, ranks: int | None = None) -> Split:
-    """A random split of `total` samples; ranks may have none."""
+    """Draw a random split of `total` samples; ranks may have none."""
     ranks = ranks or data.draw(st.integers(1, 4))
     cuts = sorted(data.draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
     batches = [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
@@ -43,7 +43,7 @@ def split_of(total: int, data: st.DataObject, ranks: int | None = None) -> Split
 
 
 def union(seen: list[Seen], start: int = 0) -> Batches:
-    """The global batches that ranks saw together, in order; checks each MicroBatch against its data."""
+    """Return the global batches that ranks saw together, in order; check each MicroBatch against its data."""
     batches: dict[int, list[int]] = defaultdict(list)
     for of_rank in seen:
         numbers = [micro.batch for micro, _ in of_rank]
@@ -67,7 +67,7 @@ def check(micro: MicroBatch, data: torch.Tensor | None, siblings: list[MicroBatc
 
 
 def of_all(dataset: Any, split: Split, epoch: int = 0, start: int = 0, **options: Any) -> Batches:
-    """What the ranks of `split` see together."""
+    """Return what the ranks of `split` see together."""
     sources = [MicroBatchSource(dataset, split, rank, **options) for rank in range(split.ranks)]
     return union([list(source.epoch(epoch, start)) for source in sources], start)
 

@@ -138,7 +138,7 @@ class _World:
         self.now_s = then_s
 
     def _act(self, rank: _Rank) -> bool:
-        """The next thing that this rank can do now, if any; False when it can only wait."""
+        """Do the next thing that this rank can do now, if any; return False when it can only wait."""
         if rank.round == len(self.schedule.rounds):
             return False
         if rank.began_s is None:
@@ -176,7 +176,7 @@ class _World:
         return math.fsum(self.schedule.shares.fractions[block] for block in move.blocks)
 
     def _adder(self, rank: int) -> int:
-        """The number of the private channel through which a rank adds."""
+        """Return the number of the private channel through which a rank adds."""
         return len(self.fabric.channels) + rank
 
     def _carry(self, read: _Read, amount_bytes: float) -> None:

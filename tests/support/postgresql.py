@@ -21,7 +21,7 @@ def is_there() -> bool:
 
 @contextmanager
 def running() -> Iterator[str]:
-    """The address of an empty server, to which the name of a database is to be added: `postgres` is one."""
+    """Yield the address of an empty server, to which the name of a database is to be added: `postgres` is one."""
     folder = Path(mkdtemp(prefix="mimatrix-postgresql-"))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

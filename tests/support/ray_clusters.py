@@ -88,11 +88,11 @@ class RayCluster:
         process.wait(timeout=10)
 
     def raylet(self, name: str) -> int:
-        """The process of the raylet alone."""
+        """Return the process of the raylet alone."""
         return next(pid for pid in _session(self.processes[name].pid) if _command(pid).endswith("raylet/raylet"))
 
     def agents(self, name: str) -> list[int]:
-        """The processes of our actors there, of all places that have teams there."""
+        """Return the processes of our actors there, of all places that have teams there."""
         return [pid for pid in _session(self.processes[name].pid) if "NodeAgent" in _command(pid)]
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class RayCluster:
             time.sleep(0.1)
 
     def _services(self, name: str) -> str:
-        """The last that Ray's own processes there had to say."""
+        """Return the last lines that Ray's own processes there logged."""
         files = sorted((self.folder / name).glob("session_*/logs/*_server.*"))
         return "".join(f"\n{file.name}: {file.read_text(errors='replace')[-2000:]}" for file in files)
 

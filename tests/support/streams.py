@@ -24,7 +24,7 @@ class ShardedStream(IterableDataset[Any]):
         return islice(shard, info.id, None, info.num_workers) if info and self.by_worker else iter(shard)
 
     def shard(self) -> Sequence[Any]:
-        """What a rank has in this epoch, another order in each."""
+        """Return what a rank has in this epoch, in another order in each."""
         shard = list(self.samples[self.rank :: self.ranks])
         return shard[self.epoch :] + shard[: self.epoch]
 

@@ -163,7 +163,7 @@ class InProcessRank:
 
 
 class RankProcess:
-    """This file running in another process, within `prefix` (as in `ip netns exec x`)."""
+    """A process that runs this file, within `prefix` (as in `ip netns exec x`)."""
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
         # Only TCP: it is the transport that every machine has, and the one where the owner's process must answer.

@@ -22,7 +22,7 @@ SHARES = {2: ([1, 1], [3, 1], [0, 1]), 3: ([1, 1, 1], [6, 0, 1], [0, 0, 5]), 5: 
 
 
 def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, so that sums are exact in every type."""
+    """Return what a rank contributes: small whole numbers, so that sums are exact in every type."""
     return ((torch.arange(count) * 7 + rank * 3) % 5).to(dtype)
 
 

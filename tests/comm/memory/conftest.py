@@ -17,7 +17,7 @@ def programs() -> Iterator[list[RankProcess]]:
 
 @pytest.fixture
 def victim() -> Iterator[RankProcess]:
-    """A process that may be killed."""
+    """Yield a process that may be killed."""
     program = RankProcess()
     yield program
     program.end()

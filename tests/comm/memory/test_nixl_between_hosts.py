@@ -53,7 +53,7 @@ def hosts() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def ranks(hosts: list[str]) -> Iterator[list[WindowRank]]:
-    """The owner on one host, a reader on each."""
+    """Yield the owner on one host and a reader on each."""
     first, second = hosts
     with ExitStack() as stack:
         programs = [RankProcess(["ip", "netns", "exec", name]) for name in (first, second, first)]

@@ -27,7 +27,7 @@ print(storages.refused)
 
 @pytest.fixture
 def pair() -> Iterator[tuple[MemfdWindow, MemfdPeer]]:
-    """A window and the same as a peer has it."""
+    """Yield a window, and the same window as a peer has it."""
     kind = MemfdWindows()
     window = kind.allocate(4096)
     yield window, kind.open(window.handle())

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=KINDS)
 def ranks(request: pytest.FixtureRequest) -> list[WindowRank]:
-    """The owner of windows and two readers."""
+    """Return the owner of windows and two readers."""
     return company(request, request.param)
 
 

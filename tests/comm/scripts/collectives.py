@@ -20,7 +20,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((0,), (), (1,), (7,), (4, 5), (300, 111))
 
 
 def data(shape: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float32, *, of: int | None = None) -> torch.Tensor:
-    """What a rank (by default this one) brings: small whole numbers, so that every order sums to the same."""
+    """Return what a rank (by default this one) brings: small whole numbers, so that every order sums to the same."""
     rank = dist.get_rank() if of is None else of
     count = torch.Size(shape).numel()
     return ((torch.arange(count) * 7 + rank * 3) % 5 + 1).to(dtype).view(shape)

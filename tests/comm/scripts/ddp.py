@@ -28,7 +28,7 @@ class ToyModel(nn.Module):
 
 
 def batches(steps: int) -> Any:
-    """What this rank sees, the same in every run."""
+    """Yield what this rank sees, the same in every run."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     for _ in range(steps):
         yield (

@@ -44,7 +44,7 @@ def joined(backend: str = "mimatrix") -> int:
 
 
 def world() -> Any:
-    """The default group as it is: torch's stubs know no backends in Python."""
+    """Return the default group, untyped because torch's stubs know no backends in Python."""
     return dist.group.WORLD
 
 

@@ -69,7 +69,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 
 
 def full(model: nn.Module) -> State:
-    """The state dict with every DTensor gathered; a collective on each."""
+    """Return the state dict with every DTensor gathered, by a collective on each."""
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 

@@ -1,5 +1,7 @@
-"""Ranks with and without a GPU in one group (`mixed`); DDP and FSDP2 among ranks that share one GPU (`shared`), also
-if they may not read each other's memory (`refused`).
+"""Groups whose ranks have a GPU or not, or share one.
+
+`mixed` has ranks with and without a GPU in one group. `shared` runs DDP and FSDP2 among ranks that share one GPU, and
+`refused` does so if they may not read each other's memory.
 """
 
 import sys

@@ -66,7 +66,7 @@ def halves(rank: int, group: Any, ranks: int) -> None:
 
 
 def beside_gloo(rank: int) -> None:
-    """The default group is Gloo's; ours are parts of it that overlap, without one that has all ranks."""
+    """Use overlapping groups of ours next to Gloo's default group, first without one that has all ranks."""
     joined("gloo")
     left, right = (dist.new_group(ranks, backend="mimatrix") for ranks in ([0, 1], [1, 2]))
     if rank != 2:
@@ -79,7 +79,7 @@ def beside_gloo(rank: int) -> None:
 
 
 def again(rank: int) -> None:
-    """Groups made and destroyed over one store, which is what torchrun's agent gives; nothing may stay behind."""
+    """Make and destroy groups over one store, as torchrun's agent gives it, and leave nothing behind."""
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
     left_over = []
     for _ in range(5):
@@ -103,7 +103,7 @@ def settle() -> None:
 
 
 def never_destroyed(rank: int) -> None:
-    """The last collective is still under way on slow ranks when the quick ones leave."""
+    """Leave on quick ranks while the last collective is still in flight on slow ones."""
     joined()
     for _ in range(20):
         assert summed(rank, count=100_000) == 111

@@ -70,7 +70,7 @@ def other_length_later(rank: int) -> None:
 
 
 def other_op_known(rank: int) -> None:
-    """Calls that were made before, in another order: Gloo notices nothing and ends with wrong sums."""
+    """Repeat known calls in another order, where Gloo notices nothing and ends with wrong sums."""
     all_reduce(10)
     all_reduce(10, op=dist.ReduceOp.MAX)
     all_reduce(1, op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
@@ -86,7 +86,7 @@ def alike_then_late(rank: int) -> None:
 
 
 def killed_in_pairs(rank: int) -> None:
-    """A rank ends while the others are in a collective of windows and messages."""
+    """Kill a rank while the others are in a collective of windows and messages."""
     all_reduce(3, 1 << 20)
     if rank == KILLED:
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL))
@@ -95,7 +95,7 @@ def killed_in_pairs(rank: int) -> None:
 
 
 def left_in_pairs(rank: int) -> None:
-    """A rank ends well while the others are in a collective, of whom not all wait for it directly."""
+    """End a rank cleanly while the others are in a collective, where not all of them wait for it directly."""
     all_reduce(3, 1 << 20)
     if rank != LEFT:
         report("left_in_pairs", rank, lambda: all_reduce(1, 1 << 20))

@@ -201,7 +201,7 @@ class Call:
         return cls(op, count, in_arena=random_of.random() < 0.5)
 
     def given(self, rank: int) -> torch.Tensor:
-        """What a rank contributes: small whole numbers, so that sums are exact in every type."""
+        """Return what a rank contributes: small whole numbers, so that sums are exact in every type."""
         return ((torch.arange(self.count) * 7 + rank * 3) % 5).to(self.op.dtype)
 
     def expected(self, world_size: int) -> torch.Tensor:

@@ -79,7 +79,7 @@ class PreparedTask:
         return [means["loss"] for _, means in self.run.history]
 
     def state(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state: for each parameter the slice and what is kept for it."""
+        """Return this rank's part of the optimizer's state: for each parameter the slice and what is kept for it."""
         loop = self.run._prepared()
         states = {}
         for parameter, leaf in loop.optimizer.shard_params.items():

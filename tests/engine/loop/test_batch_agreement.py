@@ -45,7 +45,7 @@ def samples_of(numbers: Sequence[Sequence[int]]) -> list[list[Any]]:
 
 
 def expected_batches(files: Sequence[Sequence[int]], shares: Sequence[int], *, drop_last: bool = False) -> list[Any]:
-    """What all ranks take together, global batch by global batch."""
+    """Return what all ranks take together, global batch by global batch."""
     batches, position = [], 0
     while any(position * share < len(rows) for rows, share in zip(files, shares, strict=True)):
         parts = [rows[position * share : (position + 1) * share] for rows, share in zip(files, shares, strict=True)]
@@ -104,7 +104,7 @@ def test_self_sharded_streams_train_as_a_plain_loop_on_their_union(ranks: int, s
 
 
 def seen_on_ranks(ranks: int, dataset: Callable[[Run], Any], epochs: int = 1, **loading: Any) -> list[list[int]]:
-    """The numbers of the samples that each rank trained on, in order."""
+    """Return the numbers of the samples that each rank trained on, in order."""
     built = [build() for _ in range(ranks)]
 
     def on_rank(run: Run) -> list[int]:

@@ -43,7 +43,7 @@ def measure_once(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def plain_loss(samples: list[Any]) -> float:
-    """The mean over samples, one by one."""
+    """Return the mean loss over samples, computed one by one."""
     model, _ = seeded_perceptron()
     model.eval()
     with torch.no_grad():

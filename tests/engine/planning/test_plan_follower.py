@@ -39,7 +39,7 @@ MODEL = Perceptron().double()
 
 
 def model_of() -> nn.Module:
-    """The same on every thread, which share one random stream."""
+    """Return the same model on every thread, as threads share one random stream."""
     return copy.deepcopy(MODEL)
 
 

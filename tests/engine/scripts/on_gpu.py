@@ -53,7 +53,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 
 def apart(name: str, stage: int) -> float:
-    """The largest difference between the parameters of the engine and of a plain loop."""
+    """Return the largest difference between the parameters of the engine and of a plain loop."""
     kind, optimizer_of, data_of, loss, more = CASES[name]
     total = sum(BATCHES)
     data = data_of(STEPS * total)

@@ -135,7 +135,7 @@ def test_holds_end_with_their_client_or_expire() -> None:
 
 
 def half_pushed(group: int, addresses: list[list[Address]]) -> ShardClient:
-    """A group that has come to the first shard only."""
+    """Return the client of a group whose push has reached the first shard only."""
     line = ShardClient(group, 0, addresses[0], "secret", 6)
     head = {
         "type": "push",

@@ -249,7 +249,7 @@ def test_bounded_groups_wait_for_the_slowest() -> None:
 
 
 def in_a_group(each: Any, batches: tuple[int, ...] = (BATCH,), **more: Any) -> Any:
-    """What `each` gives on the ranks of one group."""
+    """Return what `each` gives on the ranks of one group."""
     with shard_servers(Policy(scaling=PushScaling(reference=BATCH))) as found:
         return in_runs(len(batches), each, outer=lambda rank: found.optimizer(0, rank), batch=list(batches), **more)
 
@@ -320,7 +320,7 @@ def test_steps_skipped_for_nan_count_towards_the_epoch() -> None:
 
 
 def one_alone(chosen: Policy, each: Any) -> Any:
-    """What `each` gives of a run that is a group of one rank."""
+    """Return what `each` gives for a run that is a group of one rank."""
     with shard_servers(chosen) as found:
         return in_runs(1, each, outer=lambda _: found.optimizer(0), batch=[BATCH], stage=0)[0]
 

@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @contextmanager
 def serving(token: str = "secret") -> Iterator[ShardServer]:
-    """A server with one shard of zeros."""
+    """Run a server with one shard of zeros."""
     spec = OptimizerSpec(torch.optim.SGD, ({"lr": 0.1},), (ParamSpan(0, 0, COUNT),))
     server = ShardServer.open({0: Shard(torch.zeros(COUNT), spec, PushScaling(reference=1))}, token, timeout_s=5)
     try:
@@ -50,14 +50,14 @@ def pulled(address: Address, timeout_s: float = 10, token: str = "secret") -> in
 
 
 def announcing(body_bytes: int) -> bytes:
-    """A message without a token that announces a body."""
+    """Return a message without a token that announces a body."""
     header = b'{"dtype":"torch.uint8"}'
     return struct.pack("!4sIQI", FRAMES.magic, len(header), body_bytes, zlib.crc32(header)) + header
 
 
 @contextmanager
 def with_secret(address: Address) -> Iterator[tuple[socket.socket, Connection]]:
-    """A peer that has shown the secret and been let in, to which any bytes can be sent."""
+    """Connect a peer that has shown the secret and been let in, so that any bytes can be sent."""
     raw = socket.create_connection((address.host, address.port))
     peer = Connection(raw, 5)
     try:

@@ -24,7 +24,7 @@ def gradient(at: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def by_hand(rules: PushScaling, script: list[tuple[str, int, int]]) -> torch.Tensor:
-    """The formulas, in plain words: `script` has ("pull", group, _) and ("push", group, samples)."""
+    """Apply the formulas one by one to `script`, which has ("pull", group, _) and ("push", group, samples)."""
     x, v = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
     version = seen = 0
     before: float | None = None

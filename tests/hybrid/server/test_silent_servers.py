@@ -37,7 +37,7 @@ SCALING = PushScaling(reference=1)
 def server_process(
     timeout_s: float, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[Address, "subprocess.Popen[bytes]"]]:
-    """A server with a shard of zeros, as a process that can be stopped."""
+    """Run a server with a shard of zeros as a process that can be stopped."""
     spec = ServerSpec(
         host=host,
         token="secret",
@@ -147,7 +147,7 @@ def test_a_busy_server_is_not_replaced(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 @contextmanager
 def host_of_its_own() -> Iterator[str]:
-    """A network namespace with one link to this one; its processes have the second address of the link."""
+    """Make a network namespace with one link to this one; its processes have the second address of the link."""
     name = f"mmxtest{os.getpid()}"
     ip("netns", "add", name)
     try:
