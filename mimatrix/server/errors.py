@@ -76,4 +76,5 @@ def _sentence(errors: Sequence[Any]) -> str:
     place = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
     said = str(first["msg"]).removeprefix("Value error, ")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{place}: {said[:1].lower()}{said[1:]}{more}; see /docs for the format"
+    begin = said[:1].lower() if said[1:2].islower() else said[:1]  # "JSON decode error" keeps its capitals
+    return f"{place}: {begin}{said[1:]}{more}; see /docs for the format"

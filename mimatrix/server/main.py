@@ -1,5 +1,6 @@
 """`mimatrix up`: one process that serves requests, and a controller thread in it. It may be killed at any moment."""
 
+import errno
 import fcntl
 import gc
 import getpass
@@ -121,6 +122,8 @@ def _make_folders(settings: ServerSettings) -> None:
             if not folder.is_dir() or folder.parent == settings.data:
                 folder.mkdir(parents=True, exist_ok=True)
                 folder.chmod(mode)
+            if not os.access(folder, os.W_OK | os.X_OK):  # now, and not at the first job
+                raise OSError(errno.EACCES, "it cannot be written to", str(folder))
     except OSError as error:
         raise UserError(
             f'"{error.filename or settings.data}" cannot be used ({error.strerror}); give another --data or '

@@ -2,6 +2,7 @@
 
 import pwd
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +11,9 @@ from pathlib import Path
 from mimatrix.core.errors import UserError
 from mimatrix.server.web.addresses import is_any, is_loopback, own_address
 from mimatrix.server.web.tls import check_certificate
+
+_LOOK_S = 30.0
+"""How long a Python may take to say whether it finds MiMatrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,8 @@ def check_settings(settings: ServerSettings) -> None:
         raise UserError(f'there is no user "{settings.run_as}" for --run-as; name one of this machine')
     if not shutil.which(settings.python):
         raise UserError(f'there is no Python "{settings.python}"; give --python the path of one')
+    if settings.python != sys.executable and not _has_mimatrix(settings.python):
+        raise UserError(f'MiMatrix is not installed for "{settings.python}"; give --python a Python that has it')
     if settings.advertise and not settings.advertise.startswith(("http://", "https://")):
         raise UserError(f'"{settings.advertise}" is not an address; write --advertise http://name:7700')
     if not is_loopback(settings.host) and not settings.tls_cert and not settings.insecure:
@@ -70,6 +76,19 @@ def check_settings(settings: ServerSettings) -> None:
             f"{settings.host} is reachable from other machines, and tokens would be sent in clear text; give "
             "--tls-cert and --tls-key, or --insecure if you trust the network"
         )
+
+
+def _has_mimatrix(python: str) -> bool:
+    """Return whether a program is a Python that finds MiMatrix."""
+    look = "import importlib.util; print('found' if importlib.util.find_spec('mimatrix') else 'missing')"
+    try:
+        words = [python, "-c", look]
+        done = subprocess.run(  # noqa: S603 (who starts the server chose the program)
+            words, capture_output=True, text=True, errors="replace", timeout=_LOOK_S, cwd="/"
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.stdout.strip() == "found"
 
 
 def with_reachable_address(settings: ServerSettings, own: Callable[[bool], str] = own_address) -> ServerSettings:

@@ -79,6 +79,7 @@ def test_who_is_to_blame_among_groups() -> None:
     assert failed_rank(TeamState((killed, killed, saved), 1), groups) == 2
     assert failed_rank(TeamState((killed, killed, killed), 1), groups, lost={0, 1}) == 2
     ended = exited(-15, because_of=1)
+    assert failed_rank(TeamState((ended, exited(2), killed), 2), groups, lost={2}) == 1, "and not who was ended for it"
     runs = MemberState(Phase.RUNNING)
     assert failed_groups(TeamState((ended, killed, runs), 1), groups) == {0: 1}
     assert failed_groups(TeamState((runs, runs, saved), 2), groups) == {}

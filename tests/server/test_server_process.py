@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.namespaces import needs_root
 from support.servers import SCRIPTS, ServerProcess, server
 
 from mimatrix.api.client import Client
@@ -307,6 +308,19 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "does not answer" in up.command("jobs").stderr
 
 
+@needs_root
+def test_a_read_only_directory_for_checkpoints_is_refused_at_the_start(tmp_path: Path) -> None:
+    place = tmp_path / "read-only"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(place)], check=True, timeout=20)
+    try:
+        words = [sys.executable, "-m", "mimatrix.cli.main", "up", "--data", str(tmp_path / "data")]
+        done = subprocess.run([*words, "--checkpoints", str(place)], capture_output=True, text=True, timeout=60)
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=20)
+    assert (done.returncode, str(place) in done.stderr) == (2, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -315,6 +329,7 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--tls-cert", "x.pem", "--tls-key", "y.pem"), '"x.pem" is not there'),
         (("--tls-cert", __file__, "--tls-key", __file__), "holds no certificate in PEM format"),
         (("--database", "mysql://x@y/z"), "is of an unknown kind"),
+        (("--python", "false"), 'MiMatrix is not installed for "false"'),
     ],
 )
 @pytest.mark.wording

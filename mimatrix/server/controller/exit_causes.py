@@ -41,7 +41,7 @@ def failed_rank(state: TeamState, groups: Groups = (), lost: Collection[int] = (
         return codes.index(PREEMPTED)
     left = [rank for rank, code in enumerate(codes) if code != 0 and rank not in lost]
     if state.first_failure in lost and left:
-        return left[0]
+        return first_failed(state, left)
     if state.first_failure is not None:
         return state.first_failure
     return next((rank for rank, code in enumerate(codes) if code != 0), None)

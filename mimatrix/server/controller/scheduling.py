@@ -206,7 +206,7 @@ class Scheduling:
         with self._context.sessions() as session:
             wanted = select(JobRow.id, JobRow.reason_data).where(JobRow.state.in_(WAITING_STATES))
             known = {job: data for job, data in session.execute(wanted) if job in reasons}
-        new = [job for job, data in known.items() if data.get("wait") != to_json(reasons[job])]
+        new = [job for job, data in known.items() if _stored_wait(data) != to_json(reasons[job])]
         if not new:
             return
         with self._context.sessions.begin(durable=False) as session:
@@ -217,10 +217,15 @@ class Scheduling:
                         explain_wait(session, row, reasons[job], self._context.clock())
 
 
+def _stored_wait(reason_data: object) -> object:
+    """Return the wait that was written before, if what is stored has one."""
+    return reason_data.get("wait") if isinstance(reason_data, dict) else None
+
+
 def explain_wait(session: Session, row: JobRow, reason: WaitReason, now_s: float) -> None:
     """Write why a job waits. Times, counts and the job ahead change all the time; another kind is worth an event."""
     event = events.waiting(reason)
-    known = row.reason_data.get("wait", {}).get("kind")
-    if known != reason.kind:
+    known = _stored_wait(row.reason_data)
+    if not isinstance(known, dict) or known.get("kind") != reason.kind:
         record_event(session, row, event, now_s)
     row.reason, row.reason_data = event.sentence, {"kind": event.kind.value, "wait": to_json(reason)}
