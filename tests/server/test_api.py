@@ -280,6 +280,7 @@ def test_joining_gives_the_place_of_rank_0(there: AppServer) -> None:
         ({"code_archive": "abc"}, "code_archive: "),
         ({"max_time_s": -1}, "max_time_s: "),
         ({"max_time_s": "NaN"}, "max_time_s: "),
+        ({"name": "ünï"}, "name: use letters of ASCII"),
         ({"colour": "red"}, "colour: extra inputs are not permitted"),
     ],
 )

@@ -169,6 +169,7 @@ def test_two_servers_do_not_share_a_folder(up: ServerProcess) -> None:
     ("words", "sentence"),
     [
         (("submit", "nothing.py"), 'there is no "nothing.py"'),
+        (("submit", str(SCRIPTS)), "is a directory; give the path of a script"),
         (("submit", str(SCRIPTS / "hello.py"), "--devices", "x"), 'devices: "x" names no devices'),
         (("submit", str(SCRIPTS / "hello.py"), "--env", "x"), '"x" is not a variable'),
         (("show", "9999"), "there is no job 9999; see mimatrix jobs"),

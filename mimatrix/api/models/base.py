@@ -1,9 +1,10 @@
 """The base class of all messages, and the field types that they share."""
 
 import math
+import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from mimatrix.api.text import one_line
 
@@ -19,7 +20,17 @@ class ApiModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._ -]*$"
+
+
+def _check_name(name: Any) -> Any:
+    """Refuse characters in plain words; length and type are left to the field."""
+    if isinstance(name, str) and name and not re.search(_NAME, name):
+        raise ValueError("use letters of ASCII, digits, spaces and . _ - only, and begin with a letter or a digit")
+    return name
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=_NAME), BeforeValidator(_check_name)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Text = Annotated[str, Field(max_length=_MAX_TEXT, pattern=r"^[^\x00]*$")]
 Variable = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

@@ -144,7 +144,8 @@ def _merge_job_file(script: str, given: dict[str, Any], arguments: list[str]) ->
         path, said = read_job(path)
         given = {**said, **given}
     if not path.is_file():
-        raise UserError(f'there is no "{path}"; give the path of a script, or of a .toml file that names one')
+        problem = f'"{path}" is a directory' if path.is_dir() else f'there is no "{path}"'
+        raise UserError(f"{problem}; give the path of a script, or of a .toml file that names one")
     if arguments:
         given["arguments"] = tuple(arguments)
     # Only those characters of the script's name that a job's name may have.
