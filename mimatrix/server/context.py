@@ -8,6 +8,7 @@ from threading import Event
 from mimatrix.launch import Launcher
 from mimatrix.server.auth.tokens import Authenticator
 from mimatrix.server.db.engine import Sessions
+from mimatrix.server.db.unreadable import UnreadableRows
 from mimatrix.server.jobs.code_archives import CodeArchives
 from mimatrix.server.jobs.quotas import Quotas
 from mimatrix.server.metrics.live_state import Live
@@ -29,6 +30,7 @@ class Context:
     live: Live = field(default_factory=Live)
     wake: Event = field(default_factory=Event)
     """Set when there is something to decide."""
+    unreadable: UnreadableRows = field(default_factory=UnreadableRows)
     controller_turned_at_s: float = field(init=False)
     """When the controller last completed all of its stages, by `monotonic`."""
 

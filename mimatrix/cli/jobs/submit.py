@@ -10,10 +10,11 @@ import typer
 
 from mimatrix.cli.client import Json, connected
 from mimatrix.cli.output import plain_console, print_json, say
-from mimatrix.core.errors import UserError
+from mimatrix.core.errors import MiMatrixError, UserError
 from mimatrix.core.units import parse_duration
 
 if TYPE_CHECKING:
+    from mimatrix.api.client import Client
     from mimatrix.api.models import NodeStatus, Submission
 
 _MOST_KINDS = 10
@@ -80,7 +81,7 @@ def submit(
         packed = Path(folder) / "code.tar.gz"
         digest = archive(path.parent, packed, MAX_CODE_ARCHIVE_BYTES, path.name, file or [], say)
         job = _build_submission({**given, "script": path.name, "code_archive": digest})
-        _warn_of_unknown_kinds(job.devices, client.nodes())
+        _warn_of_unknown_kinds(job.devices, _nodes_of(client))
         if dry_run:
             would = client.dry_run(job)
             print_json(would.model_dump(mode="json")) if as_json else plain_console().print(
@@ -164,6 +165,14 @@ def _build_submission(given: dict[str, Any]) -> "Submission":
         first = error.errors()[0]
         place, said = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
         raise UserError(f"{place}: {said}") from None
+
+
+def _nodes_of(client: "Client") -> "Sequence[NodeStatus]":
+    """Return the nodes, or none if they cannot be listed: a warning depends on them, and the job does not."""
+    try:
+        return client.nodes()
+    except (MiMatrixError, ValueError):
+        return ()
 
 
 def _warn_of_unknown_kinds(devices: str, nodes: "Sequence[NodeStatus]") -> None:

@@ -7,6 +7,7 @@ not touched.
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from sqlalchemy import select
 
@@ -17,6 +18,7 @@ from mimatrix.server.controller.queue_state import load_jobs, queued_of, running
 from mimatrix.server.controller.speeds import Speeds
 from mimatrix.server.controller.usage import read_usage
 from mimatrix.server.db.models import JobRow, NodeRow
+from mimatrix.server.db.unreadable import load_rows
 from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, WAITING_STATES
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ def dry_run(context: Context, speeds: Speeds, policy: SchedulingPolicy, job: Job
     now_s = context.clock()
     with context.sessions() as session:
         slots: dict[str, DeviceSlot] = {}
-        for node in session.scalars(select(NodeRow).where(NodeRow.seen_at > now_s - _SILENT_S)):
+        answering = select(NodeRow).where(NodeRow.seen_at > now_s - _SILENT_S)
+        for node in load_rows(session, answering, NodeRow, NodeRow.name, partial(_leave_out, "node")):
             with _leave_out("node", node.name):
                 slots |= slots_of_row(node)
         queued, running = [queued_of(job, speeds, _stored)], []

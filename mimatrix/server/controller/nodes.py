@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
 
 from mimatrix.core.errors import MiMatrixError
@@ -56,10 +57,14 @@ class NodeTracker:
         self._nodes, self.slots, self._written_s = listed, slots, now_s
 
     def _write(self, session: Session, node: NodeInfo) -> None:
-        row = session.get(NodeRow, node.name) or NodeRow(name=node.name)
-        row.address, row.rack, row.seen_at = node.address, node.rack, self._context.clock()
-        row.devices = {"devices": [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]}
-        session.add(row)
+        """Write what a node says now; what was written before is not read, since it may be unreadable."""
+        devices = [{"kind": each.kind, "memory_bytes": each.memory_bytes} for each in node.devices]
+        values = {"address": node.address, "rack": node.rack, "seen_at": self._context.clock()}
+        values |= {"devices": {"devices": devices}}
+        if session.scalar(select(NodeRow.name).where(NodeRow.name == node.name)) is None:
+            session.execute(insert(NodeRow).values(name=node.name, **values))
+        else:
+            session.execute(update(NodeRow).where(NodeRow.name == node.name).values(**values))
 
 
 def slots_of_row(row: NodeRow) -> dict[str, DeviceSlot]:

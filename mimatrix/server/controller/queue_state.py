@@ -11,8 +11,8 @@ from mimatrix.core.resources import ResourceRequest
 from mimatrix.scheduler import DeviceSlot, Queued, Running, StopKind
 from mimatrix.server.controller.nodes import slot_named
 from mimatrix.server.controller.speeds import Speeds
-from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import AllocationRow, JobRow
+from mimatrix.server.db.unreadable import load_rows
 
 Instant = Callable[[str, int, float], float]
 """Returns the time of something stored: what it is, of which job, its wall time."""
@@ -23,17 +23,7 @@ Contain = Callable[[int], AbstractContextManager[None]]
 def load_jobs(session: Session, states: Collection[JobState], contain: Contain) -> list[JobRow]:
     """Read jobs in these states. If one row cannot be read, each is read by itself, and that one left out."""
     wanted = select(JobRow).where(JobRow.state.in_(states)).order_by(JobRow.id)
-    try:
-        return list(session.scalars(wanted))
-    except DATABASE_UNAVAILABLE:
-        raise
-    except Exception:  # noqa: BLE001 (whatever the row of one job makes the driver raise)
-        session.rollback()
-    rows = []
-    for job in session.scalars(select(JobRow.id).where(JobRow.state.in_(states)).order_by(JobRow.id)).all():
-        with contain(job):
-            rows.append(session.get_one(JobRow, job))
-    return rows
+    return load_rows(session, wanted, JobRow, JobRow.id, contain)
 
 
 def queued_of(row: JobRow, speeds: Speeds, instant: Instant) -> Queued:

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from mimatrix.api.models import JobProgress, JobState
+from mimatrix.api.models import JobProgress, JobState, Report
 from mimatrix.scheduler import StopKind
 from mimatrix.server.context import Context
 from mimatrix.server.controller.clocks import JobClock
@@ -29,37 +29,44 @@ class ReportReader:
         """Take over the reports of these teams; return those that were told to stop and are overdue."""
         overdue = []
         with self._context.sessions.begin(durable=False) as session:
-            wanted = select(JobRow.id).where(JobRow.state.in_(ACTIVE_STATES)).order_by(JobRow.id)
-            for job in session.scalars(wanted).all() if running else ():
+            # Plain columns: a job whose row cannot be read as a whole must be ended all the same.
+            columns = (JobRow.id, JobRow.generation, JobRow.state, JobRow.stop_kind, JobRow.stop_requested_at)
+            wanted = select(*columns).where(JobRow.state.in_(ACTIVE_STATES)).order_by(JobRow.id)
+            for job, generation, state, stop_kind, requested_at in session.execute(wanted).all() if running else ():
+                if (job, generation) not in running:
+                    continue
                 with self._faults.contain("reports", job), session.begin_nested():
-                    row = session.get_one(JobRow, job, with_for_update=True)
-                    team = (row.id, row.generation)
-                    if team in running and self._is_overdue(row):
-                        overdue.append(team)
-                    live = self._context.live.get(*team)
-                    if live and team in running:
-                        self._apply(session, row, live)
+                    if self._is_overdue(job, state, stop_kind, requested_at):
+                        overdue.append((job, generation))
+                    live = self._context.live.get(job, generation)
+                    if live and stop_kind and _saves(stop_kind):
+                        live.tell_to_leave()
+                    if live and live.leader_report:
+                        self._apply(session, job, live, live.leader_report)
         return overdue
 
-    def _is_overdue(self, row: JobRow) -> bool:
+    def _is_overdue(self, job: int, state: str, stop_kind: str, requested_at: float | None) -> bool:
         """Whether it was told to stop and must be made to."""
-        if not row.stop_kind:
+        if not stop_kind:
             return False
-        if not StopKind(row.stop_kind).saves or row.stop_requested_at is None:
+        if not _saves(stop_kind) or not isinstance(requested_at, int | float):
             return True
-        grace_s = _GRACE_S * (2 if row.state == JobState.SAVING else 1)
-        return self._clock.now_s() - self._clock.instant("stop", row.id, row.stop_requested_at) > grace_s
+        grace_s = _GRACE_S * (2 if state == JobState.SAVING else 1)
+        return self._clock.now_s() - self._clock.instant("stop", job, requested_at) > grace_s
 
-    def _apply(self, session: Session, row: JobRow, live: LiveJob) -> None:
-        if row.stop_kind and StopKind(row.stop_kind).saves:
-            live.tell_to_leave()
-        report = live.leader_report
-        if report is None:
+    def _apply(self, session: Session, job: int, live: LiveJob, report: Report) -> None:
+        row = session.get_one(JobRow, job, with_for_update=True)
+        if row.generation != live.generation or not state_of(row).is_active:
             return
         row.progress = progress_of(live)
         old, new = state_of(row), report.state
         if new != old and new.is_active and is_allowed(old, new):
             transition(session, row, new, events.phase_changed(new), self._context.clock())
+
+
+def _saves(stop_kind: str) -> bool:
+    """Whether a job that was told to stop may save first; one that was told something unknown may not."""
+    return stop_kind in set(StopKind) and StopKind(stop_kind).saves
 
 
 def progress_of(live: LiveJob) -> dict[str, Any]:

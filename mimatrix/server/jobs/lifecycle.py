@@ -10,7 +10,7 @@ from mimatrix.api.models import JobState
 from mimatrix.scheduler.reasons import StopKind, StopReason
 from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import AllocationRow, EventRow, JobRow
-from mimatrix.server.jobs.events import JobEvent, stop_requested
+from mimatrix.server.jobs.events import JobEvent, cancelled, stop_requested
 
 logger = logging.getLogger(__name__)
 _S = JobState
@@ -95,6 +95,28 @@ def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> boo
     state = session.scalar(select(JobRow.state).where(JobRow.id == job))
     if state is None or JobState(state).is_final:
         return False
+    _end_by_id(session, job, JobState.FAILED, event, now_s)
+    session.execute(update(JobRow).where(JobRow.id == job).values(server_error=event.sentence))
+    return True
+
+
+def cancel_by_id(session: Session, job: int, user: str, now_s: float) -> bool:
+    """Cancel a job whose row is unreadable: one that runs is told to end. False if it has ended already."""
+    state = session.scalar(select(JobRow.state).where(JobRow.id == job))
+    if state in ACTIVE_STATES:
+        reason = StopReason(kind=StopKind.CANCEL, user=user)
+        told = update(JobRow).where(JobRow.id == job)
+        session.execute(told.values(stop_kind=reason.kind.value, stop_requested_at=now_s))
+        record_event_by_id(session, job, stop_requested(reason), now_s)
+        return True
+    if state in _ENDS:
+        return False
+    # It waits, or is in a state that is none.
+    _end_by_id(session, job, JobState.CANCELLED, cancelled(user), now_s)
+    return True
+
+
+def _end_by_id(session: Session, job: int, state: JobState, event: JobEvent, now_s: float) -> None:
     released: dict[str, Any] = {
         "allocation": [],
         "groups": _groups_of(session, job),
@@ -102,12 +124,11 @@ def fail_by_id(session: Session, job: int, event: JobEvent, now_s: float) -> boo
         "stop_requested_at": None,
     }
     reason = {"reason": event.sentence, "reason_data": {"kind": event.kind.value, **event.data}}
-    ended = {"state": JobState.FAILED.value, "ended_at": now_s, "server_error": event.sentence}
+    ended = {"state": state.value, "ended_at": now_s}
     session.execute(update(JobRow).where(JobRow.id == job).values(**released, **reason, **ended))
     held = (AllocationRow.job == job, AllocationRow.ended_at.is_(None))
     session.execute(update(AllocationRow).where(*held).values(ended_at=now_s))
     record_event_by_id(session, job, event, now_s)
-    return True
 
 
 def _groups_of(session: Session, job: int) -> list[list[int]]:

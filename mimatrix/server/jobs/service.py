@@ -8,12 +8,14 @@ from mimatrix.scheduler.reasons import StopKind, StopReason
 from mimatrix.server.auth.dependencies import check_owner
 from mimatrix.server.auth.tokens import Bearer
 from mimatrix.server.context import Context
+from mimatrix.server.db.engine import DATABASE_UNAVAILABLE
 from mimatrix.server.db.models import CodeArchiveRow, JobRow, SubmissionKeyRow
 from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs import events
 from mimatrix.server.jobs.lifecycle import (
     UNREADABLE_GROUPS,
     WAITING_STATES,
+    cancel_by_id,
     record_event,
     request_stop,
     state_of,
@@ -21,6 +23,13 @@ from mimatrix.server.jobs.lifecycle import (
 )
 
 _KEYS_KEPT_S = 86_400.0
+
+
+class UnreadableJobError(ApiError):
+    """The stored data of a job cannot be read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(409, f"the stored data of job {number} cannot be read; cancel it, and submit it again")
 
 
 def submit(context: Context, submission: Submission, who: Bearer) -> JobRow:
@@ -58,20 +67,38 @@ def change_priority(context: Context, number: int, priority: int, who: Bearer) -
     return job
 
 
-def cancel(context: Context, number: int, who: Bearer) -> JobRow:
-    """Cancel a job that waits, or have one that runs end."""
+def cancel(context: Context, number: int, who: Bearer) -> JobRow | None:
+    """Cancel a job that waits, or have one that runs end; None if its row cannot be read."""
     now_s = context.clock()
     with context.sessions.begin() as session:
-        job = find_own_job(session, number, who)
-        state = state_of(job)
-        if state.is_waiting:
-            transition(session, job, JobState.CANCELLED, events.cancelled(who.user), now_s)
-        elif state.is_active:
-            request_stop(session, job, StopReason(kind=StopKind.CANCEL, user=who.user), now_s)
-        else:
-            raise ApiError(409, f"job {number} is {job.state} already")
+        try:
+            job = _cancel(session, number, who, now_s)
+        except (UnreadableJobError, ValueError):
+            # ValueError: of a state that is none, before anything was changed.
+            job = None
+            _cancel_unreadable(session, number, who, now_s)
     context.wake.set()
     return job
+
+
+def _cancel(session: Session, number: int, who: Bearer, now_s: float) -> JobRow:
+    job = find_own_job(session, number, who)
+    state = state_of(job)
+    if state.is_waiting:
+        transition(session, job, JobState.CANCELLED, events.cancelled(who.user), now_s)
+    elif state.is_active:
+        request_stop(session, job, StopReason(kind=StopKind.CANCEL, user=who.user), now_s)
+    else:
+        raise ApiError(409, f"job {number} is {job.state} already")
+    return job
+
+
+def _cancel_unreadable(session: Session, number: int, who: Bearer, now_s: float) -> None:
+    """Cancel a job by its plain columns."""
+    user, state = session.execute(select(JobRow.user, JobRow.state).where(JobRow.id == number)).one()
+    check_owner(JobRow(id=number, user=user), who)
+    if not cancel_by_id(session, number, who.user, now_s):
+        raise ApiError(409, f"job {number} is {state} already")
 
 
 def requeue(context: Context, number: int, who: Bearer) -> JobRow:
@@ -150,11 +177,22 @@ def find_job(session: Session, number: int, *, to_change: bool = False) -> JobRo
 
     Raises:
         ApiError: There is none of this number.
+        UnreadableJobError: Its stored data cannot be read.
     """
-    row = session.get(JobRow, number, with_for_update=to_change)
+    try:
+        row = session.get(JobRow, number, with_for_update=to_change)
+    except DATABASE_UNAVAILABLE:
+        raise
+    except Exception as error:
+        raise UnreadableJobError(number) from error
     if row is None:
-        raise ApiError(404, f"there is no job {number}; see mimatrix jobs")
+        raise no_such_job(number)
     return row
+
+
+def no_such_job(number: int) -> ApiError:
+    """Return the error that there is no job of this number."""
+    return ApiError(404, f"there is no job {number}; see mimatrix jobs")
 
 
 def find_own_job(session: Session, number: int, who: Bearer) -> JobRow:

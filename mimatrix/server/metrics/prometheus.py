@@ -1,15 +1,18 @@
 """Metrics for Prometheus, as of the moment of asking. Names and labels are listed in docs/monitoring.md."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from mimatrix.api.models import JobState, PushReport, Report
 from mimatrix.server.context import Context
-from mimatrix.server.db.models import JobRow, NodeRow
+from mimatrix.server.db.models import AllocationRow, JobRow, NodeRow
+from mimatrix.server.db.unreadable import load_rows
 from mimatrix.server.jobs.lifecycle import ACTIVE_STATES, WAITING_STATES
 from mimatrix.server.metrics.live_state import LiveJob
 
@@ -71,12 +74,9 @@ class _Now(Collector):
             asked = select(JobRow.state, func.count()).group_by(JobRow.state)
             counts = {str(state): int(count) for state, count in session.execute(asked)}
             oldest = session.scalar(select(func.min(JobRow.waiting_since)).where(JobRow.state.in_(WAITING_STATES)))
-            used = {
-                device
-                for allocation in session.scalars(select(JobRow.allocation).where(JobRow.state.in_(ACTIVE_STATES)))
-                for device in allocation
-            }
-            nodes = [(row.name, row.devices["devices"], row.seen_at) for row in session.scalars(select(NodeRow))]
+            held = (AllocationRow.ended_at.is_(None), JobRow.state.in_(ACTIVE_STATES))
+            used = set(session.scalars(select(AllocationRow.device).join(JobRow).where(*held)))
+            nodes = self._nodes(session)
         jobs = GaugeMetricFamily("mimatrix_jobs", "Jobs in each state", labels=["state"])
         for state in JobState:
             jobs.add_metric([state.value], counts.get(state.value, 0))
@@ -86,14 +86,14 @@ class _Now(Collector):
             "mimatrix_controller_turned_seconds", "Since the controller completed a turn", value=max(0.0, turned_s)
         )
         now_s = self._context.clock()
-        waits = now_s - oldest if oldest is not None else 0.0
+        waits = now_s - oldest if isinstance(oldest, int | float) else 0.0
         yield GaugeMetricFamily("mimatrix_queue_oldest_seconds", "How long the oldest waiting job waits", value=waits)
         devices = GaugeMetricFamily("mimatrix_devices", "Devices", labels=["node", "kind", "state"])
         heard = GaugeMetricFamily("mimatrix_node_heard_seconds", "Since a node last answered", labels=["node"])
-        for node, found, seen_at in nodes:
+        for node, kinds, seen_at in nodes:
             heard.add_metric([node], max(0.0, now_s - seen_at))
-            for kind in dict.fromkeys(each["kind"] for each in found):
-                of_kind = [number for number, each in enumerate(found) if each["kind"] == kind]
+            for kind in dict.fromkeys(kinds):
+                of_kind = [number for number, each in enumerate(kinds) if each == kind]
                 busy = sum(f"{node}/{number}" in used for number in of_kind)
                 devices.add_metric([node, kind, "used"], busy)
                 devices.add_metric([node, kind, "free"], len(of_kind) - busy)
@@ -102,6 +102,15 @@ class _Now(Collector):
         refusals = self._context.authenticator.refusals
         about = "Requests that were refused because their token was missing or unknown"
         yield CounterMetricFamily("mimatrix_unauthenticated_requests", about, value=refusals)
+
+    def _nodes(self, session: Session) -> list[tuple[str, list[str], float]]:
+        """Return the name of each node, the kinds of its devices, and when it answered last."""
+        contain = partial(self._context.unreadable.contain, "node")
+        found = []
+        for row in load_rows(session, select(NodeRow), NodeRow, NodeRow.name, contain):
+            with contain(row.name):
+                found.append((row.name, [str(each["kind"]) for each in row.devices["devices"]], float(row.seen_at)))
+        return found
 
 
 def _of_jobs(live: dict[int, LiveJob]) -> Iterator[Metric]:

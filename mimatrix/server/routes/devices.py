@@ -31,14 +31,18 @@ def get_device_history(node: NodePath, number: DeviceNumber, shared: Shared, _: 
     """List the jobs that held a device, the newest first."""
     device = f"{node}/{number}"
     query = (
-        select(AllocationRow, JobRow)
+        select(AllocationRow, JobRow.name, JobRow.user, JobRow.state)
         .join(JobRow)
         .where(AllocationRow.device == device)
         .order_by(AllocationRow.id.desc())
     )
     with shared.sessions() as session:
         rows = list(session.execute(query.limit(_MAX_JOBS)))
-    return m.DeviceHistory(device=device, jobs=tuple(_job_on_device(allocation, row) for allocation, row in rows))
+    jobs = []
+    for allocation, name, user, state in rows:
+        with shared.unreadable.contain("allocation", allocation.id):
+            jobs.append(_job_on_device(allocation, name, user, state))
+    return m.DeviceHistory(device=device, jobs=tuple(jobs))
 
 
 @router.get("/devices/{node}/{number}/usage")
@@ -52,12 +56,12 @@ def get_device_usage(
     return [m.DevicePoint(at=to_datetime(point.at), **point.figures) for point in rows]
 
 
-def _job_on_device(allocation: AllocationRow, row: JobRow) -> m.DeviceJob:
+def _job_on_device(allocation: AllocationRow, name: str, user: str, state: str) -> m.DeviceJob:
     return m.DeviceJob(
-        id=row.id,
-        name=row.name,
-        user=row.user,
-        state=m.JobState(row.state),
+        id=allocation.job,
+        name=name,
+        user=user,
+        state=m.JobState(state),
         started_at=to_datetime(allocation.started_at),
         ended_at=to_datetime(allocation.ended_at) if allocation.ended_at else None,
     )

@@ -1,9 +1,7 @@
 """Jobs: submit, list, change and cancel them, and read their logs."""
 
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -16,12 +14,14 @@ from mimatrix.core.errors import UserError
 from mimatrix.scheduler import Start
 from mimatrix.scheduler.reasons import to_json
 from mimatrix.server.auth.dependencies import AnyUser, Shared, Submitter
-from mimatrix.server.context import team_name
+from mimatrix.server.context import Context, team_name
 from mimatrix.server.db.models import AllocationRow, EventRow, JobRow
+from mimatrix.server.db.unreadable import load_rows
 from mimatrix.server.errors import ApiError
 from mimatrix.server.jobs import service
 from mimatrix.server.jobs.lifecycle import state_of
-from mimatrix.server.jobs.service import find_job
+from mimatrix.server.jobs.service import UnreadableJobError, find_job, no_such_job
+from mimatrix.server.jobs.views import load_page, show, to_datetime
 
 router = APIRouter(prefix="/api", tags=["jobs"])
 JobId = Annotated[int, Path(ge=1, le=(1 << 53))]
@@ -55,7 +55,8 @@ async def upload_code_archive(digest: DigestPath, request: Request, shared: Shar
 @router.post("/jobs", status_code=201)
 def submit(said: m.Submission, shared: Shared, who: Submitter) -> m.Job:
     """Submit a job."""
-    return to_job(service.submit(shared, said, who))
+    row = service.submit(shared, said, who)
+    return _shown(shared, row.id, row)
 
 
 @router.post("/jobs/dry-run")
@@ -82,43 +83,42 @@ def list_jobs(
     wanted += [JobRow.user == user] if user else []
     newer = [JobRow.id < before] if before else []
     with shared.sessions() as session:
-        page = list(session.scalars(select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(limit)))
-        more = _count(session, *wanted, JobRow.id < page[-1].id) if len(page) == limit else 0
-    listed = tuple(to_job(row, shared.live.queue_positions) for row in page)
-    return m.Jobs(jobs=listed, next_before=page[-1].id if more else None, more=more)
+        page = load_page(shared, session, select(JobRow).where(*wanted, *newer).order_by(JobRow.id.desc()).limit(limit))
+        last = min(page, default=0)
+        more = _count(session, *wanted, JobRow.id < last) if len(page) == limit else 0
+    return m.Jobs(jobs=tuple(filter(None, page.values())), next_before=last if more else None, more=more)
 
 
 @router.get("/jobs/{number}")
 def get_job(number: JobId, shared: Shared, _: AnyUser) -> m.Job:
     """Get a job."""
     with shared.sessions() as session:
-        row = find_job(session, number)
+        try:
+            row = find_job(session, number)
+        except UnreadableJobError:
+            return _shown(shared, number, None)
         more: dict[str, Any] = {
             "last_allocation": _last_allocation(session, row),
             "has_plan": _has_plan(session, number),
         }
-        more["resumes_from"] = _resumes_from(row)
-        return to_job(row, shared.live.queue_positions).model_copy(update=more)
+        with shared.unreadable.contain("checkpoints of job", number):
+            more["resumes_from"] = _resumes_from(row)
+    return _shown(shared, number, row).model_copy(update=more)
 
 
 @router.get("/jobs/{number}/events")
 def list_events(number: JobId, shared: Shared, _: AnyUser) -> list[m.Event]:
     """List the events of a job, the oldest first."""
     with shared.sessions() as session:
-        find_job(session, number)
-        rows = session.scalars(select(EventRow).where(EventRow.job == number).order_by(EventRow.id))
-        return [
-            m.Event(
-                id=row.id,
-                at=_time(row.at),
-                state=m.JobState(row.state),
-                generation=row.generation,
-                kind=m.EventKind(row.kind),
-                reason=row.reason,
-                data=row.data,
-            )
-            for row in rows
-        ]
+        if not _count(session, JobRow.id == number):
+            raise no_such_job(number)
+        contain = partial(shared.unreadable.contain, "event")
+        wanted = select(EventRow).where(EventRow.job == number).order_by(EventRow.id)
+        found = []
+        for row in load_rows(session, wanted, EventRow, EventRow.id, contain):
+            with contain(row.id):
+                found.append(_event(row))
+        return found
 
 
 @router.get("/jobs/{number}/log")
@@ -149,51 +149,44 @@ def get_log(
 @router.patch("/jobs/{number}")
 def update_job(number: JobId, said: m.JobUpdate, shared: Shared, who: Submitter) -> m.Job:
     """Change a job's priority."""
-    return to_job(service.change_priority(shared, number, said.priority, who))
+    return _shown(shared, number, service.change_priority(shared, number, said.priority, who))
 
 
 @router.post("/jobs/{number}/cancel")
 def cancel_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
     """Cancel a job, whatever its state."""
-    return to_job(service.cancel(shared, number, who))
+    return _shown(shared, number, service.cancel(shared, number, who))
 
 
 @router.post("/jobs/{number}/retry")
 def requeue_job(number: JobId, shared: Shared, who: Submitter) -> m.Job:
     """Requeue a job that has ended; it resumes from its last checkpoint, if it has one."""
-    return to_job(service.requeue(shared, number, who))
+    return _shown(shared, number, service.requeue(shared, number, who))
 
 
-def to_job(row: JobRow, positions: Mapping[int, int] = MappingProxyType({})) -> m.Job:
-    """Return a job for the API, with its position in the queue."""
-    state = state_of(row)
-    return m.Job(
+def _event(row: EventRow) -> m.Event:
+    return m.Event(
         id=row.id,
-        name=row.name,
-        user=row.user,
-        state=state,
-        reason=row.reason,
-        reason_data=row.reason_data,
-        server_error=row.server_error,
-        queue_position=positions.get(row.id) if state.is_waiting else None,
-        script=row.script,
-        arguments=tuple(row.arguments),
-        devices=row.devices,
-        priority=row.priority,
-        preemptible=row.preemptible,
-        max_time_s=row.max_time_s,
-        max_restarts=row.max_restarts,
-        groups=tuple(tuple(group) for group in row.groups),
+        at=to_datetime(row.at),
+        state=m.JobState(row.state),
         generation=row.generation,
-        allocation=tuple(row.allocation),
-        exit_code=row.exit_code,
-        exit_cause=row.exit_cause,
-        failed_rank=row.failed_rank,
-        created_at=_time(row.created_at),
-        started_at=_time(row.started_at) if row.started_at else None,
-        ended_at=_time(row.ended_at) if row.ended_at else None,
-        progress=m.JobProgress.model_validate(row.progress),
+        kind=m.EventKind(row.kind),
+        reason=row.reason,
+        data=row.data,
     )
+
+
+def _shown(shared: Context, number: int, row: JobRow | None) -> m.Job:
+    """Return a job, also one whose stored data cannot be read.
+
+    Raises:
+        ApiError: Nothing of it can be shown.
+    """
+    with shared.sessions() as session:
+        job = show(shared, session, number, row)
+    if job is None:
+        raise UnreadableJobError(number)
+    return job
 
 
 def _last_allocation(session: Session, row: JobRow) -> tuple[str, ...]:
@@ -233,7 +226,3 @@ def _from_character(data: bytes) -> bytes:
 
 def _count(session: Session, *wanted: ColumnElement[bool]) -> int:
     return session.scalar(select(func.count(JobRow.id)).where(*wanted)) or 0
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

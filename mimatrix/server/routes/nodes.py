@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 
 from fastapi import APIRouter
 from sqlalchemy import select
 
 from mimatrix.api import models as m
 from mimatrix.server.auth.dependencies import AnyUser, Shared
-from mimatrix.server.db.models import JobRow, NodeRow
+from mimatrix.server.db.models import AllocationRow, JobRow, NodeRow
+from mimatrix.server.db.unreadable import load_rows
 from mimatrix.server.jobs.lifecycle import ACTIVE_STATES
 from mimatrix.server.metrics.live_state import reports_by_device
 
@@ -20,11 +22,17 @@ _SILENT_S = 30.0
 def list_nodes(shared: Shared, _: AnyUser) -> list[m.NodeStatus]:
     """List the nodes with their devices, and the job that holds each device."""
     with shared.sessions() as session:
-        rows = list(session.scalars(select(NodeRow).order_by(NodeRow.name)))
-        active = session.execute(select(JobRow.id, JobRow.allocation).where(JobRow.state.in_(ACTIVE_STATES)))
-        holder = {device: number for number, devices in active for device in devices}
+        contain = partial(shared.unreadable.contain, "node")
+        rows = load_rows(session, select(NodeRow).order_by(NodeRow.name), NodeRow, NodeRow.name, contain)
+        is_held = (AllocationRow.ended_at.is_(None), JobRow.state.in_(ACTIVE_STATES))
+        active = select(AllocationRow.device, AllocationRow.job).join(JobRow).where(*is_held).order_by(AllocationRow.id)
+        holder = {held.device: held.job for held in session.execute(active)}
     reports = reports_by_device(shared.live.all(), shared.clock())
-    return [_node(row, holder, reports, shared.clock()) for row in rows]
+    nodes = []
+    for row in rows:
+        with contain(row.name):
+            nodes.append(_node(row, holder, reports, shared.clock()))
+    return nodes
 
 
 def _node(row: NodeRow, holder: Mapping[str, int], reports: Mapping[str, m.Report], now_s: float) -> m.NodeStatus:
