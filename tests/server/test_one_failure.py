@@ -375,9 +375,9 @@ def test_a_restored_database_gives_teams_new_names(tmp_path: Path) -> None:
 
 def test_a_user_cannot_fill_the_queue_for_all(tmp_path: Path) -> None:
     with app_server(tmp_path, quotas=Quotas(queued_jobs=2, code_archive_bytes=1)) as there:
+        body = {"name": "x", "script": "x.py", "code_archive": uploaded(there, "print(1)")}
         for _ in range(2):
-            submitted(there, "print(1)")
-        body = {"name": "x", "script": "x.py", "code_archive": "0" * 64}
+            assert there.ask("ben", "POST", "/api/jobs", json=body).status_code == 201
         refused = there.ask("ben", "POST", "/api/jobs", json=body)
         assert refused.status_code == 409
         with pytest.raises(AssertionError):

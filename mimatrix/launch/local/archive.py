@@ -78,7 +78,7 @@ def _unpack(archive: Path, folder: Path, account: Account | None, limits: Archiv
                 with tarfile.open(mode="r:", fileobj=bounded) as packed:
                     _extract(packed, list(_checked(packed, limits)))
     except MemoryError:
-        detail = f"its headers take more than {format_bytes(limits.max_memory_bytes)} of memory"
+        detail = _too_large_headers(limits)
         return StartFailure(kind=StartFailureKind.ARCHIVE_TOO_LARGE, detail=detail, archive=str(archive))
     except (OSError, EOFError, ValueError, RecursionError, tarfile.TarError, zlib.error) as error:
         detail = str(error)[:_DETAIL_CHARACTERS]
@@ -96,15 +96,22 @@ def _kind(error: Exception) -> StartFailureKind:
     return StartFailureKind.UNPACKING if is_of_system else StartFailureKind.ARCHIVE_INVALID
 
 
+def _too_large_headers(limits: ArchiveLimits) -> str:
+    return f"its headers take more than {format_bytes(limits.max_memory_bytes)} of memory"
+
+
 def _checked(packed: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile.TarInfo]:
     """Yield the entries, and stop at the first that is too much: its contents are not even decompressed."""
-    left = limits.max_bytes
+    left, names_left = limits.max_bytes, limits.max_memory_bytes
     for number, member in enumerate(packed, 1):
         left -= max(0, member.size)
         if left < 0:
             raise _TooLargeError(f"it unpacks to more than {format_bytes(limits.max_bytes)}")
         if number > limits.max_files:
             raise _TooLargeError(f"it has more than {limits.max_files} files")
+        names_left -= len(member.name) + len(member.linkname)
+        if names_left < 0:
+            raise _TooLargeError(_too_large_headers(limits))
         # Applied already, and of any size: a global header is repeated for every entry.
         member.pax_headers = {}
         yield member

@@ -101,6 +101,7 @@ def test_coordinator_process_outlives_the_rank_that_started_it() -> None:
     assert has_ended(pid, 5), "it does not outlive the last rank"
 
 
+@pytest.mark.long
 def test_coordinator_process_ends_if_not_all_ranks_come(process: CoordinatorProcess) -> None:
     client = connect(process.port, 0)
     meet(client)

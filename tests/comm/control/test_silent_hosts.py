@@ -77,7 +77,7 @@ def start_ranks(
         pytest.param(1, "", 2.0, 5.0, id="of-a-rank"),
         pytest.param(0, "", 2.0, 5.0, id="of-the-coordinator"),
         pytest.param(1, "talking", 2.0, 5.0, id="in-the-middle-of-messages"),
-        pytest.param(1, "", 8.0, 10.0, id="with-the-default-limit"),
+        pytest.param(1, "", 8.0, 10.0, id="with-the-default-limit", marks=pytest.mark.long),
     ],
 )
 def test_silent_host_is_named_by_all_others(
