@@ -96,7 +96,7 @@ def test_a_link_with_another_token_asks_before_it_signs_in(up: ServerProcess, ch
         expect(page.locator("#name")).to_have_text("eve · user")
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("size", [DESK, pytest.param(PHONE, marks=pytest.mark.long)], ids=["desk", "phone"])
 @pytest.mark.wording
 def test_a_job_is_handed_in_waits_with_a_reason_moves_and_is_cancelled(
     up: ServerProcess, chromium: Browser, tmp_path: Path, size: tuple[int, int]

@@ -112,6 +112,7 @@ def test_a_stopped_server_is_replaced_by_its_replica_within_10_s() -> None:
             torch.testing.assert_close(client.pull().values, torch.full((COUNT,), -0.2))
 
 
+@pytest.mark.long
 def test_a_shard_waits_seconds_for_a_stopped_replica() -> None:
     """Not a third of the timeout, since all groups wait for the shard meanwhile."""
     with server_process(60) as (address, process), server_here(60) as primary:
