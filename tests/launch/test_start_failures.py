@@ -101,6 +101,7 @@ def test_archive_of_large_headers_takes_little_memory(tmp_path: Path, size: int,
         assert failure.kind is StartFailureKind.ARCHIVE_TOO_LARGE
 
 
+@pytest.mark.wording
 def test_archive_of_headers_is_decompressed_to_the_limit_only(tmp_path: Path) -> None:
     """The files have no contents at all."""
     archive = pax_bomb(tmp_path / "bomb.tar.gz", 300, 100_000)
@@ -124,6 +125,7 @@ def test_archive_whose_global_header_is_repeated_takes_little_memory(tmp_path: P
 
 
 @pytest.mark.parametrize("shape", ["long names", "a chain of headers"])
+@pytest.mark.wording
 def test_archive_whose_headers_do_not_fit_into_memory_is_refused(tmp_path: Path, shape: str) -> None:
     contents = {
         "long names": (entry(tarfile.GNUTYPE_LONGNAME, b"n" * 100_000 + b"\0") + entry(tarfile.REGTYPE, b"")) * 400,

@@ -163,6 +163,7 @@ def test_lock_of_postgresql_that_another_server_took_is_an_error(postgresql: str
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.wording
 def test_server_whose_database_was_taken_ends(postgresql: str, tmp_path: Path) -> None:
     up = ServerProcess(tmp_path / "data", "--database", f"{postgresql}/postgres").start()
     assert up.process

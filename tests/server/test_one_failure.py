@@ -75,6 +75,7 @@ def test_a_job_that_the_server_failed_keeps_its_groups_for_a_retry(tmp_path: Pat
         assert there.ask("ben", "POST", f"/api/jobs/{number}/retry").json()["groups"] == [[0], [1]]
 
 
+@pytest.mark.wording
 def test_a_job_whose_groups_cannot_be_read_is_not_queued_again_without_them(tmp_path: Path) -> None:
     with app_server(tmp_path) as there:
         number = submitted(there, "print(1)", devices="2", groups=[[0], [1]])
@@ -247,6 +248,7 @@ UNDECIDABLE = {
 
 
 @pytest.mark.parametrize("poison", UNDECIDABLE)
+@pytest.mark.wording
 def test_a_running_job_that_nothing_can_be_decided_with_fails_no_queued_job(tmp_path: Path, poison: str) -> None:
     """Each queued job was tried with the running ones, and was blamed for them."""
     with app_server(tmp_path, devices=3) as there:
@@ -292,6 +294,7 @@ def test_a_fault_is_told_once_whatever_its_words(tmp_path: Path) -> None:
         assert [event["kind"] for event in told].count(EventKind.SERVER_ERROR) == 1
 
 
+@pytest.mark.wording
 def test_a_fault_that_could_not_be_recorded_is_recorded_when_it_is_raised_again(tmp_path: Path) -> None:
     with app_server(tmp_path) as there:
         number, faults = submitted(there, SLEEPS), Faults(there.context)
@@ -411,6 +414,7 @@ def renamed(there: AppServer, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("table", ["tokens", "jobs", "audit"])
+@pytest.mark.wording
 def test_without_its_database_the_server_says_so(tmp_path: Path, table: str, caplog: pytest.LogCaptureFixture) -> None:
     """503, which clients try again, and not 500: also where the token is looked up, before any route."""
     with app_server(tmp_path) as there:

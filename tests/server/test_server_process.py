@@ -310,6 +310,7 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_root
+@pytest.mark.wording
 def test_a_read_only_directory_for_checkpoints_is_refused_at_the_start(tmp_path: Path) -> None:
     place = tmp_path / "read-only"
     place.mkdir()

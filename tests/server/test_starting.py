@@ -127,6 +127,7 @@ def test_a_job_that_is_cancelled_while_it_starts_is_ended(tmp_path: Path, is_lis
         assert all(state.has_ended for state in there.context.launcher.states().values())
 
 
+@pytest.mark.wording
 def test_a_job_that_is_cancelled_before_a_thread_is_free_never_starts(tmp_path: Path) -> None:
     with slow_server(tmp_path, threads=1) as (there, slow):
         first, second = submitted(there, SLEEPS), submitted(there, SLEEPS)
@@ -151,6 +152,7 @@ def test_a_job_that_is_cancelled_and_cannot_start_is_cancelled(tmp_path: Path, i
 
 
 @pytest.mark.parametrize(("is_transient", "state"), [(True, JobState.QUEUED), (False, JobState.FAILED)])
+@pytest.mark.wording
 def test_a_start_that_fails_is_written_down_in_a_later_turn(tmp_path: Path, is_transient: bool, state: str) -> None:
     with slow_server(tmp_path) as (there, slow):
         number = submitted(there, SLEEPS)
